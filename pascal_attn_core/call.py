@@ -1,0 +1,246 @@
+"""One attention call: its arguments checked once, in the words of ``scaled_dot_product_attention``.
+
+Shape legend: ``*batch`` any leading dimensions, Hq query heads, Hkv key/value heads, G = Hq / Hkv groups,
+L query tokens, S key tokens, D head_dim, Dv head_dim_v.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENTS = ("upper_left", "lower_right")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False, slots=True)
+class AttentionCall:
+    """The arguments of one call after :func:`check_call`; every field is final.
+
+    Attributes:
+        query: ``[*batch, Hq, L, D]`` (or ``[L, D]``), key ``[*batch, Hkv, S, D]``, value ``[*batch, Hkv, S, Dv]``;
+            leading dimensions broadcast.
+        attn_mask: None, or a bool (True = takes part) or float (added to the scores) tensor that broadcasts to
+            ``[*batch, Hq, L, S]``.
+        batch: the broadcast leading dimensions without the heads.
+        scale: the factor of the scores.
+        left, right: query i sees the keys ``i + offset - left ... i + offset + right``; None = no bound on that side.
+        offset: 0 for the upper-left alignment, S - L for the lower-right one.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    batch: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    seq_len_q: int
+    seq_len_kv: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    dropout_p: float
+    is_causal: bool
+    left: int | None
+    right: int | None
+    offset: int
+    needs_grad: bool
+    enable_gqa: bool
+    scale_given: float | None
+
+    @property
+    def groups(self) -> int:
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def batch_size(self) -> int:
+        return math.prod(self.batch)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        heads = () if self.query.dim() == 2 else (self.num_heads,)
+        return (*self.batch, *heads, self.seq_len_q, self.head_dim_v)
+
+    @property
+    def is_empty(self) -> bool:
+        """No output element, or no key to look at: the output is all zeros."""
+        return 0 in self.out_shape or self.seq_len_kv == 0
+
+    @property
+    def num_scores(self) -> int:
+        """Elements of the score matrix that is never stored."""
+        return self.batch_size * self.num_heads * self.seq_len_q * self.seq_len_kv
+
+    @property
+    def plain_causal(self) -> bool:
+        """``is_causal`` exactly as torch's own flag means it, and no window beside it."""
+        return self.is_causal and self.left is None and self.right == 0 and self.offset == 0
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    alignment: str = "upper_left",
+    window: tuple[int, int] | None = None,
+) -> AttentionCall:
+    """Check the arguments of a call and work out its sizes.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
+        ValueError: shapes, devices or numbers that do not fit; the message holds what came.
+    """
+    # The attribute reads below are most of what a short call costs: each is made once.
+    _check_tensors(query, key, value)
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    head_dim, seq_len_kv = k_shape[-1], k_shape[-2]
+    if q_shape[-1] != head_dim:
+        raise ValueError(f"head_dim of query and key must be equal, got {q_shape[-1]} and {head_dim}")
+    if v_shape[-2] != seq_len_kv:
+        raise ValueError(f"key and value must have the same number of tokens, got {seq_len_kv} and {v_shape[-2]}")
+    if len(q_shape) == 4 and q_shape[0] == k_shape[0] == v_shape[0] and q_shape[1] == k_shape[1] == v_shape[1]:
+        batch: tuple[int, ...] = (q_shape[0],)
+        num_heads = num_kv_heads = q_shape[1]
+    else:
+        batch, num_heads, num_kv_heads = _broadcast_heads(q_shape, k_shape, v_shape, enable_gqa)
+    if scale is None:
+        real_scale = head_dim**-0.5 if head_dim else 1.0
+    else:
+        real_scale = float(scale)
+        if not math.isfinite(real_scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+    if dropout_p and not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+    left = right = None
+    offset = 0
+    if is_causal:
+        right = 0
+    if alignment != "upper_left" or window is not None:
+        left, right, offset = _band(is_causal, alignment, window, q_shape[-2], seq_len_kv)
+    if attn_mask is not None:
+        heads = () if len(q_shape) == 2 else (num_heads,)
+        _check_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+    )
+    return AttentionCall(
+        query,
+        key,
+        value,
+        attn_mask,
+        batch,
+        num_heads,
+        num_kv_heads,
+        q_shape[-2],
+        seq_len_kv,
+        head_dim,
+        v_shape[-1],
+        real_scale,
+        dropout_p,
+        is_causal,
+        left,
+        right,
+        offset,
+        needs_grad,
+        enable_gqa,
+        scale,
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    try:
+        dtype, device = query.dtype, query.device
+        same = dtype == key.dtype == value.dtype and device == key.device == value.device
+        deep_enough = query.dim() > 1 and key.dim() > 1 and value.dim() > 1
+    except AttributeError:
+        kinds = ", ".join(type(t).__name__ for t in (query, key, value))
+        raise TypeError(f"query, key and value must be tensors, got {kinds}") from None
+    if not same:
+        if device != key.device or device != value.device:
+            raise ValueError(
+                f"query, key and value must be on one device, got {device}, {key.device} and {value.device}"
+            )
+        raise TypeError(f"query, key and value must have one dtype, got {dtype}, {key.dtype} and {value.dtype}")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be one of {_names(FLOATS)}, got {dtype}")
+    if not deep_enough:
+        raise ValueError(
+            "query, key and value must have at least 2 dimensions ([..., tokens, head_dim]), got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
+def _broadcast_heads(
+    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, enable_gqa: bool
+) -> tuple[tuple[int, ...], int, int]:
+    """(batch, Hq, Hkv) of shapes that are not plainly equal."""
+    shapes = f"got query {tuple(q_shape)}, key {tuple(k_shape)} and value {tuple(v_shape)}"
+    q_heads, k_heads, v_heads = ((s[-3] if len(s) > 2 else 1) for s in (q_shape, k_shape, v_shape))
+    try:
+        batch = tuple(torch.broadcast_shapes(q_shape[:-3], k_shape[:-3], v_shape[:-3]))
+    except RuntimeError:
+        raise ValueError(f"leading dimensions must broadcast, {shapes}") from None
+    if len(q_shape) == 2 and (len(k_shape) > 2 or len(v_shape) > 2):
+        raise ValueError(f"a query without heads needs key and value without heads, {shapes}")
+    if enable_gqa:
+        if k_heads != v_heads:
+            raise ValueError(f"with enable_gqa key and value must have the same number of heads, {shapes}")
+        if q_heads % k_heads if k_heads else q_heads:
+            raise ValueError(f"the number of query heads must be a multiple of the key/value heads, {shapes}")
+        return batch, q_heads, k_heads
+    heads = max(q_heads, k_heads, v_heads) if 0 not in (q_heads, k_heads, v_heads) else 0
+    if any(h not in (1, heads) for h in (q_heads, k_heads, v_heads)):
+        hint = "" if k_heads == 0 or q_heads % k_heads else "; pass enable_gqa=True for grouped heads"
+        raise ValueError(f"the head dimensions must broadcast, {shapes}{hint}")
+    # One key/value head for every query head is the extreme of grouping: nothing has to be expanded for it.
+    return batch, heads, 1 if k_heads == v_heads == 1 and heads else heads
+
+
+def _band(
+    is_causal: bool, alignment: str, window: tuple[int, int] | None, seq_len_q: int, seq_len_kv: int
+) -> tuple[int | None, int | None, int]:
+    """(left, right, offset): query i sees keys from i + offset - left to i + offset + right."""
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"alignment must be one of {list(ALIGNMENTS)}, got {alignment!r}")
+    offset = seq_len_kv - seq_len_q if alignment == "lower_right" else 0
+    left = right = None
+    if window is not None:
+        try:
+            left, right = (None if side is None or side == -1 else int(side) for side in window)
+        except (TypeError, ValueError):
+            raise TypeError(f"window must be two whole numbers (left, right), got {window!r}") from None
+        for side in (left, right):
+            if side is not None and side < 0:
+                raise ValueError(f"window sides must be at least 0, or -1 for no bound, got {window}")
+    if is_causal:
+        right = 0
+    return left, right, offset
+
+
+def _check_mask(attn_mask: Tensor, query: Tensor, full: tuple[int, ...]) -> None:
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
+        raise TypeError(f"attn_mask must be bool or one of {_names(FLOATS)}, got {attn_mask.dtype}")
+    if attn_mask.device != query.device:
+        raise ValueError(f"attn_mask must be on the device of query ({query.device}), got {attn_mask.device}")
+    shape = attn_mask.shape
+    if len(shape) > len(full) or any(m not in (1, f) for m, f in zip(reversed(shape), reversed(full))):
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(shape)}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return "[" + ", ".join(str(d).removeprefix("torch.") for d in dtypes) + "]"

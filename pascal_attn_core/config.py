@@ -1,0 +1,180 @@
+"""AttentionConfig: every choice a user can make, checked once. The only module that reads ``os.environ``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger("pascal_attn")
+
+ROUTES = ("fused", "torch", "tiled", "math")
+ENV_PREFIX = "PASCAL_ATTN_"
+_MIN_BUDGET_MIB = 1 / 16
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How :func:`pascal_attn_core.sdpa` may work. Immutable; change it with :func:`dataclasses.replace`.
+
+    Every field can also be set by the environment variable ``PASCAL_ATTN_<FIELD>`` (see :meth:`from_env`).
+    Order of precedence: argument, environment, default.
+
+    Attributes:
+        route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused"``, ``"torch"``, ``"tiled"``,
+            ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
+        budget_mib: largest extra memory of one call in MiB (forward: everything but the inputs and the output;
+            backward: everything but the gradients themselves). None = 64 on a GPU, 4 on a CPU.
+        q_block: query tokens per tile; None = chosen from the device, the shapes and the budget.
+        kv_block: key tokens per tile; None = chosen likewise. With a tile forced, the budget is still kept: the call
+            raises ValueError if that tile does not fit.
+        softmax: ``"auto"`` leaves out the running row maximum where the scores are provably bounded, ``"online"``
+            always keeps it.
+        math_limit_mib: a score matrix up to this size in MiB may go to torch's math attention.
+        trim_masks: look at the values of a mask to leave out keys and tiles that nobody may look at. On a GPU this
+            costs one synchronisation per masked call.
+    """
+
+    route: str = "auto"
+    budget_mib: float | None = None
+    q_block: int | None = None
+    kv_block: int | None = None
+    softmax: str = "auto"
+    math_limit_mib: float = 1.0
+    trim_masks: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("route", self.route, ("auto", *ROUTES))
+        _one_of("softmax", self.softmax, ("auto", "online"))
+        if self.budget_mib is not None:
+            _number("budget_mib", self.budget_mib, at_least=_MIN_BUDGET_MIB)
+        _number("math_limit_mib", self.math_limit_mib, at_least=0)
+        for name in ("q_block", "kv_block"):
+            value = getattr(self, name)
+            if value is not None:
+                _whole_number(name, value)
+        if not isinstance(self.trim_masks, bool):
+            raise TypeError(f"trim_masks must be a bool, got {self.trim_masks!r}")
+
+    @property
+    def token(self) -> str:
+        """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a
+        custom operator's schema can carry. :meth:`from_token` is its inverse."""
+        return _token(self)
+
+    @staticmethod
+    def from_token(token: str) -> AttentionConfig:
+        """The config written by :attr:`token`."""
+        return _from_token(token)
+
+    @staticmethod
+    def from_env(environ: dict[str, str] | None = None) -> AttentionConfig:
+        """The default config changed by ``PASCAL_ATTN_<FIELD>`` variables, e.g. ``PASCAL_ATTN_BUDGET_MIB=16``.
+
+        Args:
+            environ: the variables to read; None = ``os.environ``.
+        Raises:
+            ValueError: a value that cannot be read, naming the variable.
+        A variable that starts with ``PASCAL_ATTN_`` but names no field is reported once in the log with the nearest
+        real name, and otherwise left alone.
+        """
+        source = os.environ if environ is None else environ
+        fields = {field.name: field for field in dataclasses.fields(AttentionConfig)}
+        changes: dict[str, Any] = {}
+        for name, text in source.items():
+            if not name.startswith(ENV_PREFIX):
+                continue
+            field_name = name[len(ENV_PREFIX) :].lower()
+            if field_name not in fields:
+                _warn_unknown(name, tuple(fields))
+                continue
+            try:
+                changes[field_name] = _parse(fields[field_name].default, field_name, text)
+                AttentionConfig(**{field_name: changes[field_name]})
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{name} is not usable: {error}") from error
+        return AttentionConfig(**changes)
+
+
+class UnsupportedAttention(NotImplementedError):
+    """A route asked for by name cannot take the call. ``.reasons`` lists why, one string each."""
+
+    def __init__(self, route: str, reasons: list[str]):
+        self.route, self.reasons = route, list(reasons)
+        super().__init__(f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'")
+
+
+@functools.lru_cache(maxsize=1)
+def default_config() -> AttentionConfig:
+    """The config used when a call passes none: the environment, read at the first call."""
+    return AttentionConfig.from_env()
+
+
+@functools.lru_cache(maxsize=256)
+def _token(config: AttentionConfig) -> str:
+    default = AttentionConfig()
+    parts = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name):
+            parts.append(f"{field.name}={value}")
+    return ";".join(parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _from_token(token: str) -> AttentionConfig:
+    changes = {}
+    for part in filter(None, token.split(";")):
+        name, _, text = part.partition("=")
+        changes[name] = _parse(getattr(AttentionConfig, name), name, text)
+    return AttentionConfig(**changes)
+
+
+_NUMBERS = {"budget_mib": float, "math_limit_mib": float, "q_block": int, "kv_block": int}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse(default: Any, name: str, text: str) -> Any:
+    text = text.strip()
+    if isinstance(default, bool):
+        if text.lower() not in _WORDS:
+            raise ValueError(f"{name} must be one of {sorted(_WORDS)}, got {text!r}")
+        return _WORDS[text.lower()]
+    if name in _NUMBERS:
+        if text.lower() in ("", "none", "auto") and default is None:
+            return None
+        try:
+            return _NUMBERS[name](text)
+        except ValueError:
+            raise ValueError(f"{name} must be {_NUMBERS[name].__name__}, got {text!r}") from None
+    return text.lower()
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_unknown(name: str, fields: tuple[str, ...]) -> None:
+    known = [ENV_PREFIX + field.upper() for field in fields]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    log.warning("unknown environment variable %s; did you mean %s?", name, near[0])
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def _number(name: str, value: Any, *, at_least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not at_least <= value < float("inf"):
+        raise ValueError(f"{name} must be at least {at_least} and finite, got {value}")
+
+
+def _whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

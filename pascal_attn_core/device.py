@@ -1,0 +1,105 @@
+"""What a device is: the only caller of ``torch.cuda.get_device_properties``."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """Facts about one device, as far as tile shapes and routes depend on them. Can be made by hand for any card:
+    ``DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)``.
+
+    Attributes:
+        kind: ``"cpu"``, ``"cuda"``, ``"hip"`` (AMD through ROCm), ``"mps"``, ``"xpu"`` or any other device type.
+        name: the marketing name.
+        capability: CUDA compute capability (major, minor), None elsewhere.
+        num_sms: streaming multiprocessors (AMD: compute units; CPU: cores that torch may use).
+        l2_bytes: size of the cache that all of them share in bytes, 0 if unknown.
+        total_bytes: device memory in bytes, 0 if unknown.
+        arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown.
+    """
+
+    kind: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    num_sms: int = 1
+    l2_bytes: int = 0
+    total_bytes: int = 0
+    arch: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+    @property
+    def default_budget_bytes(self) -> int:
+        """Extra memory one call may use unless the user says otherwise: 64 MiB on a GPU, 4 MiB on a CPU."""
+        return 64 * MIB if self.is_gpu else 4 * MIB
+
+
+# Shapes on the meta device are planned as on a CPU: no property of it can be asked, and its memory can be counted.
+CPU_LIKE = ("cpu", "meta")
+
+
+@functools.lru_cache(maxsize=64)
+def device_info(device: torch.device | str) -> DeviceInfo:
+    """The facts of a device, asked once per process.
+
+    Args:
+        device: a ``torch.device`` or its name; ``"cuda"`` without an index is the current CUDA device.
+    """
+    device = torch.device(device)
+    if device.type in CPU_LIKE:
+        return DeviceInfo("cpu", "CPU", num_sms=os.cpu_count() or 1, l2_bytes=_cpu_shared_cache_bytes())
+    if device.type == "cuda":
+        return _cuda_info(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "xpu":
+        props = torch.xpu.get_device_properties(device)
+        return DeviceInfo(
+            "xpu", props.name, num_sms=getattr(props, "gpu_subslice_count", 1) or 1, total_bytes=props.total_memory
+        )
+    return DeviceInfo(device.type, device.type)
+
+
+def _cuda_info(index: int) -> DeviceInfo:
+    props = torch.cuda.get_device_properties(index)
+    is_hip = torch.version.hip is not None
+    arch = getattr(props, "gcnArchName", "").split(":")[0] if is_hip else f"sm_{props.major}{props.minor}"
+    return DeviceInfo(
+        kind="hip" if is_hip else "cuda",
+        name=props.name,
+        capability=None if is_hip else (props.major, props.minor),
+        num_sms=props.multi_processor_count,
+        l2_bytes=getattr(props, "L2_cache_size", 0),
+        total_bytes=props.total_memory,
+        arch=arch,
+    )
+
+
+def _cpu_shared_cache_bytes() -> int:
+    """The largest cache that Linux lists for the first core, 0 where there is no such list."""
+    largest = 0
+    for index in range(8):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+        largest = max(largest, int(text.rstrip("KM") or 0) * unit)
+    return largest
+
+
+def free_bytes(device: torch.device | str) -> int | None:
+    """Free memory of a CUDA device in bytes as its driver reports it, or None where torch cannot tell."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0]
