@@ -1,0 +1,60 @@
+"""The command line: ``pascal-attn info | bench | replay | demo``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Each command is a module with add_parser(subparsers). It is imported only when it is asked for, so that
+# `pascal-attn info` works, and starts fast, with torch alone.
+COMMANDS = {
+    "info": "one block of facts about this machine, to paste into a bug report",
+    "bench": "time every route, torch's own kernels and installed peers on typical shapes",
+    "replay": "run captured attention calls over every route",
+    "demo": "a small pipeline before and after, with the memory it took",
+}
+
+
+class CommandError(Exception):
+    """A mistake that the user can mend: printed without a traceback, exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; None = those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments[0] if arguments else "")
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    if options.command is None:
+        parser.print_help()
+        return 2
+    options.command_line = " ".join(["pascal-attn", *arguments])
+    try:
+        return int(options.func(options) or 0)
+    except CommandError as error:
+        print(f"pascal-attn {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"pascal-attn {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(wanted: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pascal-attn", description="Exact attention in O(N) memory for GPUs without flash attention."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name == wanted:
+            importlib.import_module(f".{name}", __name__).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser

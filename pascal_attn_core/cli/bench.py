@@ -1,0 +1,216 @@
+"""``pascal-attn bench``: every route, torch's own kernels and installed peers on the shapes of real models."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import AttentionConfig
+from ..device import device_info
+from . import CommandError
+from .bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates
+from .bench_clock import Clock, quiet_torch
+from .bench_run import PRODUCTS, Result, Settings, race
+from .bench_shapes import Shape, choose_shapes
+from .tables import print_table
+
+MIB = 1 << 20
+COLUMNS = ("", "ms", "vs torch", "of products", "extra MiB", "operators", "error", "bounded", "")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``bench`` to the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time every route, torch's own kernels and installed peers on typical shapes",
+        description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
+        "function as it is, 'of products' the speed relative to the two bare matrix products, 'extra' the peak memory "
+        "besides inputs and outputs, 'error' the largest difference to float64 relative to the largest value.",
+    )
+    parser.add_argument("--shapes", default="quick", help="names or patterns, comma-separated; quick (default); all")
+    parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds at most (default: 5)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time of one candidate on one shape (default: 10)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="instead of each shape's own")
+    parser.add_argument("--budget-mib", type=float, help="extra memory that our routes may use")
+    parser.add_argument("--backward", action="store_true", help="time forward and backward together")
+    parser.add_argument("--max-operators", type=int, default=200_000, help="leave out who launches more")
+    parser.add_argument("--no-products", action="store_true", help="do not time the bare matrix products")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw time and memory into this file")
+    parser.set_defaults(func=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    device, shapes, candidates, settings = _read(options)
+    clock = Clock(device, options.threads)
+    reports = []
+    with quiet_torch(options.threads):
+        print(_heading(device, clock, options), end="\n\n")
+        for shape in shapes:
+            reports.append(_bench_shape(shape, device, candidates, clock, settings))
+    document = _document(options, device, clock, settings, reports)
+    _print_summary(document["geometric_means"], len(shapes))
+    _write(document, options)
+    return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[Candidate], Settings]:
+    for name in ("rounds", "threads", "max_operators"):
+        if getattr(options, name) < 1:
+            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+        config = AttentionConfig(budget_mib=options.budget_mib)
+        shapes = choose_shapes(options.shapes, device_type=device.type, dtype=options.dtype)
+        found, missing = all_candidates(config)
+        candidates = choose_candidates(found, options.candidates)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise CommandError(str(error).splitlines()[0]) from error
+    for sentence in missing:
+        print(sentence)
+    settings = Settings(
+        options.rounds,
+        options.seconds,
+        options.max_operators,
+        backward=options.backward,
+        products=not options.no_products,
+    )
+    return device, shapes, candidates, settings
+
+
+def _heading(device: torch.device, clock: Clock, options: argparse.Namespace) -> str:
+    what = "forward and backward" if options.backward else "forward"
+    threads = f", {options.threads} thread{'s'[: options.threads > 1]}" if device.type == "cpu" else ""
+    return f"{what} on {machine_name(device)}{threads}, torch {torch.__version__}, {clock.kind}, medians"
+
+
+def _bench_shape(
+    shape: Shape, device: torch.device, candidates: list[Candidate], clock: Clock, settings: Settings
+) -> dict[str, Any]:
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{shape.name}: {text}", end="", file=sys.stderr, flush=True)
+
+    results = race(shape.make(device), candidates, clock, settings, progress)
+    progress("done\r\033[K")
+    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, [_row(result) for result in results])
+    return {"shape": dataclasses.asdict(shape), "results": [dataclasses.asdict(result) for result in results]}
+
+
+def _row(result: Result) -> list[str]:
+    remark = ", ".join(filter(None, (result.ran, result.note)))
+    return [
+        result.name,
+        _figure(result.seconds, 1e3),
+        _figure(result.ratio),
+        "-" if result.share_of_products is None else f"{result.share_of_products:.0%}",
+        "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
+        "-" if result.launches is None else f"{result.launches:,}",
+        "-" if result.error is None else f"{result.error:.1e}",
+        "-" if result.bounded is None else f"{result.bounded:.0%}",
+        remark,
+    ]
+
+
+def _figure(value: float | None, factor: float = 1.0) -> str:
+    if value is None:
+        return "-"
+    value *= factor
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per candidate: the geometric mean of its ratios to the baseline, and over how many shapes."""
+    ratios: dict[str, list[float]] = {}
+    for report in reports:
+        for result in report["results"]:
+            if result["ratio"]:
+                ratios.setdefault(result["name"], []).append(result["ratio"])
+    return {
+        name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
+        for name, values in ratios.items()
+    }
+
+
+def _print_summary(means: dict[str, dict[str, float]], num_shapes: int) -> None:
+    rows = [
+        [name, f"{mean['ratio']:.2f}", f"{mean['shapes']:.0f} of {num_shapes}", ""]
+        for name, mean in sorted(means.items(), key=lambda item: item[1]["ratio"])
+    ]
+    print_table(f"time relative to {BASELINE}, geometric mean", ("", "ratio", "shapes", ""), rows)
+
+
+def machine_name(device: torch.device) -> str:
+    """The processor or the card in words."""
+    if device.type != "cpu":
+        return device_info(device).name
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine() or "CPU"
+
+
+def _document(
+    options: argparse.Namespace, device: torch.device, clock: Clock, settings: Settings, reports: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "command": options.command_line,
+        "versions": _versions(),
+        "machine": {
+            "device": str(device),
+            "name": machine_name(device),
+            "facts": dataclasses.asdict(device_info(device)),
+            "system": platform.platform(),
+            "threads": options.threads,
+            "clock": clock.kind,
+        },
+        "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
+        "baseline": BASELINE,
+        "shapes": reports,
+        "geometric_means": geometric_means(reports),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("pascal-attention", "pascal-attn", "noflash-attention"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _write(document: dict[str, Any], options: argparse.Namespace) -> None:
+    try:
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=1, allow_nan=True) + "\n")
+            print(f"figures: {options.json}")
+        if options.png:
+            try:
+                from .bench_chart import draw
+            except ImportError:
+                raise CommandError("--png needs matplotlib: pip install matplotlib") from None
+            draw(document, options.png)
+            print(f"chart: {options.png}")
+    except OSError as error:
+        raise CommandError(f"cannot write: {error}") from error
+
+
+__all__ = ["PRODUCTS", "add_parser", "geometric_means", "machine_name", "run"]

@@ -1,0 +1,102 @@
+"""The GEMM limit: a call's bare matrix products, at the best blocking found, and nothing else.
+
+No attention made of these products can be faster; how close a candidate comes says what its softmax, its masks and its
+bookkeeping cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..capture import CapturedCall
+from .bench_clock import Clock
+
+
+class Blocking(NamedTuple):
+    """Score elements of one step: key/value heads x query rows (those of a group together) x keys."""
+
+    heads: int
+    rows: int
+    keys: int
+
+
+@dataclass
+class _Step:
+    """One step's operands and buffers, cut and allocated before the clock starts."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    out: Tensor
+
+    def forward(self) -> None:
+        torch.bmm(self.query, self.key.mT, out=self.scores)
+        self.out.baddbmm_(self.scores, self.value)
+
+    def forward_backward(self) -> None:
+        """The 2 products of the forward pass and the 5 of the backward pass (one recomputes the scores)."""
+        self.forward()
+        torch.bmm(self.query, self.key.mT, out=self.scores)
+        torch.bmm(self.out, self.value.mT, out=self.scores)
+        torch.bmm(self.scores.mT, self.out)
+        torch.bmm(self.scores, self.key)
+        torch.bmm(self.scores.mT, self.query)
+
+
+def best_products(call: CapturedCall, clock: Clock, *, backward: bool = False) -> tuple[Callable[[], None], Blocking]:
+    """The bare products of a 4-dimensional call as a function to time, and the blocking at which they are fastest."""
+    timed = []
+    for blocking in _blockings(call):
+        steps = list(_steps(call, blocking))
+
+        def run(steps: list[_Step] = steps) -> None:
+            for step in steps:
+                step.forward_backward() if backward else step.forward()
+
+        clock.seconds(run)
+        timed.append((clock.seconds(run), len(timed), run, blocking))
+    _, _, run, blocking = min(timed)
+    return run, blocking
+
+
+def _blockings(call: CapturedCall) -> list[Blocking]:
+    batch, kv_heads, keys = call.key.shape[:3]
+    groups = call.query.shape[1] // kv_heads
+    all_rows = groups * call.query.shape[2]
+    is_cpu = call.query.device.type == "cpu"
+    sides = ((512, 512), (1024, 512), (2048, 512)) if is_cpu else ((2048, 2048), (4096, 4096), (8192, 16384))
+    elements = (1 << 19, 1 << 21) if is_cpu else (1 << 22, 1 << 24, 1 << 26)
+    found = set()
+    for rows, cols in sides:
+        for size in elements:
+            rows, cols = min(rows, all_rows), min(cols, keys)
+            heads = max(1, min(size // (rows * cols), batch * kv_heads))
+            found.add(Blocking(heads, rows, cols))
+    return sorted(found)
+
+
+def _steps(call: CapturedCall, blocking: Blocking) -> Iterator[_Step]:
+    batch, kv_heads, num_keys, head_dim = call.key.shape
+    groups, rows = call.query.shape[1] // kv_heads, call.query.shape[2]
+    query = call.query.reshape(batch * kv_heads, groups, rows, head_dim)
+    key, value = (t.reshape(batch * kv_heads, num_keys, -1) for t in (call.key, call.value))
+    q_block = max(1, blocking.rows // groups)
+    buffers: dict[tuple[int, ...], Tensor] = {}
+    for head in range(0, batch * kv_heads, blocking.heads):
+        heads = slice(head, head + blocking.heads)
+        for row in range(0, rows, q_block):
+            part = query[heads, :, row : row + q_block].flatten(1, 2)
+            out = part.new_zeros(*part.shape[:2], value.shape[-1])
+            last = min(num_keys, row + q_block) if call.is_causal else num_keys
+            for col in range(0, last, blocking.keys):
+                cols = slice(col, min(col + blocking.keys, last))
+                size = (*part.shape[:2], cols.stop - col)
+                if size not in buffers:
+                    buffers[size] = part.new_empty(size)
+                yield _Step(part, key[heads, cols], value[heads, cols], buffers[size], out)

@@ -1,0 +1,126 @@
+"""The shapes of ``pascal-attn bench``: attention calls as real models make them."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..capture import CapturedCall
+
+MASKS = ("none", "bool", "padding", "bias")
+_VALID_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call to time. Shape legend as everywhere: B Hq Hkv L S D.
+
+    Attributes:
+        mask: ``"none"``; ``"bool"``: ``[1, 1, L, S]``, half of it allowed; ``"padding"``: bool ``[B, 1, 1, S]``, the
+            last keys (40 % on average) left out; ``"bias"``: float ``[1, Hq, L, S]``.
+    """
+
+    name: str
+    what: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len_q: int
+    seq_len_kv: int
+    head_dim: int
+    mask: str = "none"
+    is_causal: bool = False
+    dtype: str = "float32"
+
+    @property
+    def text(self) -> str:
+        """``"B2 H10 N4096 D64 float32"``."""
+        heads = f"H{self.num_heads}" + (f"/{self.num_kv_heads}" if self.num_heads != self.num_kv_heads else "")
+        same = self.seq_len_q == self.seq_len_kv
+        tokens = f"N{self.seq_len_q}" if same else f"{self.seq_len_q}x{self.seq_len_kv}"
+        rule = " causal" if self.is_causal else ""
+        mask = "" if self.mask == "none" else f" mask {self.mask}"
+        return f"B{self.batch} {heads} {tokens} D{self.head_dim} {self.dtype}{rule}{mask}"
+
+    def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> CapturedCall:
+        """The tensors of this shape: normal random numbers, the same for every run with this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
+
+        return CapturedCall(
+            query=normal(self.batch, self.num_heads, self.seq_len_q, self.head_dim),
+            key=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
+            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
+            attn_mask=self._mask(generator, device, dtype),
+            is_causal=self.is_causal,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+            name=self.name,
+        )
+
+    def _mask(self, generator: torch.Generator, device: torch.device | str, dtype: torch.dtype) -> Tensor | None:
+        rows, keys = self.seq_len_q, self.seq_len_kv
+        if self.mask == "none":
+            return None
+        if self.mask == "bool":
+            return (torch.rand(1, 1, rows, keys, generator=generator) < 0.5).to(device)
+        if self.mask == "bias":
+            return torch.randn(1, self.num_heads, rows, keys, generator=generator).to(device=device, dtype=dtype)
+        # Lengths differ from sample to sample, as in a padded batch of prompts.
+        spread = torch.linspace(-0.15, 0.15, self.batch) if self.batch > 1 else torch.zeros(1)
+        lengths = ((_VALID_SHARE + spread) * keys).long().clamp(1, keys)
+        return (torch.arange(keys) < lengths[:, None])[:, None, None, :].to(device)
+
+
+SHAPES = (
+    Shape("sd15", "Stable Diffusion 1.5, 512x512, first level", 2, 8, 8, 4096, 4096, 40),
+    Shape("sdxl", "SDXL, 1024x1024, second level", 2, 10, 10, 4096, 4096, 64),
+    Shape("sdxl_bf16", "SDXL in bfloat16", 2, 10, 10, 4096, 4096, 64, dtype="bfloat16"),
+    Shape("gqa", "grouped heads of an LLM's prompt", 4, 32, 8, 2048, 2048, 64),
+    Shape("flux", "Flux, 1024x1024 and 512 text tokens", 1, 24, 24, 4608, 4608, 128),
+    Shape("wan", "Wan video (two of its heads on a CPU)", 1, 12, 12, 16384, 16384, 128),
+    Shape("cross77", "cross attention to a CLIP prompt", 2, 8, 8, 16384, 77, 64),
+    Shape("cross512", "cross attention to a T5 prompt", 2, 8, 8, 16384, 512, 64),
+    Shape("causal", "causal prompt", 1, 16, 16, 2048, 2048, 64, is_causal=True),
+    Shape("decode", "one new token of an LLM", 8, 32, 8, 1, 4096, 64),
+    Shape("vae", "VAE mid block, 512x512", 1, 1, 1, 4096, 4096, 512),
+    Shape("mask_bool", "bool mask of the full size", 1, 16, 16, 2048, 2048, 64, mask="bool"),
+    Shape("mask_padding", "padded batch", 4, 16, 16, 2048, 2048, 64, mask="padding"),
+    Shape("mask_bias", "bias per head, as T5 has it", 1, 16, 16, 2048, 2048, 64, mask="bias"),
+)
+QUICK = ("gqa", "cross77", "causal", "decode", "mask_bool", "mask_padding", "mask_bias")
+
+
+def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None = None) -> list[Shape]:
+    """The shapes named by a comma-separated list of names or patterns (``"sd*,gqa"``, ``"quick"``, ``"all"``).
+
+    Args:
+        device_type: on ``"cpu"`` the video shape keeps two heads.
+        dtype: replaces every shape's own dtype.
+    Raises:
+        ValueError: a pattern that names no shape.
+    """
+    chosen: dict[str, Shape] = {}
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        names = _expand(pattern)
+        if not names:
+            known = ", ".join(shape.name for shape in SHAPES)
+            raise ValueError(f"shape must be one of [all, quick, {known}] or a pattern, got {pattern!r}")
+        chosen.update({shape.name: shape for shape in SHAPES if shape.name in names})
+    shapes = list(chosen.values())
+    if device_type == "cpu":
+        shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
+    return shapes if dtype is None else [replace(shape, dtype=dtype) for shape in shapes]
+
+
+def _expand(pattern: str) -> list[str]:
+    if pattern == "quick":
+        return list(QUICK)
+    if pattern == "all":
+        pattern = "*"
+    return fnmatch.filter([shape.name for shape in SHAPES], pattern)
