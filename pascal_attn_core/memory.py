@@ -276,15 +276,20 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
 def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
     operators. Called plainly, they would keep the follower out of their inside."""
-    key = _DispatchKey.CompositeImplicitAutograd
-    if func.has_kernel_for_dispatch_key(key):
-        return key
-    backend = getattr(_DispatchKey, _BACKENDS.get(device_type, ""), None)
-    has_backend = backend is not None and func.has_kernel_for_dispatch_key(backend)
-    if has_backend and func._schema.name != "aten::_safe_softmax":  # has a Meta kernel that hides a mask of its size
-        return None if func.namespace in _LEAVES else backend
-    key = _DispatchKey.CompositeExplicitAutograd
-    return key if launches and func.has_kernel_for_dispatch_key(key) else None
+    if _has_kernel(func, "CompositeImplicitAutograd"):
+        return _DispatchKey.CompositeImplicitAutograd
+    backend = _BACKENDS.get(device_type, "")
+    has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
+    if backend and _has_kernel(func, backend) and not has_own_meta:
+        return None if func.namespace in _LEAVES else getattr(_DispatchKey, backend)
+    if launches and _has_kernel(func, "CompositeExplicitAutograd"):
+        return _DispatchKey.CompositeExplicitAutograd
+    return None
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    # not func.has_kernel_for_dispatch_key: that also counts Python kernels, which plain execution never uses
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
