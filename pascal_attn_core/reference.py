@@ -75,6 +75,8 @@ def reference_sdpa(
     scores = scores.masked_fill(~rule, -math.inf)
     if scores.shape[-1] == 0:
         return torch.matmul(scores, value), scores.new_full(scores.shape[:-1], -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    probs = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
-    return torch.matmul(probs, value), lse
+    row_max = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - row_max.masked_fill(row_max == -math.inf, 0.0))
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    probs = weights / row_sum.masked_fill(row_sum == 0, 1.0)
+    return torch.matmul(probs, value), (row_max + row_sum.log())[..., 0]

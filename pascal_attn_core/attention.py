@@ -1,0 +1,321 @@
+"""THE HEART: exact attention, tile by tile, with online softmax.
+
+For a block of query rows the keys are visited in tiles. With s the scores of a tile in bits (times log2 e, so that
+exp2 serves, which is several times faster than exp on a CPU):
+
+    new_max = max(row_max, max_j s)               the running maximum
+    probs   = 2^(s - new_max)
+    row_sum = row_sum * 2^(row_max - new_max) + sum_j probs
+    acc     = acc     * 2^(row_max - new_max) + probs @ V
+    out = acc / row_sum,  lse = (row_max + log2 row_sum) * ln 2
+
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.)
+
+**Bounded blocks** need no maximum at all. By Cauchy-Schwarz every score of a block obeys
+|s| <= |scale| * log2(e) * max|q_i| * max|k_j| =: bits. With bits <= 60, 2^s lies in [2^-60, 2^60]: it neither
+overflows nor underflows in float32, the sum of at most 2^31 of them stays below 2^91, and with |v| <= 2^(66 - log2 S)
+the sums in acc stay below 2^126. Softmax does not depend on the number subtracted from the scores, and floating-point
+numbers have the same relative precision at every magnitude, so leaving the subtraction out changes nothing but the
+rounding of s itself, which both forms share. Four operators a tile remain: product, exp2, sum, product. Keys that a
+row may not see are set to zero after exp2; a row that sees none ends with row_sum = 0.
+
+Query heads that share a key/value head are rows of the same product, so K and V are never expanded. Rows are ordered
+by token, then by head of the group: a range of tokens is a range of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bounds import max_norm, query_limits
+from .call import AttentionCall
+from .device import CPU_LIKE
+from .dropout import BYTES_PER_SCORE, block_row_codes, drop_, key_codes
+from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
+from .masks import Band, Rule, Rules, diagonal_schedule, padding_as_bool
+from .tiles import TilePlan, even_ranges
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+NEG_INF = -math.inf
+_MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
+_DIAGONAL_TOKENS = 128
+
+
+@dataclass
+class TiledStats:
+    """Query blocks worked on, and how many of them were bounded."""
+
+    blocks: int = 0
+    bounded_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Running state of some query rows, views ``[u, rows, ...]`` that every tile updates in place."""
+
+    query: Tensor
+    acc: Tensor
+    row_sum: Tensor
+    row_max: Tensor | None
+    code: Tensor | None
+
+    def part(self, first: int, last: int) -> _Rows:
+        row_max, code = (None if t is None else t[:, first:last] for t in (self.row_max, self.code))
+        return _Rows(self.query[:, first:last], self.acc[:, first:last], self.row_sum[:, first:last], row_max, code)
+
+    def clear(self) -> None:
+        """The state of rows that see no key."""
+        self.acc.zero_()
+        self.row_sum.zero_()
+        if self.row_max is not None:
+            self.row_max.fill_(NEG_INF)
+
+
+@torch.no_grad()
+def tiled_forward(
+    call: AttentionCall,
+    plan: TilePlan,
+    *,
+    with_lse: bool = False,
+    softmax: str = "auto",
+    readable: bool = True,
+    trim_masks: bool = True,
+    seed: Tensor | None = None,
+    stats: TiledStats | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a checked call in tiles of the given shape.
+
+    Args:
+        plan: from :func:`pascal_attn_core.tiles.plan_tiles` for this call; its ``extra_bytes`` are kept.
+        with_lse: also return the natural logarithm of the softmax's denominator.
+        softmax: "auto", or "online" for no bounded blocks.
+        readable: values may be read by the host (norms for the bound, masks): not while a CUDA graph is captured, not
+            on the meta device.
+        trim_masks: leave out keys and tiles that the mask leaves to nobody.
+        seed: int64 ``[1]`` from :func:`pascal_attn_core.dropout.draw_seed`, needed when ``call.dropout_p > 0``.
+    Returns:
+        (out ``[*batch, Hq, L, Dv]`` in the dtype of the query, lse ``[*batch, Hq, L]`` in that of the sums, or None)
+    """
+    out = empty_output(call)
+    lse = out.new_empty(out.shape[:-1], dtype=accumulate_dtype(out.dtype)) if with_lse else None
+    if call.is_empty:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(NEG_INF)
+        return out, lse
+    tile_math = TileMath(call, plan, seed)
+    may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
+    stats = TiledStats() if stats is None else stats
+    look = readable and trim_masks
+    for units in unit_views(call, per_query=(out, lse)):
+        rules = bounded_rules = Rules(Band.of(call), units.mask, tile_math.dtype, tile_math.device, look=look)
+        bias = None
+        if tile_math.unit == 1.0 and may_bound:
+            padding = padding_as_bool(units.mask, tile_math.dtype) if look and units.mask is not None else None
+            may_bound = padding is not None
+            if padding is not None:
+                bounded_rules, bias = Rules(rules.band, padding[0], tile_math.dtype, tile_math.device, look=look), padding[1]
+        spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
+        limits = query_limits(units, spans, call.scale * LOG2_E, plan.kv_block, tile_math) if may_bound else []
+        for number, span in enumerate(spans):
+            unit_range = _UnitRange(units, *span, tile_math, call, plan)
+            for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
+                limit = limits[number] if may_bound else 0.0
+                stats.blocks += 1
+                stats.bounded_blocks += unit_range.attend(q0, q1, rules, limit, bounded_rules, bias)
+    return out, lse
+
+
+class TileMath:
+    """The buffers of one call, and what is done to one tile."""
+
+    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
+        self.dtype, self.device = accumulate_dtype(call.query.dtype), call.query.device
+        self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
+        # Scores are counted in bits, so that exp2 serves. But a bias may be as low as -finfo.max, which log2(e) would
+        # push to -inf: under a float mask they are counted in natural units.
+        self.unit = 1.0 if call.attn_mask is not None and call.attn_mask.dtype != torch.bool else LOG2_E
+        self.rows_may_be_empty = call.attn_mask is not None or not Band.of(call).is_everything
+        self.copies_query, self.copies_kv, self.copies_out = copies(call)
+        rows, keys = plan.units * plan.q_block * call.groups, plan.units * plan.kv_block
+        self.scores = self._buffer(rows * plan.kv_block)
+        self.query = self._buffer(rows * call.head_dim if self.copies_query else 0)
+        self.acc = self._buffer(rows * call.head_dim_v if self.copies_out else 0)
+        self.kv = self._buffer(keys * max(call.head_dim, call.head_dim_v) if self.copies_kv else 0)
+        self.coins = self._buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
+        self.zero, self.neg_inf = self._buffer(1).fill_(0)[0], self._buffer(1).fill_(NEG_INF)[0]
+
+    def _buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+
+    def bounded_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
+        """Add a tile whose scores are known to lie within +-60 bits. ``fresh``: the first one of these rows."""
+        scores = self.product(rows.query, key, self.scale * LOG2_E)
+        scores.exp2_()
+        for keep in rule:
+            if keep is not None:
+                self.replace(scores, keep, self.zero)
+        self._accumulate(rows, scores, value, first_key, fresh)
+
+    def online_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
+        """Add a tile under a running maximum."""
+        scores = self.product(rows.query, key, self.scale * self.unit)
+        if rule.mask is not None and rule.mask.dtype != torch.bool:
+            self.by_group(scores).add_(rule.mask)
+            rule = Rule(rule.keep, None)
+        for keep in rule:
+            if keep is not None:
+                self.replace(scores, keep, self.neg_inf)
+        assert rows.row_max is not None
+        new_max = scores.amax(dim=-1, keepdim=True)
+        if not fresh:
+            torch.maximum(new_max, rows.row_max, out=new_max)
+        # A row that has seen no key yet has the maximum -inf: subtracting a finite number instead keeps it there.
+        shift = new_max.clamp_min(torch.finfo(self.dtype).min) if self.rows_may_be_empty else new_max
+        self.exp2_(scores.sub_(shift))
+        if not fresh:
+            rescale = self.exp2_(rows.row_max.sub_(shift))
+            rows.row_sum.mul_(rescale)
+            rows.acc.mul_(rescale)
+        rows.row_max.copy_(new_max)
+        self._accumulate(rows, scores, value, first_key, fresh)
+
+    def exp2_(self, scores: Tensor) -> Tensor:
+        """e to the scores, in place, whichever unit they are in."""
+        return (scores.mul_(LOG2_E) if self.unit == 1.0 else scores).exp2_()
+
+    def product(self, query: Tensor, key: Tensor, factor: float) -> Tensor:
+        """query @ key^T * factor in the score buffer, ``[u, rows, keys]``."""
+        shape = (query.shape[0], query.shape[1], key.shape[1])
+        scores = self.scores[: math.prod(shape)].view(shape)
+        return torch.baddbmm(scores, query, self.converted(key).transpose(1, 2), beta=0, alpha=factor, out=scores)
+
+    def converted(self, part: Tensor) -> Tensor:
+        """A slice of key or value as the products take it: in the dtype of the sums, rows contiguous."""
+        return self.kv[: part.numel()].view(part.shape).copy_(part) if self.copies_kv else part
+
+    def by_group(self, scores: Tensor) -> Tensor:
+        """``[u, rows, keys]`` as ``[u, G, tokens, keys]``, the shape of a mask's tile."""
+        if self.groups == 1:
+            return scores.unsqueeze(1)
+        return scores.view(scores.shape[0], -1, self.groups, scores.shape[2]).transpose(1, 2)
+
+    def replace(self, scores: Tensor, keep: Tensor, other: Tensor) -> None:
+        """Put ``other`` where ``keep`` is False."""
+        by_group = self.by_group(scores)
+        torch.where(keep, by_group, other, out=by_group)
+
+    def _accumulate(self, rows: _Rows, probs: Tensor, value: Tensor, first_key: int, fresh: bool) -> None:
+        if fresh:
+            torch.sum(probs, dim=-1, keepdim=True, out=rows.row_sum)
+        else:
+            rows.row_sum.add_(probs.sum(dim=-1, keepdim=True))
+        if rows.code is not None:
+            keys = key_codes(self.seed, first_key, first_key + probs.shape[2])
+            drop_(probs, rows.code, keys, self.dropout_p, self.coins)
+        value = self.converted(value)
+        if fresh:
+            torch.bmm(probs, value, out=rows.acc)
+        else:
+            torch.baddbmm(rows.acc, probs, value, out=rows.acc)
+
+    def block_query(self, query: Tensor) -> Tensor:
+        """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""
+        if not self.copies_query:
+            return query[:, 0] if self.groups == 1 else query[:, :, 0]
+        tokens_first = query.transpose(1, 2)
+        block = self.query[: query.numel()].view(tokens_first.shape).copy_(tokens_first)
+        return block.view(query.shape[0], -1, query.shape[3])
+
+    def block_acc(self, out: Tensor) -> Tensor:
+        """Where the sums of a block are made: in the output itself ``[u, G, tokens, Dv]`` where that is possible."""
+        if not self.copies_out:
+            return out[:, 0] if self.groups == 1 else out[:, :, 0]
+        return self.acc[: out.numel()].view(out.shape[0], -1, out.shape[3])
+
+    def finish(self, rows: _Rows, out: Tensor, lse: Tensor | None, lse_bias: Tensor | None) -> None:
+        """Turn the sums of a block into its output and lse."""
+        if lse is not None:
+            total = rows.row_sum.log2()
+            if rows.row_max is not None:
+                total.add_(rows.row_max if self.unit != 1.0 else rows.row_max.mul_(LOG2_E))
+            lse.copy_(self.by_group(total.mul_(LN_2))[..., 0])
+            if lse_bias is not None:
+                lse.add_(lse_bias)
+        total = rows.row_sum.masked_fill_(rows.row_sum == 0, 1.0) if self.rows_may_be_empty else rows.row_sum
+        if self.dropout_p:
+            total.mul_(1.0 - self.dropout_p if self.dropout_p < 1 else math.inf)
+        rows.acc.div_(total)
+        if self.copies_out:
+            out.copy_(self.by_group(rows.acc))
+
+
+class _UnitRange:
+    """Some units that share every step: all of their query blocks against all of their keys."""
+
+    def __init__(self, units: Units, u0: int, u1: int, tile_math: TileMath, call: AttentionCall, plan: TilePlan):
+        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
+        self.out, self.lse = (None if t is None else t[u0:u1] for t in units.extra)
+        self.first_unit, self.span = units.index + u0, (u0, u1)
+        self.math, self.call, self.plan = tile_math, call, plan
+        rows = plan.q_block * call.groups * plan.kv_block
+        self.sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
+        self.sub_keys = plan.kv_block if tile_math.copies_kv else max(1, rows // (_DIAGONAL_TOKENS * call.groups))
+        self.tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def attend(self, q0: int, q1: int, rules: Rules, limit: float, bounded_rules: Rules, bias: Tensor | None) -> bool:
+        """Compute one query block; returns whether it was bounded.
+
+        Args:
+            limit: largest |query row| for which the scores are bounded.
+            bounded_rules, bias: the rules if they are, and the bias of the remaining keys ``[u, G, 1]``.
+        """
+        query = self.math.block_query(self.query[:, :, q0:q1])
+        bounded = limit == math.inf or (limit > 0 and float(max_norm(query)) <= limit)
+        rules = bounded_rules if bounded else rules
+        out = self.out[:, :, q0:q1]
+        rows = self._rows(query, self.math.block_acc(out), q0, bounded)
+        self._visit_tiles(rows, q0, q1, rules, self.math.bounded_tile if bounded else self.math.online_tile)
+        lse = None if self.lse is None else self.lse[:, :, q0:q1]
+        self.math.finish(rows, out, lse, bias[self.span[0] : self.span[1]] if bounded and bias is not None else None)
+        return bounded
+
+    def _visit_tiles(self, rows: _Rows, q0: int, q1: int, rules: Rules, add_tile: Callable[..., None]) -> None:
+        first, last = rules.key_range(*self.span, q0, q1, self.call.seq_len_kv)
+        schedule = diagonal_schedule(
+            rules.band, q0, q1, first, last, self.plan.kv_block, self.sub_tokens, self.sub_keys
+        )
+        seen_by_all = False
+        for t0, t1, ranges in schedule:
+            whole = t1 - t0 == q1 - q0
+            part = rows if whole else rows.part(t0 * self.call.groups, t1 * self.call.groups)
+            fresh = not seen_by_all
+            for j0, j1 in ranges:
+                rule = rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
+                if rule is not None:
+                    add_tile(part, *self._kv_tile(j0, j1), rule, j0, fresh)
+                    fresh = False
+            if whole:
+                seen_by_all = not fresh
+            if fresh and not (whole and len(schedule) > 1):
+                part.clear()
+
+    def _kv_tile(self, j0: int, j1: int) -> tuple[Tensor, Tensor]:
+        tile = self.tiles.get((j0, j1))
+        if tile is None:
+            tile = self.tiles[j0, j1] = (self.key[:, j0:j1], self.value[:, j0:j1])
+        return tile
+
+    def _rows(self, query: Tensor, acc: Tensor, q0: int, bounded: bool) -> _Rows:
+        stat = query.shape[0], query.shape[1], 1
+        code = None
+        if self.math.coins.numel():
+            code = block_row_codes(self.math.seed, self.first_unit, query.shape, self.call.groups, self.call.seq_len_q, q0)
+        row_max = None if bounded else query.new_empty(stat, dtype=self.math.dtype)
+        return _Rows(query, acc, query.new_empty(stat, dtype=self.math.dtype), row_max, code)

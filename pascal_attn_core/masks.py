@@ -1,0 +1,263 @@
+"""Who may look at whom: the causal rule and sliding window (:class:`Band`), and masks read tile by tile."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import AttentionCall
+from .device import CPU_LIKE
+from .layout import distinct
+from .tiles import even_ranges
+
+# A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
+# units, (60 + 60 + 150) * ln 2 = 187.2, rounded up) below the largest bias of its row therefore has weight zero; for
+# float64 the same with 2^-1075.
+NEGLIGIBLE = {torch.float32: 200.0, torch.float64: 840.0}
+
+
+class Band(NamedTuple):
+    """Query i sees keys ``i + offset - left ... i + offset + right``; None = no bound on that side."""
+
+    left: int | None
+    right: int | None
+    offset: int
+
+    @staticmethod
+    def of(call: AttentionCall) -> Band:
+        return Band(call.left, call.right, call.offset)
+
+    @property
+    def is_everything(self) -> bool:
+        return self.left is None and self.right is None
+
+    def key_range(self, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
+        """First and one-past-last key that any query of ``q0 ... q1 - 1`` sees; empty if last <= first."""
+        first, last = 0, seq_len_kv
+        if self.left is not None:
+            first = max(0, min(seq_len_kv, q0 + self.offset - self.left))
+        if self.right is not None:
+            last = max(0, min(seq_len_kv, q1 + self.offset + self.right))
+        return first, last
+
+    def query_range(self, j0: int, j1: int, seq_len_q: int) -> tuple[int, int]:
+        """First and one-past-last query that sees any key of ``j0 ... j1 - 1``."""
+        first, last = 0, seq_len_q
+        if self.right is not None:
+            first = max(0, min(seq_len_q, j0 - self.offset - self.right))
+        if self.left is not None:
+            last = max(0, min(seq_len_q, j1 - self.offset + self.left))
+        return first, last
+
+    def diagonals(self, q0: int, q1: int, j0: int, j1: int) -> tuple[int | None, int | None]:
+        """(upper, lower) arguments of ``tril_`` and ``triu_`` for one tile; None where that side cuts nothing."""
+        upper = lower = None
+        if self.right is not None and j1 - 1 > q0 + self.offset + self.right:
+            upper = q0 + self.offset + self.right - j0
+        if self.left is not None and j0 < q1 - 1 + self.offset - self.left:
+            lower = q0 + self.offset - self.left - j0
+        return upper, lower
+
+    def leaves_rows_empty(self, seq_len_q: int, seq_len_kv: int) -> bool:
+        """Whether some query may see no key at all."""
+        if self.left is not None and seq_len_q - 1 + self.offset - self.left > seq_len_kv - 1:
+            return True
+        return self.right is not None and self.offset + self.right < 0
+
+
+def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device: torch.device) -> Tensor:
+    """Bool ``[rows, keys]``, True inside the band."""
+    keep = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if upper is not None:
+        keep.tril_(upper)
+    if lower is not None:
+        keep.triu_(lower)
+    return keep
+
+
+class TileState(Enum):
+    """What a mask does to one tile."""
+
+    EMPTY = 0  # no query of the tile may look at any of its keys
+    FULL = 1  # the mask changes nothing here
+    MIXED = 2
+
+
+class MaskTiles:
+    """One mask ``[U, G, L, S]`` (an expanded view), read tile by tile.
+
+    Args:
+        mask: bool (True = takes part) or float (added).
+        readable: values may be looked at; a mask that is the same for all rows (key padding) then is, once.
+        look_at_tiles: other masks may be looked at too, tile by tile (not on a GPU, which would wait every time).
+    """
+
+    def __init__(self, mask: Tensor, *, readable: bool, look_at_tiles: bool):
+        self.mask, self.is_bool = mask, mask.dtype == torch.bool
+        sizes, strides = mask.shape, mask.stride()
+        self.same_for_rows = sizes[2] == 1 or strides[2] == 0
+        self.same_for_units = sizes[0] == 1 or strides[0] == 0
+        # Looking at a tile costs one pass over it: only where that serves several heads.
+        reuse = (sizes[0] if self.same_for_units else 1) * (sizes[1] if strides[1] == 0 else 1)
+        self._look_at_keys = readable and self.same_for_rows
+        self._look_at_tiles = readable and look_at_tiles and reuse > 1 and not self.same_for_rows
+        self._states: dict[tuple[int, ...], TileState] = {}
+        self._ranges: dict[tuple[int, int], tuple[int, int, bool]] = {}
+
+    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
+        """``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
+        return self.mask[u0:u1, :, q0:q1, j0:j1]
+
+    def key_range(self, u0: int, u1: int) -> tuple[int, int]:
+        """First and one-past-last key that the mask leaves to any query of these units. Only a mask that is the same
+        for all rows is looked at; for the others the answer is everything."""
+        return self._keys(u0, u1)[:2]
+
+    def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
+        """What the mask does to one tile of keys within :meth:`key_range`; MIXED where it is not looked at."""
+        if self._look_at_keys:
+            return TileState.FULL if self._keys(u0, u1)[2] else TileState.MIXED
+        if not self._look_at_tiles:
+            return TileState.MIXED
+        units = (0, 1) if self.same_for_units else (u0, u1)
+        key = (*units, q0, q1, j0, j1)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _read(distinct(self.tile(*key)))
+        return state
+
+    def _keys(self, u0: int, u1: int) -> tuple[int, int, bool]:
+        """Key range of these units, and whether the mask changes nothing within it."""
+        if not self._look_at_keys:
+            return 0, self.mask.shape[-1], False
+        units = (0, 1) if self.same_for_units else (u0, u1)
+        found = self._ranges.get(units)
+        if found is None:
+            rows = distinct(self.mask[units[0] : units[1], :, :1])
+            found = self._ranges[units] = _key_range(rows.flatten(0, 2))
+        return found
+
+
+def _key_range(rows: Tensor) -> tuple[int, int, bool]:
+    """Of a mask ``[N, S]``: first and one-past-last key that any row takes, and whether all of them take all between."""
+    is_bool = rows.dtype == torch.bool
+    allowed = (rows if is_bool else rows != -torch.inf).any(dim=0).nonzero()
+    if not len(allowed):
+        return 0, 0, True
+    first, last = int(allowed[0]), int(allowed[-1]) + 1
+    inside = rows[:, first:last]
+    return first, last, bool((inside if is_bool else inside == 0).all())
+
+
+def _read(tile: Tensor) -> TileState:
+    if tile.dtype == torch.bool:
+        low, high = (bool(x) for x in torch.aminmax(tile.view(torch.uint8)))
+        return TileState.FULL if low else TileState.MIXED if high else TileState.EMPTY
+    low, high = (float(x) for x in torch.aminmax(tile))
+    if low == high == 0.0:
+        return TileState.FULL
+    return TileState.EMPTY if high == -torch.inf else TileState.MIXED
+
+
+def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A float key-padding mask (0 and something very negative) as a bool mask, for scores known to be bounded.
+
+    Args:
+        mask: float ``[U, G, L, S]``.
+        dtype: the dtype of the sums, float32 or float64.
+    Returns:
+        (bool ``[U, G, L, S]`` view, bias ``[U, G, 1]`` view of the keys that take part), or None if the mask differs
+        between rows or the keys that matter do not all have the same bias.
+    Leaving out a key whose weight is zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row
+    share, changes no output.
+    """
+    if mask.shape[2] > 1 and mask.stride(2) != 0:
+        return None
+    rows = distinct(mask[:, :, :1]).to(dtype)
+    top = rows.amax(dim=-1, keepdim=True)
+    keep = (rows >= top - NEGLIGIBLE[dtype]) & (rows != -torch.inf)
+    if bool(((rows != top) & keep | top.isnan() | (top == torch.inf)).any()):
+        return None
+    return keep.expand(mask.shape), top[..., 0].expand(*mask.shape[:2], 1)
+
+
+class Rule(NamedTuple):
+    """What restricts one tile: the band's ``keep`` ``[tokens, keys]`` and the mask's part ``[u, G, tokens, keys]``
+    (bool, or float in the dtype of the sums); None = nothing."""
+
+    keep: Tensor | None
+    mask: Tensor | None
+
+
+FREE = Rule(None, None)
+
+
+class Rules:
+    """The band and one mask together, asked tile by tile."""
+
+    def __init__(self, band: Band, mask: Tensor | None, dtype: torch.dtype, device: torch.device, *, look: bool):
+        """
+        Args:
+            mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
+        """
+        self.band, self.dtype, self.device = band, dtype, device
+        self.mask = None
+        if mask is not None:
+            self.mask = MaskTiles(mask, readable=look, look_at_tiles=device.type in CPU_LIKE)
+        self._keep: tuple[tuple, Tensor] | None = None
+
+    def key_range(self, u0: int, u1: int, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
+        """First and one-past-last key worth visiting for these units and queries."""
+        first, last = self.band.key_range(q0, q1, seq_len_kv)
+        if self.mask is not None:
+            low, high = self.mask.key_range(u0, u1)
+            first, last = max(first, low), min(last, high)
+        return first, last
+
+    def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
+        """What restricts this tile, or None if nobody may look at any of its keys."""
+        upper, lower = self.band.diagonals(q0, q1, j0, j1)
+        keep = None if upper is None and lower is None else self._keep_tile(q1 - q0, j1 - j0, upper, lower)
+        if self.mask is None:
+            return FREE if keep is None else Rule(keep, None)
+        state = self.mask.state(u0, u1, q0, q1, j0, j1)
+        if state is TileState.EMPTY:
+            return None
+        if state is TileState.FULL:
+            return Rule(keep, None)
+        tile = self.mask.tile(u0, u1, q0, q1, j0, j1)
+        if not self.mask.is_bool and tile.dtype != self.dtype:
+            tile = distinct(tile).to(self.dtype)
+        return Rule(keep, tile)
+
+    def _keep_tile(self, tokens: int, keys: int, upper: int | None, lower: int | None) -> Tensor:
+        """Tiles along a diagonal are alike: the last one is kept."""
+        name = (tokens, keys, upper, lower)
+        if self._keep is None or self._keep[0] != name:
+            self._keep = None
+            self._keep = (name, band_keep(tokens, keys, upper, lower, self.device))
+        return self._keep[1]
+
+
+def diagonal_schedule(
+    band: Band, q0: int, q1: int, first: int, last: int, kv_block: int, sub_tokens: int, sub_keys: int
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then
+    those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` so that little is computed in vain.
+
+    ``sub_tokens = 0``: the whole block at once. ``sub_keys``: the most keys a sub-block's tile may have.
+    """
+    tokens, whole_end = q1 - q0, last
+    if band.right is not None and 0 < sub_tokens < tokens:
+        seen_by_all = min(last, q0 + band.offset + band.right + 1)
+        whole_end = first + max(0, seen_by_all - first) // 64 * 64
+    schedule = [(0, tokens, even_ranges(first, whole_end, kv_block))]
+    if whole_end < last and band.right is not None:
+        for t0 in range(0, tokens, sub_tokens):
+            t1 = min(t0 + sub_tokens, tokens)
+            end = min(last, q0 + t1 + band.offset + band.right)
+            schedule.append((t0, t1, even_ranges(whole_end, end, sub_keys)))
+    return schedule

@@ -1,0 +1,52 @@
+"""From a checked call to its tile shape."""
+
+from __future__ import annotations
+
+import torch
+
+from .call import AttentionCall
+from .config import AttentionConfig
+from .device import MIB, DeviceInfo
+from .layout import accumulate_dtype, copies
+from .tiles import TilePlan, Workload, plan_tiles
+
+
+def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
+    """The sizes of a call as far as tiles depend on them."""
+    acc_dtype = accumulate_dtype(call.query.dtype)
+    copies_query, copies_kv, copies_out = copies(call)
+    mask, mask_bytes = call.attn_mask, 0
+    if mask is not None and mask.dtype not in (torch.bool, acc_dtype):
+        mask_bytes = acc_dtype.itemsize
+    has_band = call.left is not None or call.right is not None
+    window = None
+    if call.left is not None:
+        window = call.left + 1 + (call.right or 0)
+    return Workload(
+        units=call.batch_size * call.num_kv_heads,
+        groups=call.groups,
+        seq_len_q=call.seq_len_q,
+        seq_len_kv=call.seq_len_kv,
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        acc_size=acc_dtype.itemsize,
+        copies_query=copies_query,
+        copies_kv=copies_kv,
+        copies_out=copies_out,
+        mask_bytes=mask_bytes,
+        band_bytes=1 if has_band else 0,
+        dropout=call.dropout_p > 0,
+        causal=call.right is not None,
+        window=window,
+        backward=backward,
+        accumulates_kv=backward and copies_kv,
+    )
+
+
+def plan_call(
+    call: AttentionCall, info: DeviceInfo, config: AttentionConfig, *, halvings: int = 0, backward: bool = False
+) -> TilePlan:
+    """The tile shape for a call under a configuration, with its budget halved ``halvings`` times."""
+    budget = info.default_budget_bytes if config.budget_mib is None else int(config.budget_mib * MIB)
+    work = workload(call, backward=backward)
+    return plan_tiles(info, work, budget >> halvings, q_block=config.q_block, kv_block=config.kv_block)
