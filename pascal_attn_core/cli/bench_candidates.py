@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +53,13 @@ def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]
     found.append(_ours("ours-tiled-online", replace(config, route="tiled", softmax="online")))
     for route in ROUTES:
         if route != "tiled":
-            # asked for by name, the math route takes any size
-            changes = {"route": route} | ({"math_limit_mib": 1e9} if route == "math" else {})
-            estimate = _score_bytes if route == "math" else lambda call: 0
-            found.append(replace(_ours(f"ours-{route}", replace(config, **changes)), extra_bytes=estimate))
+            forced = replace(config, route=route)
+            if route == "math":
+                # without a limit: here it is asked for by name
+                math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
+                found.append(replace(math_route, extra_bytes=_score_bytes))
+            else:
+                found.append(_ours(f"ours-{route}", forced))
     missing = []
     for name, make in (("pascal_attn", _pascal_attn), ("noflash_attention", _noflash)):
         if importlib.util.find_spec(name) is None:
@@ -194,7 +198,7 @@ def _noflash() -> list[Candidate]:
     return [candidate(tier) for tier in NOFLASH_TIERS]
 
 
-def _import_noflash():  # type: ignore[no-untyped-def]
+def _import_noflash() -> Any:
     """Importing noflash_attention replaces torch's function in the whole process: take that back at once."""
     original = F.scaled_dot_product_attention
     with contextlib.redirect_stdout(io.StringIO()):

@@ -141,7 +141,7 @@ def _enter(
         return None
     except Exception as error:  # other people's code: whatever it raises belongs into its cell of the table
         text = str(error).strip().splitlines()
-        result.note = f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+        result.note = f"{type(error).__name__}: {text[0] if text else ''}"[:90]
         return None
     result.extra_bytes, result.launches = max(found.extra_bytes, scratch), found.launches
     if candidate.is_ours:

@@ -64,10 +64,10 @@ def reference_gradients(captured: CapturedCall, rows: Tensor, grad_rows: Tensor)
         grad_query, grad_key, grad_value = (_head(grad, index, lead) for grad in grads)
         for start, block in _blocks(rows, call.seq_len_kv):
             rule = _rule(call, None if mask is None else _head(mask, index, lead), block)
-            leaves = [t.detach().clone().requires_grad_() for t in (query[block], key, value)]
+            q, k, v = (t.detach().clone().requires_grad_() for t in (query[block], key, value))
             with torch.enable_grad():
-                out = reference_sdpa(*leaves, rule, scale=call.scale)[0]
-            found = torch.autograd.grad(out, leaves, grad_rows[index][start : start + len(block)])
+                out = reference_sdpa(q, k, v, rule, scale=call.scale)[0]
+            found = torch.autograd.grad(out, (q, k, v), grad_rows[index][start : start + len(block)])
             grad_query.index_add_(0, block, found[0])
             grad_key += found[1]
             grad_value += found[2]
@@ -77,8 +77,11 @@ def reference_gradients(captured: CapturedCall, rows: Tensor, grad_rows: Tensor)
 def _checked(captured: CapturedCall) -> tuple[AttentionCall, Tensor | None]:
     """The call where float64 exists, and its mask with the last two dimensions of full size (a view)."""
     device = "cpu" if captured.query.device.type == "mps" else captured.query.device  # MPS has no float64
+    query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
     call = check_call(
-        *(t.detach().to(device) for t in (captured.query, captured.key, captured.value)),
+        query,
+        key,
+        value,
         is_causal=captured.is_causal,
         scale=captured.scale,
         enable_gqa=captured.enable_gqa,
