@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .device import free_bytes
 
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
@@ -79,6 +82,7 @@ class PeakMemory:
 
     Args:
         device: whose memory; tensors of other device types are not counted, operators are.
+        follow: False on CUDA asks the allocator only: no cost at all per operator, but neither launches nor largest.
 
     Attributes:
         peak_bytes: the peak so far; grows while the block runs and stays readable afterwards.
@@ -86,10 +90,13 @@ class PeakMemory:
         largest_tensor_bytes: the largest single storage created in the block.
     """
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
         self.device = torch.device(device)
         self._follower = _Follower(self.device.type)
         self._is_cuda = self.device.type == "cuda"
+        if not (follow or self._is_cuda):
+            raise ValueError(f"follow must be True on {self.device.type}, got False; only CUDA keeps a peak by itself")
+        self._follows = follow
         self._cuda_start, self._cuda_peak = 0, 0
         self._running = False
 
@@ -118,14 +125,16 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._cuda_start = torch.cuda.memory_allocated(self.device)
         self._running = True
-        self._follower.__enter__()
+        if self._follows:
+            self._follower.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._follower.__exit__(kind, error, traceback)
-        self._follower.look_again()
+        if self._follows:
+            self._follower.__exit__(kind, error, traceback)
+            self._follower.look_again()
         _ = self.peak_bytes
         self._running = False
 
@@ -149,6 +158,52 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
         largest_tensor_bytes=peak._follower.largest_without(created),
         launches=peak.launches,
     )
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int | None:
+    """Memory that a process may still take, or None where that cannot be told.
+
+    On CUDA what its driver has free plus what torch's allocator holds unused; on Linux the kernel's estimate
+    (``MemAvailable``), or what is left under the limit of a control group if that is less.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free_bytes(device) or 0) + unused
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    amounts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return min([amounts.get("MemAvailable", amounts["MemFree"]), *_room_in_control_groups()])
+
+
+def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each limit on this process's control group, or on one above it, leaves; page cache counts as free."""
+    try:
+        paths = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    room = []
+    for _, controllers, path in paths:
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        base = root / "memory" if is_v1 else root
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts) + 1):
+            group = base.joinpath(*parts[:depth])
+            try:
+                limit, used = ((group / name).read_text().strip() for name in names)
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue  # no such group seen from inside a container, or no limits kept here
+            if limit != "max":
+                room.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    return room
 
 
 class _Storage:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from pascal_attn_core.memory import PeakMemory, measure
+from pascal_attn_core.memory import PeakMemory, _room_in_control_groups, available_bytes, measure
 
 SCALARS = 64  # bytes: numbers that a kernel wraps into a tensor by itself
 
@@ -223,3 +223,45 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
 
 def test_a_sparse_tensor_is_no_error():
     assert measure(lambda x: (x.to_sparse() * 2).to_dense(), torch.eye(3)).out[1, 1] == 2
+
+
+def test_only_cuda_can_do_without_following():
+    with pytest.raises(ValueError, match="follow must be True on cpu, got False"):
+        PeakMemory("cpu", follow=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("follow", [True, False])
+def test_cuda_asks_its_allocator(follow):
+    with PeakMemory("cuda", follow=follow) as peak:
+        torch.ones(1 << 20, device="cuda")
+    assert peak.peak_bytes == 4 << 20
+    assert peak.launches == (1 if follow else 0)
+
+
+def test_available_memory_is_a_plausible_amount():
+    assert available_bytes("meta") is None
+    available = available_bytes("cpu")
+    assert available is None or 1 << 20 < available < 1 << 50
+
+
+def test_the_tightest_control_group_counts_and_its_page_cache_is_free(tmp_path):
+    group = tmp_path / "outer" / "inner"
+    group.mkdir(parents=True)
+    for path, limit in ((group, "max"), (group.parent, "1000")):
+        (path / "memory.max").write_text(f"{limit}\n")
+        (path / "memory.current").write_text("600\n")
+        (path / "memory.stat").write_text("anon 1\ninactive_file 50\n")
+    (tmp_path / "cgroup").write_text("0::/outer/inner\n")
+    assert _room_in_control_groups(tmp_path, tmp_path / "cgroup") == [450]
+
+
+def test_control_groups_of_the_first_version_are_read_too(tmp_path):
+    group = tmp_path / "memory" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("400\n")
+    (group / "memory.stat").write_text("cache 1\n")
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n")
+    assert _room_in_control_groups(tmp_path, tmp_path / "cgroup") == [600]
