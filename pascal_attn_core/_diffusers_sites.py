@@ -1,0 +1,141 @@
+"""Where a diffusers model computes attention: found by reading code, not by a list of classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ._diffusers_redirect import RedirectedProcessor, native_backend
+
+_ATTENTION_FUNCTIONS = {"scaled_dot_product_attention", "dispatch_attention_fn"}
+_HELPER_DEPTH = 3
+
+
+def models_of(pipe_or_model: Any) -> list[Any]:
+    """The models to look into: of a pipeline those components that are diffusers models, else the module itself.
+
+    Raises:
+        TypeError: neither a pipeline nor a module.
+    """
+    import diffusers
+
+    if isinstance(pipe_or_model, nn.Module):
+        return [pipe_or_model]
+    components = getattr(pipe_or_model, "components", None)
+    if not isinstance(components, dict):
+        kind = type(pipe_or_model).__name__
+        raise TypeError(f"pipe_or_model must be a diffusers pipeline or a torch.nn.Module, got {kind}")
+    # torch.compile(model) keeps the model itself as _orig_mod
+    models: list[Any] = [getattr(component, "_orig_mod", component) for component in components.values()]
+    return [model for model in models if isinstance(model, diffusers.ModelMixin)]
+
+
+def sites_of(models: list[Any]) -> Iterator[nn.Module]:
+    """Each module of ``models``, once, that computes attention, through a processor or in its own ``forward``."""
+    seen: set[int] = set()
+    for module in (module for model in models for module in model.modules()):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        cls: Any = type(module)
+        processor = processor_of(module)
+        if computes_attention(processor) if processor is not None else _forward_reaches_sdpa(cls):
+            yield module
+
+
+def processor_of(module: nn.Module) -> Any:
+    """The processor of an attention module, or None."""
+    processor = module.__dict__.get("processor") or module.__dict__.get("_modules", {}).get("processor")
+    return processor if callable(processor) else None
+
+
+def computes_attention(processor: Any) -> bool:
+    """Whether ``processor`` computes softmax attention that we can take over. Linear attention and processors bound to
+    a backend of their own (flex attention) are not ours."""
+    cls: Any = type(processor)
+    if isinstance(processor, RedirectedProcessor):
+        return True
+    if getattr(cls, "_attention_backend", None) is not None:
+        return False
+    if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
+        return True
+    # what a third party's processor does may lie where we do not look; a redirect that sees no call costs little
+    return not cls.__module__.startswith("diffusers.")
+
+
+def bypasses_sdpa(processor: Any) -> bool:
+    """Whether ``processor`` computes attention by something else than torch's SDPA, so that it must be replaced."""
+    cls: Any = type(processor)
+    if isinstance(processor, RedirectedProcessor):
+        return False
+    return upgrade_of(cls) is not None or _chosen_backend(processor) != native_backend()
+
+
+def default_processor_class(attn: nn.Module) -> type | None:
+    """The processor class that ``attn`` would have picked for itself; None if it has no such rule."""
+    from diffusers.models import attention_processor
+
+    declared = getattr(attn, "_default_processor_cls", None)
+    if declared is not None or not isinstance(attn, attention_processor.Attention):
+        return declared
+    return attention_processor.AttnProcessor2_0 if attn.scale_qk else attention_processor.AttnProcessor
+
+
+@functools.cache
+def upgrade_of(cls: Any) -> type | None:
+    """The class that computes by SDPA what ``cls``, one of diffusers' older processors, computes by other means:
+    ``SlicedAttnProcessor`` -> ``AttnProcessor2_0``; None if there is none or none is needed."""
+    from diffusers.models import attention_processor
+
+    if cls.__module__ != attention_processor.__name__ or _call_reaches_sdpa(cls):
+        return None
+    name = cls.__name__.replace("XFormers", "").replace("Sliced", "") + "2_0"
+    upgrade = getattr(attention_processor, name, None)
+    return upgrade if upgrade is not None and _call_reaches_sdpa(upgrade) else None
+
+
+def _chosen_backend(processor: Any) -> Any:
+    try:
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+    except ImportError:
+        return None
+    native = native_backend()
+    if not hasattr(processor, "_attention_backend"):
+        return native
+    return processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
+
+
+@functools.cache
+def _call_reaches_sdpa(cls: Any) -> bool:
+    call = cls.forward if cls.__call__ is nn.Module.__call__ else cls.__call__
+    return _reaches_sdpa(call, cls)
+
+
+@functools.cache
+def _forward_reaches_sdpa(cls: Any) -> bool:
+    return cls.__module__.partition(".")[0] != "torch" and _reaches_sdpa(cls.forward, cls)
+
+
+def _reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) -> bool:
+    """Whether the code of ``function`` names SDPA, itself or in a helper: a function of its module or a method of
+    ``owner``. Submodules are not followed; they are sites of their own."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType):
+        return False
+    names = set(_names_in(function.__code__))
+    if names & _ATTENTION_FUNCTIONS:
+        return True
+    helpers = [inspect.getattr_static(owner, name, function.__globals__.get(name)) for name in names]
+    return depth > 0 and any(_reaches_sdpa(h, owner, depth - 1) for h in helpers if isinstance(h, FunctionType))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
