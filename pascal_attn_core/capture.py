@@ -1,10 +1,40 @@
-"""Capture the attention calls of a running model into one file, and load them again."""
+"""Capture the attention calls of a running model into one file, and load them again.
+
+    with capture("calls.safetensors"):
+        pipe(prompt)
+
+``pascal-attn replay calls.safetensors`` then runs them over every route. The file holds the real tensors of the model,
+and with them what they say about a prompt or an image: look before you publish it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .patching import Patch
+
+log = logging.getLogger("pascal_attn")
+
+FORMAT = "pascal-attention-capture"
+VERSION = "1"
+MIB = 1 << 20
+TENSORS = ("query", "key", "value", "attn_mask")
+# A tensor cut out of a larger one is laid out again as it was, unless that takes more than this times its own memory.
+_MOST_PADDING = 4
 
 
 @dataclass
@@ -13,7 +43,8 @@ class CapturedCall:
 
     Attributes:
         name: where it comes from, for tables.
-        count: how many calls of this shape were seen.
+        count: how many calls of this kind were seen.
+        device: on which device the call was made.
     """
 
     query: Tensor
@@ -26,3 +57,297 @@ class CapturedCall:
     enable_gqa: bool = False
     name: str = ""
     count: int = 1
+    device: str = ""
+
+    def to(self, device: torch.device | str) -> CapturedCall:
+        """The same call on another device, every tensor with its strides."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return _lay_out(_dense(tensor).to(device), _layout(tensor))
+
+        mask = None if self.attn_mask is None else move(self.attn_mask)
+        return replace(self, query=move(self.query), key=move(self.key), value=move(self.value), attn_mask=mask)
+
+
+def capture(
+    path: str | os.PathLike[str],
+    *,
+    limit: int = 32,
+    max_mib: float = 1024.0,
+    one_per_shape: bool = True,
+    include: Callable[[CapturedCall], bool] | None = None,
+) -> Patch:
+    """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file.
+
+    While it is active, ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its
+    arguments to the CPU and then calls the original. A caller that imported the function by name before is not seen,
+    nor is a call inside ``torch.compile`` or a CUDA graph; :func:`observe` covers functions of your own.
+
+    Args:
+        path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
+        limit: number of calls to keep.
+        max_mib: total size to keep in MiB; a call that does not fit any more is left out, and the log says so.
+        one_per_shape: keep the first call of each kind (shapes, strides, dtypes, options) and count the others.
+        include: keep a call only if this returns True.
+    Returns:
+        a Patch; ``.remove()`` or the end of its ``with`` block ends the capture.
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: a path or number that cannot work.
+    """
+    _need_safetensors()
+    target = Path(path)
+    if target.suffix != ".safetensors":
+        raise ValueError(f"path must end with .safetensors, got {str(path)!r}")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"path must be in a folder that exists, got {str(path)!r}")
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if not max_mib > 0:
+        raise ValueError(f"max_mib must be greater than 0, got {max_mib}")
+    recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
+    original = F.scaled_dot_product_attention
+    ours = _watched(original, lambda: (recorder,))
+    F.scaled_dot_product_attention = ours
+    with _lock:
+        _active.append(recorder)
+
+    def undo() -> list[str]:
+        with _lock:
+            _active.remove(recorder)
+        sentences = []
+        if F.scaled_dot_product_attention is ours:
+            F.scaled_dot_product_attention = original
+        else:
+            sentences.append("scaled_dot_product_attention was replaced again since: ours stays below, doing nothing")
+        return sentences + recorder.finish()
+
+    return Patch(f"capture to {target.name}", undo)
+
+
+def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with every call shown to the captures that are active.
+
+    Args:
+        fn: takes the arguments of ``scaled_dot_product_attention`` first; keyword arguments of its own are passed on
+            and not written down.
+    """
+    return _watched(fn, lambda: tuple(_active))
+
+
+def _watched(fn: Callable[..., Any], recorders: Callable[[], tuple[_Recorder, ...]]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile folds the first question to True and sees nothing but the call
+        if torch.compiler.is_compiling() or not (listening := [r for r in recorders() if r.is_listening]):
+            return fn(*args, **kwargs)
+        for recorder in listening:
+            recorder.see(args, kwargs)
+            recorder.is_listening = False  # a call that this one makes is part of it
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            for recorder in listening:
+                recorder.is_listening = True
+
+    return attention
+
+
+_lock = threading.Lock()
+_active: list[_Recorder] = []
+
+
+def _sdpa(  # the signature that a call's arguments are bound to
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **others: Any,
+) -> None: ...
+
+
+_SIGNATURE = inspect.signature(_sdpa)
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """The calls seen so far by one capture."""
+
+    path: Path
+    limit: int
+    max_bytes: int
+    one_per_shape: bool
+    include: Callable[[CapturedCall], bool] | None
+    calls: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
+    dropped: int = 0
+    is_done: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    local: threading.local = field(default_factory=threading.local)
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether a call of this thread is to be seen."""
+        return not self.is_done and not getattr(self.local, "is_inside", False)
+
+    @is_listening.setter
+    def is_listening(self, value: bool) -> None:
+        self.local.is_inside = not value
+
+    def see(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep one call, if it is one to keep."""
+        call = _bind(args, kwargs)
+        if call is None or (self.include is not None and not self.include(call)):
+            return
+        layouts = {name: _layout(getattr(call, name)) for name in TENSORS if getattr(call, name) is not None}
+        options: dict[str, Any] = {"is_causal": bool(call.is_causal), "enable_gqa": bool(call.enable_gqa)}
+        options["scale"] = None if call.scale is None else float(call.scale)
+        options |= {"dropout_p": float(call.dropout_p), "device": call.device}
+        with self.lock:
+            key = json.dumps([layouts, options]) if self.one_per_shape else len(self.calls)
+            if key in self.calls:
+                self.calls[key]["count"] += 1
+            elif not self.is_done:
+                self._keep(key, call, layouts, options)
+
+    def _keep(self, key: Any, call: CapturedCall, layouts: dict[str, Any], options: dict[str, Any]) -> None:
+        dense = {name: _dense(getattr(call, name).detach()) for name in layouts}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
+        if self.num_bytes + size > self.max_bytes:
+            self.dropped += 1
+            return
+        number = len(self.calls)
+        copies = {f"{number}.{name}": t.to("cpu", copy=True).contiguous() for name, t in dense.items()}
+        self.tensors.update(copies)
+        self.calls[key] = {"count": 1, **options, "layouts": layouts}
+        self.num_bytes += size
+        if len(self.calls) >= self.limit:
+            self.is_done = True
+            try:
+                self._write()
+            except OSError as error:  # the model goes on; the end of the capture tries again and raises
+                log.warning("capture to %s: not written yet: %s", self.path.name, error)
+
+    def finish(self) -> list[str]:
+        """Write the file and say what there is to say about it."""
+        with self.lock:
+            self.is_done = True
+            if not self.calls and not self.dropped:
+                return ["no call of scaled_dot_product_attention was seen; nothing written"]
+            if self.tensors:
+                self._write()
+            if self.dropped:
+                return [f"{self.dropped} calls left out, they did not fit into {self.max_bytes / MIB:g} MiB"]
+            return []
+
+    def _write(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        header = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "dropped": str(self.dropped)}
+        header["calls"] = json.dumps(list(self.calls.values()))
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(self.tensors, temporary, metadata=header)
+            os.replace(temporary, self.path)
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"cannot write {self.path}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.tensors.clear()
+        log.info("captured %d calls, %.1f MiB: %s", len(self.calls), self.num_bytes / MIB, self.path)
+
+
+def _bind(args: tuple, kwargs: dict[str, Any]) -> CapturedCall | None:
+    """The call, or None where there is nothing to copy: wrong arguments, fake or meta tensors, a CUDA graph."""
+    try:
+        bound = _SIGNATURE.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    arguments = {name: value for name, value in bound.arguments.items() if name != "others"}
+    tensors = [arguments[name] for name in TENSORS if arguments.get(name) is not None]
+    kinds = (Tensor, torch.nn.Parameter)
+    if any(type(t) not in kinds or t.is_meta or t.layout != torch.strided for t in tensors):
+        return None
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return CapturedCall(**arguments, device=str(tensors[0].device))
+
+
+def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
+    """The calls that :func:`capture` wrote, on the CPU, with the strides they had.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: the file cannot be opened.
+        ValueError: it is no such file, or a damaged one.
+    """
+    _need_safetensors()
+    from safetensors import SafetensorError, safe_open
+
+    name = os.fspath(path)
+    with open(path, "rb"):
+        pass  # a missing file raises Python's own error
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise ValueError(f"file must be written by pascal_attn_core.capture, got {name!r}, which is not")
+            if header.get("version") != VERSION:
+                raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
+            return [_load_call(file, number, call) for number, call in enumerate(json.loads(header["calls"]))]
+    except SafetensorError as error:
+        raise ValueError(f"file must be a readable .safetensors file, got {name!r}: {error}") from error
+    except (KeyError, TypeError, RuntimeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the description of the calls in {name!r} is damaged: {error!r}") from error
+
+
+def _load_call(file: Any, number: int, described: dict[str, Any]) -> CapturedCall:
+    layouts = described.pop("layouts")
+    tensors = {name: _lay_out(file.get_tensor(f"{number}.{name}"), layout) for name, layout in layouts.items()}
+    arguments: dict[str, Any] = {**tensors, **described}
+    return CapturedCall(**arguments, name=f"call {number}")
+
+
+def _layout(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "stride": list(tensor.stride()), "dtype": str(tensor.dtype)}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor with its expanded dimensions, those of stride 0, cut to one element."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _lay_out(dense: Tensor, layout: dict[str, Any]) -> Tensor:
+    """The inverse of :func:`_dense`, in memory as it was."""
+    shape, stride = layout["shape"], layout["stride"]
+    if str(dense.dtype) != layout["dtype"] or any(d not in (1, s) for d, s in zip(dense.shape, shape, strict=True)):
+        raise ValueError(f"tensor must be {layout}, got {dense.dtype} {list(dense.shape)}")
+    extent = 1 + sum((size - 1) * step for size, step in zip(dense.shape, stride))
+    if dense.numel() and not _overlaps(dense.shape, stride) and extent <= _MOST_PADDING * dense.numel():
+        buffer = torch.zeros(extent, dtype=dense.dtype, device=dense.device)
+        dense = buffer.as_strided(dense.shape, stride).copy_(dense)
+    return dense.expand(shape)
+
+
+def _overlaps(shape: torch.Size, stride: list[int]) -> bool:
+    """Whether two elements may share one place in memory."""
+    reached = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride) if size > 1):
+        if step < reached:
+            return True
+        reached = step * (size - 1) + reached
+    return False
+
+
+def _need_safetensors() -> None:
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError("captures need safetensors: pip install safetensors")

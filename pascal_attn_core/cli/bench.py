@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
-import math
 import platform
 import sys
 from pathlib import Path
@@ -19,12 +17,11 @@ from ..device import device_info
 from . import CommandError
 from .bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from .bench_clock import Clock, quiet_torch
-from .bench_run import PRODUCTS, Result, Settings, race
+from .bench_report import COLUMNS, geometric_means, machine_name, result_row, versions
+from .bench_run import Settings, race
 from .bench_shapes import Shape, choose_shapes
 from .tables import print_table
 
-MIB = 1 << 20
-COLUMNS = ("", "ms", "vs torch", "of products", "extra MiB", "operators", "error", "bounded", "")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -108,43 +105,8 @@ def _bench_shape(
 
     results = race(shape.make(device), candidates, clock, settings, progress)
     progress("done\r\033[K")
-    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, [_row(result) for result in results])
+    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, [result_row(result) for result in results])
     return {"shape": dataclasses.asdict(shape), "results": [dataclasses.asdict(result) for result in results]}
-
-
-def _row(result: Result) -> list[str]:
-    remark = ", ".join(filter(None, (result.ran, result.note)))
-    return [
-        result.name,
-        _figure(result.seconds, 1e3),
-        _figure(result.ratio),
-        "-" if result.share_of_products is None else f"{result.share_of_products:.0%}",
-        "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
-        "-" if result.launches is None else f"{result.launches:,}",
-        "-" if result.error is None else f"{result.error:.1e}",
-        "-" if result.bounded is None else f"{result.bounded:.0%}",
-        remark,
-    ]
-
-
-def _figure(value: float | None, factor: float = 1.0) -> str:
-    if value is None:
-        return "-"
-    value *= factor
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per candidate: the geometric mean of its ratios to the baseline, and over how many shapes."""
-    ratios: dict[str, list[float]] = {}
-    for report in reports:
-        for result in report["results"]:
-            if result["ratio"]:
-                ratios.setdefault(result["name"], []).append(result["ratio"])
-    return {
-        name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
-        for name, values in ratios.items()
-    }
 
 
 def _print_summary(means: dict[str, dict[str, float]], num_shapes: int) -> None:
@@ -155,23 +117,12 @@ def _print_summary(means: dict[str, dict[str, float]], num_shapes: int) -> None:
     print_table(f"time relative to {BASELINE}, geometric mean", ("", "ratio", "shapes", ""), rows)
 
 
-def machine_name(device: torch.device) -> str:
-    """The processor or the card in words."""
-    if device.type != "cpu":
-        return device_info(device).name
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine() or "CPU"
-
-
 def _document(
     options: argparse.Namespace, device: torch.device, clock: Clock, settings: Settings, reports: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
         "command": options.command_line,
-        "versions": _versions(),
+        "versions": versions(),
         "machine": {
             "device": str(device),
             "name": machine_name(device),
@@ -185,16 +136,6 @@ def _document(
         "shapes": reports,
         "geometric_means": geometric_means(reports),
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("pascal-attention", "pascal-attn", "noflash-attention"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _write(document: dict[str, Any], options: argparse.Namespace) -> None:
@@ -211,6 +152,3 @@ def _write(document: dict[str, Any], options: argparse.Namespace) -> None:
             print(f"chart: {options.png}")
     except OSError as error:
         raise CommandError(f"cannot write: {error}") from error
-
-
-__all__ = ["PRODUCTS", "add_parser", "geometric_means", "machine_name", "run"]

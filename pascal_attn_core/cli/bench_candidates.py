@@ -48,18 +48,8 @@ class Candidate:
 
 def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]:
     """Everything that can run in this installation, and one sentence for each peer that cannot."""
-    found = [Candidate(BASELINE, _torch_fused), Candidate("torch-math", _torch_math, extra_bytes=_score_bytes)]
-    found += [_ours("ours-auto", config), _ours("ours-tiled", replace(config, route="tiled"))]
+    found = route_candidates(config)
     found.append(_ours("ours-tiled-online", replace(config, route="tiled", softmax="online")))
-    for route in ROUTES:
-        if route != "tiled":
-            forced = replace(config, route=route)
-            if route == "math":
-                # without a limit: here it is asked for by name
-                math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
-                found.append(replace(math_route, extra_bytes=_score_bytes))
-            else:
-                found.append(_ours(f"ours-{route}", forced))
     missing = []
     for name, make in (("pascal_attn", _pascal_attn), ("noflash_attention", _noflash)):
         if importlib.util.find_spec(name) is None:
@@ -67,6 +57,21 @@ def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]
         else:
             found += make()
     return found, missing
+
+
+def route_candidates(config: AttentionConfig) -> list[Candidate]:
+    """Torch's own function, its math kernel, our choice and each of our routes asked for by name."""
+    found = [Candidate(BASELINE, _torch_fused), Candidate("torch-math", _torch_math, extra_bytes=_score_bytes)]
+    found.append(_ours("ours-auto", config))
+    for route in ROUTES:
+        forced = replace(config, route=route)
+        if route == "math":
+            # without a limit: here it is asked for by name
+            math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
+            found.append(replace(math_route, extra_bytes=_score_bytes))
+        else:
+            found.append(_ours(f"ours-{route}", forced))
+    return found
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:

@@ -1,4 +1,4 @@
-"""Clocks and memory limits of ``pascal-attn bench``."""
+"""The clock of ``pascal-attn bench``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from ..device import free_bytes
 
 
 class Clock:
@@ -70,21 +68,3 @@ def quiet_torch(threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         matmul.allow_tf32 = before[1]
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that a new allocation may hope for, or None where nobody tells."""
-    if device.type == "cuda":
-        return free_bytes(device)
-    if device.type != "cpu":
-        return None
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None

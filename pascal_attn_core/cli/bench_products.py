@@ -6,6 +6,7 @@ bookkeeping cost.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,20 +52,22 @@ class _Step:
 
 def best_products(call: CapturedCall, clock: Clock, *, backward: bool = False) -> tuple[Callable[[], None], Blocking]:
     """The bare products of a 4-dimensional call as a function to time, and the blocking at which they are fastest."""
+    run: Callable[[], None]
     timed: list[tuple[float, int, Callable[[], None], Blocking]] = []
     for blocking in _blockings(call):
         steps = list(_steps(call, blocking))
-
-        def run(steps: list[_Step] = steps) -> None:
-            for step in steps:
-                step.forward_backward() if backward else step.forward()
-
+        run = functools.partial(_run, steps, backward)
         seconds = clock.seconds(run)
         if seconds < 0.5:  # so short that the first call's start counts
             seconds = min(seconds, clock.seconds(run), clock.seconds(run))
         timed.append((seconds, len(timed), run, blocking))
     _, _, run, blocking = min(timed)
     return run, blocking
+
+
+def _run(steps: list[_Step], backward: bool) -> None:
+    for step in steps:
+        step.forward_backward() if backward else step.forward()
 
 
 def _blockings(call: CapturedCall) -> list[Blocking]:

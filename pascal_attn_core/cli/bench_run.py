@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..capture import CapturedCall
 from ..config import UnsupportedAttention
-from ..memory import Measurement, measure
+from ..memory import Measurement, available_bytes, measure
 from ..report import record
 from .bench_candidates import BASELINE, Attend, Candidate, torch_kernel
-from .bench_clock import Clock, available_bytes
+from .bench_clock import Clock
 from .bench_products import best_products
 from .oracle import reference_gradients, reference_rows, spread_rows
 

@@ -1,0 +1,264 @@
+"""``pascal-attn info``: one block of facts about this machine, to paste into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..call import check_call
+from ..config import ROUTES, AttentionConfig, default_config
+from ..device import DeviceInfo, device_info, free_bytes
+from ..dispatch import why_not
+from ..tiles import describe_plan, recommended_tile_size_for
+from ..wheels import TorchBuild, judge, wheel_for
+
+MIB, GIB = 1 << 20, 1 << 30
+_LABEL = 12
+_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
+
+# name: batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim
+TYPICAL = {
+    "SD1.5": (2, 8, 8, 4096, 4096, 40),
+    "SDXL": (2, 10, 10, 4096, 4096, 64),
+    "Flux": (1, 24, 24, 4608, 4608, 128),
+    "Wan": (1, 12, 12, 32760, 32760, 128),
+    "LLM 32/8": (1, 32, 8, 4096, 4096, 128),
+}
+
+
+@dataclass(frozen=True)
+class SmiCard:
+    """One line of nvidia-smi. ``capability`` is None where an old driver does not tell."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that the block says, gathered; can be made by hand for any card.
+
+    Attributes:
+        devices: what torch can use: one per GPU, else the CPU alone.
+        free: free memory of each device in bytes, None where nobody tells.
+        smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
+        routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
+    """
+
+    package: str
+    python: str
+    system: str
+    build: TorchBuild
+    devices: tuple[DeviceInfo, ...]
+    free: tuple[int | None, ...]
+    smi: tuple[SmiCard, ...] = ()
+    routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    config: AttentionConfig = field(default_factory=AttentionConfig)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``info`` to the command line."""
+    parser = subparsers.add_parser("info", help="one block of facts about this machine, to paste into a bug report")
+    parser.set_defaults(func=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    print(describe(look_around()))
+    return 0
+
+
+def describe(machine: Machine) -> str:
+    """The whole block as text."""
+    lines = [f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"]
+    lines += _torch_lines(machine)
+    for number, (info, free) in enumerate(zip(machine.devices, machine.free)):
+        lines += ["", *_device_lines(info, free, machine, number)]
+    lines += _route_lines(machine)
+    return "\n".join(lines)
+
+
+def _torch_lines(machine: Machine) -> list[str]:
+    build = machine.build
+    toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, "CPU only")
+    lines = [_line("torch", f"{build.version}, {toolkit}")]
+    if build.archs:
+        lines.append(_line("code for", " ".join(build.archs)))
+    for card in machine.smi:
+        capability = "unknown" if card.capability is None else "{}.{}".format(*card.capability)
+        lines.append(_line("unused GPU", f"{card.name}, compute capability {capability}, {card.memory}"))
+        if build.kind == "cuda":
+            lines.append(_line("", "torch is built with CUDA but finds no GPU: is the driver new enough for it?"))
+        else:
+            lines.append(_line("", "this torch is built without CUDA and cannot use it. Install"))
+            lines.append(_line("", "  " + wheel_for(card.capability or (6, 1))))
+    return lines
+
+
+def _device_lines(info: DeviceInfo, free: int | None, machine: Machine, number: int) -> list[str]:
+    if not info.is_gpu:
+        lines = [
+            _line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
+        ]
+    else:
+        units = "compute units" if info.kind == "hip" else "SMs"
+        lines = [_line("device", f"{info.name} ({info.kind}:{number}), {info.arch or info.kind}")]
+        facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
+        facts += [f"{info.num_sms} {units}", f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+        lines.append(_line("", ", ".join(facts)))
+        lines.append(_line("memory", _memory(info.total_bytes, free)))
+        verdict = judge(info, machine.build)
+        lines.append(_line("this wheel", verdict.why))
+        if verdict.install:
+            lines += [_line("install", verdict.install)]
+    return lines + _tile_lines(info, machine.config)
+
+
+def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
+    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes / MIB
+    lines = [
+        _line("tile size", f"{recommended_tile_size_for(info.l2_bytes)} (square, for code that asks for one number)")
+    ]
+    lines.append(_line("tiles", f"for a budget of {budget:g} MiB:"))
+    for name, (batch, heads, kv_heads, rows, keys, head_dim) in TYPICAL.items():
+        plan = describe_plan(
+            info,
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            seq_len_q=rows,
+            seq_len_kv=keys,
+            head_dim=head_dim,
+            budget_mib=config.budget_mib,
+        )
+        shape = f"B{batch} H{heads}{f'/{kv_heads}' if kv_heads != heads else ''} N{rows} D{head_dim}"
+        lines.append(_line("", f"  {name:9s}{shape:22s}{plan}"))
+    return lines
+
+
+def _route_lines(machine: Machine) -> list[str]:
+    if not machine.devices or not judge(machine.devices[0], machine.build).runs:
+        return ["", _line("routes", "none can run on this GPU with this torch")]
+    lines = ["", _line("routes", f"of {', '.join(machine.routes) or 'no call'}:")]
+    for route in ROUTES:
+        refused: dict[str, list[str]] = {}
+        for kind, reasons in machine.routes.items():
+            if reasons.get(route):
+                refused.setdefault("; ".join(reasons[route]), []).append(kind)
+        if not refused:
+            lines.append(_line("", f"  {route:6s} takes all of them"))
+            continue
+        taken = [kind for kind, reasons in machine.routes.items() if not reasons.get(route)]
+        lines.append(_line("", f"  {route:6s} " + (f"takes {', '.join(taken)}" if taken else "takes none of them")))
+        lines += [_line("", f"         not {', '.join(kinds)}: {reason}") for reason, kinds in refused.items()]
+    return lines
+
+
+def look_around() -> Machine:
+    """Gather the facts of this machine. Starts CUDA if torch has it."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    else:
+        names = ["mps"] if torch.backends.mps.is_available() else ["cpu"]
+    devices = tuple(device_info(name) for name in names)
+    config, build = default_config(), torch_build()
+    runs = judge(devices[0], build).runs
+    return Machine(
+        package=_package_version(),
+        python=platform.python_version(),
+        system=platform.platform(),
+        build=build,
+        devices=devices,
+        free=tuple(_free(name) for name in names),
+        smi=() if has_gpu else ask_nvidia_smi(),
+        routes=ask_routes(names[0], config) if runs else {},
+        config=config,
+    )
+
+
+def torch_build() -> TorchBuild:
+    """The torch of this process."""
+    if torch.version.hip is not None:
+        return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
+    if torch.version.cuda is not None:
+        # the flags that torch was built with; get_arch_list() is empty where no driver is found
+        archs = torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()
+        return TorchBuild(torch.__version__, "cuda", torch.version.cuda, tuple(archs))
+    return TorchBuild(torch.__version__, "cpu")
+
+
+def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list[str]]]:
+    """Per kind of call and per route: why it cannot take it on this device."""
+    shape, gqa_shape = (1, 8, 4096, 64), (1, 2, 4096, 64)
+    kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    found = {}
+    for name, dtype in kinds.items():
+        query = torch.empty(shape, dtype=dtype, device=device)
+        key = torch.empty(gqa_shape, dtype=dtype, device=device)
+        found[name] = _ask(query, query, config, enable_gqa=False)
+        found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
+    return found
+
+
+def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:
+    call = check_call(query, key, key, enable_gqa=enable_gqa)
+    return {route: why_not(route, call, config) for route in ROUTES}
+
+
+def ask_nvidia_smi() -> tuple[SmiCard, ...]:
+    """The cards that nvidia-smi lists; none where it is missing or fails."""
+    try:
+        answer = subprocess.run(_SMI, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_smi(answer.stdout)
+
+
+def parse_smi(text: str) -> tuple[SmiCard, ...]:
+    """The cards in nvidia-smi's CSV; lines that do not fit are left out."""
+    cards = []
+    for line in text.splitlines()[1:]:
+        parts = [part.strip() for part in line.rsplit(",", 2)]
+        if len(parts) != 3:
+            continue
+        major, _, minor = parts[1].partition(".")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+        cards.append(SmiCard(parts[0], capability, parts[2]))
+    return tuple(cards)
+
+
+def _free(name: str) -> int | None:
+    try:
+        return free_bytes(name)
+    except RuntimeError:  # a card that the driver lists but cannot start
+        return None
+
+
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("pascal-attention")
+    except importlib.metadata.PackageNotFoundError:
+        from .. import __version__
+
+        return __version__
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:{_LABEL}s}{text}".rstrip()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
+
+
+def _memory(total: int, free: int | None) -> str:
+    text = _size(total) if total else "unknown"
+    return text if free is None else f"{text}, {_size(free)} free"
