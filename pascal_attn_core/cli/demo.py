@@ -1,0 +1,353 @@
+"""``pascal-attn demo``: an image and a video model with torch's math attention, with stock attention and with ours."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from .. import AttentionConfig, __version__
+from ..device import device_info
+from ..memory import PeakMemory, available_bytes
+from ..report import record
+from . import CommandError, charts
+from .demo_progress import Progress
+from .tables import print_table
+
+if TYPE_CHECKING:
+    from .demo_models import Case
+
+MIB, GIB = 1 << 20, 1 << 30
+EXTRAS = ("diffusers", "transformers", "numpy", "PIL", "matplotlib", "rich")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "attention calls")
+STOCK, MATH, OURS, TILED = "stock", "torch math", "Pascal Attention", "Pascal, tiled"
+RUNS = (STOCK, MATH, OURS, TILED)
+NOTES = """\
+stock: whatever torch chooses here.  torch math: what torch falls back to where it has no fused kernel for the call.
+Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).  Pascal, tiled: the route that needs no kernel at all.
+peak extra: most bytes {memory}.
+largest difference: of the final latents, against stock."""
+_FOLLOWED = "of tensors alive at once, beyond those before the run (not the scratch inside torch's fused CPU kernel)"
+_ALLOCATED = "that torch's CUDA allocator handed out at once, beyond those before the run"
+
+
+@dataclass
+class Row:
+    """One run. Figures are None, and ``note`` says why, if it did not take place."""
+
+    name: str
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    difference: float | None = None
+    calls: dict[str, int] | None = None
+    launches: int | None = None
+    note: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``demo`` to the command line."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="an image and a video pipeline before and after, with the memory they took",
+        description="Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
+        "nothing is downloaded: with torch's math attention, with stock attention and with Pascal Attention. Shows "
+        "time, peak memory and the difference of the results, and writes pictures, a chart and results.json.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results (default: demo_out)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: some seconds instead of a minute or two")
+    parser.add_argument("--only", choices=("image", "video"), help="one of the two models")
+    parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the models (default: float32)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    device = _checked(args)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network, whatever a library would like
+    with _quiet():
+        from . import demo_models
+
+        cases = [demo_models.image_case(quick=args.quick, steps=args.steps)]
+        cases.append(demo_models.video_case(quick=args.quick, steps=args.steps))
+        cases = [case for case in cases if args.only in (None, case.name)]
+        args.out.mkdir(parents=True, exist_ok=True)
+        print(_heading(device, args))
+        documents = []
+        with Progress(len(cases) * len(RUNS), args.steps) as progress:
+            for case in cases:
+                rows, pictures = _run_case(case, device, DTYPES[args.dtype], progress)
+                documents.append(_document(case, rows))
+                _write_pictures(case, pictures, args.out)
+    for document in documents:
+        _print(document)
+    print(NOTES.format(memory=_ALLOCATED if device.type == "cuda" else _FOLLOWED))
+    _write(documents, device, args)
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> torch.device:
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(f'{", ".join(missing)} must be installed for the demo: pip install "pascal-attention[demo]"')
+    if args.steps < 1:
+        raise CommandError(f"--steps must be at least 1, got {args.steps}")
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"--device must be a device that torch can use, got {args.device}: {error}") from error
+    return device
+
+
+def _run_case(
+    case: Case, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> tuple[list[Row], dict[str, list[Any]]]:
+    """All runs of one model: the rows of its table, and the pictures by the run's name."""
+    from .demo_models import starting_latents
+
+    pipe = case.build().to(device, dtype)
+    start = starting_latents(case.latents_shape).to(device, dtype)
+    rows: list[Row] = []
+    latents: dict[str, Tensor] = {}
+    total_calls = calls = 0
+    for name in RUNS:
+        progress.begin(f"{case.title}, {name}")
+        row = Row(name, note=_too_little_memory(case, device) if name == MATH else "")
+        if not row.note:
+            try:
+                with _attention(pipe, name):
+                    calls = _warm_up(case, pipe, device, dtype)
+                    latents[name] = _measure(case, pipe, start, row, progress)
+            except (RuntimeError, MemoryError) as error:
+                row = Row(name, note=_out_of_memory(error))
+        if not row.note:
+            total_calls = max(total_calls, calls)
+            _compare(row, latents, calls, total_calls)
+        rows.append(row)
+        progress.end(row.note or f"{row.seconds:.1f} s")
+    return rows, {name: case.decode(pipe, latents[name]) for name in latents if name != MATH}
+
+
+@contextmanager
+def _attention(pipe: Any, name: str) -> Iterator[None]:
+    """The pipeline with the attention of this run."""
+    if name in (OURS, TILED):
+        from ..diffusers import PascalAttnProcessor
+
+        pipe.set_attn_processor(PascalAttnProcessor(None if name == OURS else AttentionConfig(route="tiled")))
+        yield
+        return
+    kernels: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
+    with kernels:
+        yield
+
+
+def _warm_up(case: Case, pipe: Any, device: torch.device, dtype: torch.dtype) -> int:
+    """One tiny generation, so that no run pays for what is done once. Returns its attention calls in the denoiser."""
+    from .demo_models import starting_latents
+
+    arguments, shape = case.warm_up
+    denoiser = getattr(pipe, "unet", None) or pipe.transformer
+    counter = _CallCounter()
+    hooks = [
+        denoiser.register_forward_pre_hook(lambda *_: setattr(counter, "counts", True)),
+        denoiser.register_forward_hook(lambda *_: setattr(counter, "counts", False)),
+    ]
+    try:
+        with counter:
+            latents = starting_latents(shape).to(device, dtype)
+            pipe(**{**case.arguments, **arguments}, latents=latents, output_type="latent")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.calls
+
+
+class _CallCounter(TorchFunctionMode):
+    """Counts calls of torch's attention function while ``counts`` is on."""
+
+    calls = 0
+    counts = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self.counts:
+            self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _measure(case: Case, pipe: Any, start: Tensor, row: Row, progress: Progress) -> Tensor:
+    """One generation: its figures into ``row``, its latents returned. Following each storage costs some microseconds
+    per operator, far below the noise on a CPU; on CUDA the allocator is asked and nothing is followed."""
+
+    def step_done(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
+        progress.step()
+        return values
+
+    gc.collect()
+    arguments = {**case.arguments, "latents": start.clone(), "output_type": "latent", "callback_on_step_end": step_done}
+    is_cuda = start.device.type == "cuda"
+    with record() as report, PeakMemory(start.device, follow=not is_cuda) as peak:
+        began = time.perf_counter()
+        latents = pipe(generator=torch.Generator().manual_seed(0), **arguments)[0]
+        if is_cuda:
+            torch.cuda.synchronize(start.device)
+        row.seconds = time.perf_counter() - began
+    row.peak_bytes = peak.peak_bytes
+    row.launches = None if is_cuda else peak.launches
+    row.calls = report.routes() or None
+    return latents
+
+
+def _compare(row: Row, latents: dict[str, Tensor], calls: int, total_calls: int) -> None:
+    """How far this run's latents are from the stock ones, and how many attention calls it made."""
+    if STOCK in latents and row.name != STOCK:
+        row.difference = (latents[row.name].double() - latents[STOCK].double()).abs().max().item()
+    if row.name in (STOCK, MATH):
+        row.calls = {"math" if row.name == MATH else "torch's choice": calls}
+    elif row.calls is not None and sum(row.calls.values()) < total_calls:
+        row.calls["not reached"] = total_calls - sum(row.calls.values())
+
+
+def _too_little_memory(case: Case, device: torch.device) -> str:
+    """Why the math run should not be tried, or ""."""
+    available = available_bytes(device)
+    needed = case.math_bytes + GIB // 4
+    if available is None or needed <= available:
+        return ""
+    return f"not run: needs {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB free"
+
+
+def _out_of_memory(error: BaseException) -> str:
+    """The note of a run that ran out of memory; any other error is raised again."""
+    text = str(error)
+    if not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) and "memory" not in text.lower():
+        raise error
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return f"out of memory: {text.splitlines()[0][:100] if text else type(error).__name__}"
+
+
+def _heading(device: torch.device, args: argparse.Namespace) -> str:
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{_device_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} steps, no download"
+
+
+def _device_name(device: torch.device) -> str:
+    return (platform.processor() or platform.machine()) if device.type == "cpu" else device_info(device).name
+
+
+def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
+    fields = ("name", "title", "model", "tokens", "num_heads", "head_dim")
+    return {**{field: getattr(case, field) for field in fields}, "rows": [asdict(row) for row in rows]}
+
+
+def _print(document: dict[str, Any]) -> None:
+    title = (
+        f"{document['title']}: {document['model']}, {document['tokens']:,} tokens, "
+        f"{document['num_heads']} heads of {document['head_dim']}"
+    )
+    print_table(title, COLUMNS, [_cells(row) for row in document["rows"]])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    calls = ", ".join(f"{count} {route}" for route, count in (row["calls"] or {}).items())
+    return [
+        row["name"],
+        "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+        "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}",
+        "-" if row["difference"] is None else f"{row['difference']:.1e}",
+        row["note"] or calls,
+    ]
+
+
+def _write_pictures(case: Case, pictures: dict[str, list[Any]], out: Path) -> None:
+    if STOCK not in pictures or TILED not in pictures:
+        return
+    files = {STOCK: "stock", OURS: "pascal", TILED: "pascal_tiled"}
+    for name, frames in pictures.items():
+        path = out / f"{case.name}_{files[name]}"
+        charts.write_png(path.with_suffix(".png"), frames[0])
+        if len(frames) > 1:
+            charts.write_gif(path.with_suffix(".gif"), frames)
+    factor = 100
+    differences = [
+        charts.difference_picture(ours, stock, factor=factor) for ours, stock in zip(pictures[TILED], pictures[STOCK])
+    ]
+    shown = {**pictures, f"difference of tiled and stock, times {factor}": differences}
+    if len(differences) > 1:
+        rows = [[(label if i == 0 else "", frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
+    else:
+        cells = [(label, frames[0]) for label, frames in shown.items()]
+        rows = [cells[i : i + 2] for i in range(0, len(cells), 2)]
+    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=f"{case.title}, random weights")
+
+
+def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
+    packages = ("torch", "diffusers", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    report = {
+        "command": getattr(args, "command_line", "pascal-attn demo"),
+        "device": _device_name(device),
+        "threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "versions": {"pascal-attention": __version__, "python": platform.python_version(), **versions},
+        "cases": documents,
+    }
+    (args.out / "results.json").write_text(json.dumps(report, indent=2) + "\n")
+    panels = []
+    for case in documents:
+        for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak extra memory", "MiB", "peak_bytes", MIB)):
+            bars = [
+                charts.Bar(row["name"], None if row[key] is None else row[key] / scale, _short(row["note"]))
+                for row in case["rows"]
+            ]
+            panels.append((f"{case['title']}, {case['tokens']:,} tokens: {what}", unit, bars))
+    charts.bar_chart(
+        args.out / "chart.png", panels, title="The same pictures, by four attentions", footer=_heading(device, args)
+    )
+    print(f"wrote {', '.join(sorted(path.name for path in args.out.iterdir()))} into {args.out}/")
+
+
+def _short(note: str) -> str:
+    return note.partition(":")[0] if note.startswith("out of memory") else note
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the remarks of diffusers and transformers about things nobody asked for off the screen."""
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    before = of_diffusers.get_verbosity(), of_transformers.get_verbosity()
+    of_diffusers.set_verbosity_error()
+    of_transformers.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        of_diffusers.set_verbosity(before[0])
+        of_transformers.set_verbosity(before[1])
