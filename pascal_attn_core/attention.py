@@ -37,6 +37,7 @@ from .call import AttentionCall
 from .device import CPU_LIKE
 from .dropout import BYTES_PER_SCORE, block_row_codes, drop_, key_codes
 from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
+from .masking import MaskWriter
 from .masks import Band, Rule, Rules, diagonal_schedule, padding_as_bool
 from .tiles import TilePlan, even_ranges
 
@@ -114,13 +115,13 @@ def tiled_forward(
     stats = TiledStats() if stats is None else stats
     look = readable and trim_masks
     for units in unit_views(call, per_query=(out, lse)):
-        rules = bounded_rules = Rules(Band.of(call), units.mask, tile_math.dtype, tile_math.device, look=look)
+        rules = bounded_rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look)
         bias = None
         if tile_math.unit == 1.0 and may_bound:
-            padding = padding_as_bool(units.mask, tile_math.dtype) if look and units.mask is not None else None
+            padding = padding_as_bool(units.mask, tile_math.dtype) if look and rules.band.is_everything else None
             may_bound = padding is not None
             if padding is not None:
-                bounded_rules, bias = Rules(rules.band, padding[0], tile_math.dtype, tile_math.device, look=look), padding[1]
+                bounded_rules, bias = Rules(rules.band, padding[0], tile_math.dtype, look=look), padding[1]
         spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
         limits = query_limits(units, spans, call.scale * LOG2_E, plan.kv_block, tile_math) if may_bound else []
         for number, span in enumerate(spans):
@@ -149,7 +150,10 @@ class TileMath:
         self.acc = self._buffer(rows * call.head_dim_v if self.copies_out else 0)
         self.kv = self._buffer(keys * max(call.head_dim, call.head_dim_v) if self.copies_kv else 0)
         self.coins = self._buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
-        self.zero, self.neg_inf = self._buffer(1).fill_(0)[0], self._buffer(1).fill_(NEG_INF)[0]
+        masked = call.attn_mask is not None or not Band.of(call).is_everything
+        self.masks = MaskWriter(
+            call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel()
+        )
 
     def _buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
@@ -158,20 +162,15 @@ class TileMath:
         """Add a tile whose scores are known to lie within +-60 bits. ``fresh``: the first one of these rows."""
         scores = self.product(rows.query, key, self.scale * LOG2_E)
         scores.exp2_()
-        for keep in rule:
-            if keep is not None:
-                self.replace(scores, keep, self.zero)
+        self.masks.forbid(scores, rule, 0.0)
         self._accumulate(rows, scores, value, first_key, fresh)
 
     def online_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
         """Add a tile under a running maximum."""
         scores = self.product(rows.query, key, self.scale * self.unit)
         if rule.mask is not None and rule.mask.dtype != torch.bool:
-            self.by_group(scores).add_(rule.mask)
-            rule = Rule(rule.keep, None)
-        for keep in rule:
-            if keep is not None:
-                self.replace(scores, keep, self.neg_inf)
+            self.masks.add(scores, rule.mask)
+        self.masks.forbid(scores, rule, NEG_INF)
         assert rows.row_max is not None
         new_max = scores.amax(dim=-1, keepdim=True)
         if not fresh:
@@ -200,16 +199,9 @@ class TileMath:
         """A slice of key or value as the products take it: in the dtype of the sums, rows contiguous."""
         return self.kv[: part.numel()].view(part.shape).copy_(part) if self.copies_kv else part
 
-    def by_group(self, scores: Tensor) -> Tensor:
-        """``[u, rows, keys]`` as ``[u, G, tokens, keys]``, the shape of a mask's tile."""
-        if self.groups == 1:
-            return scores.unsqueeze(1)
-        return scores.view(scores.shape[0], -1, self.groups, scores.shape[2]).transpose(1, 2)
-
-    def replace(self, scores: Tensor, keep: Tensor, other: Tensor) -> None:
-        """Put ``other`` where ``keep`` is False."""
-        by_group = self.by_group(scores)
-        torch.where(keep, by_group, other, out=by_group)
+    def by_head(self, rows: Tensor) -> Tensor:
+        """``[u, rows, X]`` as ``[u, G, tokens, X]``, the shape of an output's block."""
+        return self.masks.by_token(rows).transpose(1, 2)
 
     def _accumulate(self, rows: _Rows, probs: Tensor, value: Tensor, first_key: int, fresh: bool) -> None:
         if fresh:
@@ -242,10 +234,10 @@ class TileMath:
     def finish(self, rows: _Rows, out: Tensor, lse: Tensor | None, lse_bias: Tensor | None) -> None:
         """Turn the sums of a block into its output and lse."""
         if lse is not None:
-            total = rows.row_sum.log2()
+            total = rows.row_sum.log2().mul_(LN_2)
             if rows.row_max is not None:
-                total.add_(rows.row_max if self.unit != 1.0 else rows.row_max.mul_(LOG2_E))
-            lse.copy_(self.by_group(total.mul_(LN_2))[..., 0])
+                total.add_(rows.row_max, alpha=1.0 if self.unit == 1.0 else LN_2)
+            lse.copy_(self.by_head(total)[..., 0])
             if lse_bias is not None:
                 lse.add_(lse_bias)
         total = rows.row_sum.masked_fill_(rows.row_sum == 0, 1.0) if self.rows_may_be_empty else rows.row_sum
@@ -253,7 +245,7 @@ class TileMath:
             total.mul_(1.0 - self.dropout_p if self.dropout_p < 1 else math.inf)
         rows.acc.div_(total)
         if self.copies_out:
-            out.copy_(self.by_group(rows.acc))
+            out.copy_(self.by_head(rows.acc))
 
 
 class _UnitRange:

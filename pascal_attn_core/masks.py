@@ -171,7 +171,7 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     Returns:
         (bool ``[U, G, L, S]`` view, bias ``[U, G, 1]`` view of the keys that take part), or None if the mask differs
         between rows or the keys that matter do not all have the same bias.
-    Leaving out a key whose weight is zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row
+    Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row
     share, changes no output.
     """
     if mask.shape[2] > 1 and mask.stride(2) != 0:
@@ -185,29 +185,29 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
 
 
 class Rule(NamedTuple):
-    """What restricts one tile: the band's ``keep`` ``[tokens, keys]`` and the mask's part ``[u, G, tokens, keys]``
-    (bool, or float in the dtype of the sums); None = nothing."""
+    """What restricts one tile.
 
-    keep: Tensor | None
+    upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
+    ``[u, G, tokens, keys]``, bool, or float in the dtype of the sums. None = nothing.
+    """
+
+    upper: int | None
+    lower: int | None
     mask: Tensor | None
-
-
-FREE = Rule(None, None)
 
 
 class Rules:
     """The band and one mask together, asked tile by tile."""
 
-    def __init__(self, band: Band, mask: Tensor | None, dtype: torch.dtype, device: torch.device, *, look: bool):
+    def __init__(self, band: Band, mask: Tensor | None, dtype: torch.dtype, *, look: bool):
         """
         Args:
             mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
         """
-        self.band, self.dtype, self.device = band, dtype, device
+        self.band, self.dtype = band, dtype
         self.mask = None
         if mask is not None:
-            self.mask = MaskTiles(mask, readable=look, look_at_tiles=device.type in CPU_LIKE)
-        self._keep: tuple[tuple, Tensor] | None = None
+            self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
 
     def key_range(self, u0: int, u1: int, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
         """First and one-past-last key worth visiting for these units and queries."""
@@ -220,26 +220,17 @@ class Rules:
     def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
         """What restricts this tile, or None if nobody may look at any of its keys."""
         upper, lower = self.band.diagonals(q0, q1, j0, j1)
-        keep = None if upper is None and lower is None else self._keep_tile(q1 - q0, j1 - j0, upper, lower)
         if self.mask is None:
-            return FREE if keep is None else Rule(keep, None)
+            return Rule(upper, lower, None)
         state = self.mask.state(u0, u1, q0, q1, j0, j1)
         if state is TileState.EMPTY:
             return None
         if state is TileState.FULL:
-            return Rule(keep, None)
+            return Rule(upper, lower, None)
         tile = self.mask.tile(u0, u1, q0, q1, j0, j1)
         if not self.mask.is_bool and tile.dtype != self.dtype:
             tile = distinct(tile).to(self.dtype)
-        return Rule(keep, tile)
-
-    def _keep_tile(self, tokens: int, keys: int, upper: int | None, lower: int | None) -> Tensor:
-        """Tiles along a diagonal are alike: the last one is kept."""
-        name = (tokens, keys, upper, lower)
-        if self._keep is None or self._keep[0] != name:
-            self._keep = None
-            self._keep = (name, band_keep(tokens, keys, upper, lower, self.device))
-        return self._keep[1]
+        return Rule(upper, lower, tile)
 
 
 def diagonal_schedule(

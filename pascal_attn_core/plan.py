@@ -15,9 +15,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     """The sizes of a call as far as tiles depend on them."""
     acc_dtype = accumulate_dtype(call.query.dtype)
     copies_query, copies_kv, copies_out = copies(call)
-    mask, mask_bytes = call.attn_mask, 0
-    if mask is not None and mask.dtype not in (torch.bool, acc_dtype):
-        mask_bytes = acc_dtype.itemsize
+    mask = call.attn_mask
     has_band = call.left is not None or call.right is not None
     window = None
     if call.left is not None:
@@ -33,8 +31,9 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         copies_query=copies_query,
         copies_kv=copies_kv,
         copies_out=copies_out,
-        mask_bytes=mask_bytes,
-        band_bytes=1 if has_band else 0,
+        converts_mask=mask is not None and mask.dtype not in (torch.bool, acc_dtype),
+        writes_mask=has_band or mask is not None,
+        has_band=has_band,
         dropout=call.dropout_p > 0,
         causal=call.right is not None,
         window=window,

@@ -21,6 +21,8 @@ from .dropout import BYTES_PER_SCORE
 
 # Scalars (maxima of norms, 0-dim constants) that a step holds beside its buffers.
 _SCALAR_BYTES = 512
+# Elements of the buffer through which a bool mask is written over scores on a CPU.
+MASK_WORDS = 1 << 17
 _ROW_STATS = 6  # row_max, row_sum, and at most four temporaries of one element per row
 
 
@@ -34,8 +36,9 @@ class Workload:
         acc_size: bytes per element of scores and sums (4, or 8 for float64).
         copies_query, copies_kv, copies_out: blocks that have to be copied to or from a buffer, because they are of
             another dtype than the sums or cannot be viewed as one matrix.
-        mask_bytes: bytes per score for a converted mask tile (float masks of another dtype than the sums).
-        band_bytes: bytes per score of the causal / window rule of one unit's tile.
+        converts_mask: a float mask of another dtype than the sums, copied tile by tile.
+        writes_mask: a bool mask, or a band, is written over the scores.
+        has_band: a causal rule or window.
         dropout, causal: whether they apply.
         window: number of keys a query sees at most, None without a window.
         backward: plan for the gradients: two score tiles, and gradient blocks beside them.
@@ -52,8 +55,9 @@ class Workload:
     copies_query: bool = False
     copies_kv: bool = False
     copies_out: bool = False
-    mask_bytes: int = 0
-    band_bytes: int = 0
+    converts_mask: bool = False
+    writes_mask: bool = False
+    has_band: bool = False
     dropout: bool = False
     causal: bool = False
     window: int | None = None
@@ -78,8 +82,10 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     """Extra memory in bytes of steps of this shape, everything together."""
     rows, acc = units * work.groups * q_block, work.acc_size
     scores = rows * kv_block
-    per_score = acc + work.mask_bytes + (BYTES_PER_SCORE if work.dropout else 0)
-    total = scores * per_score + units * q_block * kv_block * work.band_bytes
+    per_score = acc * (1 + work.converts_mask) + (BYTES_PER_SCORE if work.dropout else 0)
+    total = scores * per_score + q_block * kv_block * work.has_band
+    if work.writes_mask:
+        total += acc * min(MASK_WORDS, scores)
     total += _ROW_STATS * rows * acc + _SCALAR_BYTES
     if work.dropout:
         total += 8 * 4 * (rows + kv_block)
