@@ -1,0 +1,112 @@
+"""Fixtures of the diffusers tests: tiny pipelines, call counters, wrong attention to compare with."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+REDIRECT = "pascal_attn_core._diffusers_redirect.sdpa"
+
+
+class StockCalls(TorchFunctionMode):
+    """Counts the calls of torch's scaled_dot_product_attention, and whether they had a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.masked = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is TORCH_SDPA:
+            self.count += 1
+            self.masked += (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
+        return func(*args, **kwargs)
+
+
+def uniform_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Wrong on purpose: every key counts the same."""
+    return value.mean(dim=-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
+
+
+def maskless_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **kw: Any) -> Tensor:
+    """Wrong on purpose: the mask is dropped."""
+    return TORCH_SDPA(query, key, value)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The module of tiny pipelines, loaded by path: the tests are no package."""
+    path = pathlib.Path(__file__).with_name("tiny_pipelines.py")
+    spec = importlib.util.spec_from_file_location("tiny_pipelines", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def stock_calls() -> Callable[..., Any]:
+    """``stock_calls(function) -> (result, StockCalls)``."""
+
+    def run(function: Callable[[], Any]) -> tuple[Any, StockCalls]:
+        with StockCalls() as calls:
+            return function(), calls
+
+    return run
+
+
+@pytest.fixture
+def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """One dict per call that reaches our sdpa: the keywords it came with."""
+    from pascal_attn_core import _diffusers_redirect
+
+    calls: list[dict[str, Any]] = []
+    original = _diffusers_redirect.sdpa
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(REDIRECT, counted)
+    return calls
+
+
+@pytest.fixture
+def wrong_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """``with wrong_attention("uniform"):`` our sdpa computes something else."""
+    kinds = {"uniform": uniform_attention, "maskless": maskless_attention}
+
+    @contextmanager
+    def use(kind: str) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(REDIRECT, kinds[kind])
+            yield
+
+    return use
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Tensor, Tensor], None]:
+    """Raises unless two float32 results differ by rounding only: 1e-4 of their size, through a whole network."""
+
+    def check(ours: Tensor, stock: Tensor) -> None:
+        assert torch.isfinite(ours).all()
+        torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4 * stock.abs().max().item())
+
+    return check

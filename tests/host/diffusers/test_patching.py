@@ -1,0 +1,296 @@
+"""patch_pipeline: how far it reaches, how it goes away, and who else may be at work at the same time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import logging
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_processor as host
+
+import pascal_attn_core.diffusers as pascal
+from pascal_attn_core import AttentionConfig, _diffusers_redirect
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+
+
+def run_unet(unet, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    sample, text = torch.randn(1, 4, 8, 8, generator=random), torch.randn(1, 7, 32, generator=random)
+    with torch.no_grad():
+        return unet(sample, 10, encoder_hidden_states=text).sample
+
+
+def run_flux(transformer, **arguments):
+    random = torch.Generator().manual_seed(0)
+    image, text = torch.randn(1, 16, 4, generator=random), torch.randn(1, 5, 32, generator=random)
+    with torch.no_grad():
+        return transformer(
+            hidden_states=image,
+            encoder_hidden_states=text,
+            pooled_projections=torch.randn(1, 32, generator=random),
+            timestep=torch.tensor([0.5]),
+            img_ids=torch.stack([torch.zeros(16), torch.arange(16) // 4, torch.arange(16) % 4], dim=1),
+            txt_ids=torch.zeros(5, 3),
+            return_dict=False,
+            **arguments,
+        )[0]
+
+
+# --- reach ------------------------------------------------------------------------------------------------------------
+
+
+def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=1, vocab_size=100
+    )
+    case = tiny.sd15()
+    case.pipe.register_modules(text_encoder=transformers.CLIPTextModel(config))
+    with patch_pipeline(case.pipe):
+        case.pipe.text_encoder(torch.tensor([[1, 2, 3]]))
+    assert not routed
+
+
+def test_a_modular_pipeline_is_served_like_any_other(tiny, routed):
+    if not hasattr(diffusers, "ModularPipeline"):
+        pytest.skip("this diffusers has no ModularPipeline")
+    unet = tiny.tiny_unet()
+    pipe = diffusers.ModularPipeline.__new__(diffusers.ModularPipeline)
+    pipe._component_specs = {"unet": None}
+    pipe.unet = unet
+    pipe.set_attn_processor(PascalAttnProcessor())
+    assert all(isinstance(p, PascalAttnProcessor) for p in unet.attn_processors.values())
+
+
+def test_a_model_without_softmax_attention_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Linear must hold attention that calls scaled_dot_product_attention, got"):
+        patch_pipeline(torch.nn.Linear(2, 2))
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="got str"):
+        patch_pipeline("unet")
+
+
+def test_linear_attention_is_left_alone():
+    if not hasattr(host, "SanaLinearAttnProcessor2_0"):
+        pytest.skip("this diffusers has no linear attention")
+    linear = host.Attention(32, heads=2, dim_head=16, processor=host.SanaLinearAttnProcessor2_0())
+    before = linear.processor
+    linear.set_processor(PascalAttnProcessor())
+    assert linear.processor is before
+    with pytest.raises(ValueError, match="linear attention"):
+        patch_pipeline(linear)
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
+    unet, calls = tiny.tiny_unet(), []
+
+    def fails_at_the_third(module, redirect):
+        calls.append(module)
+        if len(calls) == 3:
+            raise RuntimeError("no more")
+        _diffusers_redirect.redirect_module(module, redirect)
+
+    monkeypatch.setattr(pascal, "redirect_module", fails_at_the_third)
+    with pytest.raises(RuntimeError, match="no more"):
+        patch_pipeline(unet)
+    assert all(type(m) is host.Attention for m in calls)
+
+
+# --- removal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
+    unet = tiny.tiny_unet()
+    _, calls = stock_calls(lambda: run_unet(unet))
+    configs = [AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)]
+    patches = [patch_pipeline(unet, config) for config in configs]
+    run_unet(unet)
+    assert [call["config"] for call in routed] == [configs[1]] * calls.count
+    routed.clear()
+    patches[first].remove()
+    run_unet(unet)
+    assert [call["config"] for call in routed] == [configs[1 - first]] * calls.count
+    routed.clear()
+    patches[1 - first].remove()
+    patches[first].remove()
+    run_unet(unet)
+    assert not routed
+    assert {type(m) for m in unet.modules() if isinstance(m, host.Attention)} == {host.Attention}
+
+
+def test_a_processor_set_on_a_model_decides_over_a_patch_around_it(tiny, stock_calls, routed):
+    unet = tiny.tiny_unet()
+    _, calls = stock_calls(lambda: run_unet(unet))
+    inner = AttentionConfig(budget_mib=2)
+    unet.set_attn_processor(PascalAttnProcessor(inner))
+    with patch_pipeline(unet, AttentionConfig(budget_mib=1)):
+        run_unet(unet)
+    assert [call["config"] for call in routed] == [inner] * calls.count
+
+
+def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tiny, routed, caplog):
+    unet = tiny.tiny_unet()
+    patch = patch_pipeline(unet)
+    module = next(m for m in unet.modules() if isinstance(m, host.Attention))
+    module.__class__ = type("Theirs", (type(module),), {})
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        patch.remove()
+    assert "Theirs has got another class since" in caplog.text
+    run_unet(unet)
+    assert not routed
+    assert type(module).__name__ == "Theirs"
+
+
+def test_removing_the_patch_of_a_model_leaves_its_copies_routed(tiny, routed):
+    unet = tiny.tiny_unet()
+    patch = patch_pipeline(unet)
+    twin = copy.deepcopy(unet)
+    patch.remove()
+    run_unet(twin)
+    assert routed
+
+
+# --- others at work ---------------------------------------------------------------------------------------------------
+
+
+def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed, stock_calls):
+    patched, plain = tiny.tiny_unet(), tiny.tiny_unet()
+    _, calls = stock_calls(lambda: run_unet(plain))
+    stock = [run_unet(plain, seed) for seed in range(4)]
+    with patch_pipeline(patched), concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ours = list(pool.map(lambda seed: run_unet(patched, seed), range(4)))
+        theirs = list(pool.map(lambda seed: run_unet(plain, seed), range(4)))
+    for seed in range(4):
+        assert_same(ours[seed], stock[seed])
+        assert torch.equal(theirs[seed], stock[seed])
+    assert len(routed) == 4 * calls.count
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("model", ["unet", "flux"])
+def test_a_model_compiles_to_one_graph_with_every_call_routed(how, model, tiny, stock_calls, routed, assert_same):
+    torch._dynamo.reset()
+    net, run = (tiny.tiny_unet(), run_unet) if model == "unet" else (tiny.tiny_flux_transformer(), run_flux)
+    stock, calls = stock_calls(lambda: run(net))
+    if how == "patch":
+        patch_pipeline(net)
+    else:
+        net.set_attn_processor(PascalAttnProcessor())
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+    assert_same(run(compiled), stock)
+    assert len(routed) == calls.count  # seen while tracing
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_a_guider_that_skips_scores_acts_first(how, tiny, assert_same):
+    layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
+
+    def skipping():
+        module = tiny.tiny_unet().mid_block.attentions[0].transformer_blocks[0].attn1
+        return module, torch.randn(1, 5, module.query_dim, generator=torch.Generator().manual_seed(0))
+
+    module, x = skipping()
+    plain = module(x)
+    with layer_skip.AttentionScoreSkipFunctionMode():
+        stock = module(x)
+    assert not torch.allclose(stock, plain)
+    if how == "patch":
+        patch_pipeline(module)
+    else:
+        module.set_processor(PascalAttnProcessor())
+    with layer_skip.AttentionScoreSkipFunctionMode():
+        assert_same(module(x), stock)
+    assert_same(module(x), plain)
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("scores", ["scores", "output"])
+def test_skip_layer_guidance_works_with_ours(scores, how, tiny, assert_same):
+    layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
+    unet = tiny.tiny_unet()
+    plain = run_unet(unet)
+    if how == "processor":
+        unet.set_attn_processor(PascalAttnProcessor())
+    skip = {"skip_attention": scores == "output", "skip_attention_scores": scores == "scores", "skip_ff": False}
+    config = layer_skip.LayerSkipConfig(indices=[0], fqn="mid_block.attentions", **skip)
+    layer_skip._apply_layer_skip_hook(unet, config)
+    with patch_pipeline(unet) if how == "patch" else contextlib.nullcontext():
+        ours = run_unet(unet)
+    stock = tiny.tiny_unet()
+    layer_skip._apply_layer_skip_hook(stock, config)
+    assert_same(ours, run_unet(stock))
+    assert not torch.allclose(ours, plain)
+
+
+def test_perturbed_attention_guidance_gives_its_stock_output_and_restores_ours(tiny, routed, assert_same):
+    case = tiny.sd15()
+    parts = {**case.pipe.components, "safety_checker": None}
+    parts.pop("image_encoder", None)
+    pag = diffusers.StableDiffusionPAGPipeline(**parts, requires_safety_checker=False, pag_applied_layers="mid")
+    pag.set_progress_bar_config(disable=True)
+    case.pipe = pag
+    stock, plain = case.run(), tiny.sd15().run()
+    assert not torch.allclose(stock, plain)
+    with patch_pipeline(pag):
+        assert_same(case.run(), stock)
+        by_patch = len(routed)
+    pag.set_attn_processor(PascalAttnProcessor())
+    for _ in range(2):
+        routed.clear()
+        assert_same(case.run(), stock)
+        assert 0 < len(routed) <= by_patch
+        assert all(isinstance(p, PascalAttnProcessor) for p in pag.unet.attn_processors.values())
+
+
+def test_hooks_of_accelerate_stay_inside(tiny, routed, assert_same):
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    unet = tiny.tiny_unet()
+    stock = run_unet(unet)
+    hooks.add_hook_to_module(unet, hooks.AlignDevicesHook("cpu"))
+    for module in [m for m in unet.modules() if isinstance(m, host.Attention)]:
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    with patch_pipeline(unet):
+        assert_same(run_unet(unet), stock)
+        hooks.remove_hook_from_module(unet, recurse=True)
+        assert_same(run_unet(unet), stock)
+    assert routed
+
+
+def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
+    original = F.scaled_dot_product_attention
+
+    def sage_attention(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sage_attention)
+    unet = tiny.tiny_unet()
+    pascal._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        for _ in range(2):
+            patch_pipeline(unet).remove()
+            unet.set_attn_processor(PascalAttnProcessor())
+    assert caplog.text.count("has been replaced by") == 1
+    assert "sage_attention" in caplog.text
+
+
+def test_our_own_call_of_torch_inside_a_nested_redirect_is_not_taken_again(monkeypatch):
+    calls = []
+
+    def through_torch(query, key, value, *args, config=None, **kwargs):
+        calls.append(config)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    monkeypatch.setattr(_diffusers_redirect, "sdpa", through_torch)
+    inner = AttentionConfig(budget_mib=2)
+    x = torch.randn(1, 2, 4, 8)
+    with _diffusers_redirect.SdpaRedirect(), _diffusers_redirect.SdpaRedirect(inner):
+        F.scaled_dot_product_attention(x, x, x)
+    assert calls == [inner]
