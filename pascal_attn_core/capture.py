@@ -295,15 +295,20 @@ def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
         pass  # a missing file raises Python's own error
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise ValueError(f"file must be written by pascal_attn_core.capture, got {name!r}, which is not")
-            if header.get("version") != VERSION:
-                raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
-            return [_load_call(file, number, call) for number, call in enumerate(json.loads(header["calls"]))]
+            return _load_all(file, name)
     except SafetensorError as error:
         raise ValueError(f"file must be a readable .safetensors file, got {name!r}: {error}") from error
-    except (KeyError, TypeError, RuntimeError, AttributeError, json.JSONDecodeError) as error:
+
+
+def _load_all(file: Any, name: str) -> list[CapturedCall]:
+    header = file.metadata() or {}
+    if header.get("format") != FORMAT:
+        raise ValueError(f"file must be written by pascal_attn_core.capture, got {name!r}, which is not")
+    if header.get("version") != VERSION:
+        raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
+    try:
+        return [_load_call(file, number, call) for number, call in enumerate(json.loads(header["calls"]))]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"the description of the calls in {name!r} is damaged: {error!r}") from error
 
 
@@ -329,7 +334,8 @@ def _dense(tensor: Tensor) -> Tensor:
 def _lay_out(dense: Tensor, layout: dict[str, Any]) -> Tensor:
     """The inverse of :func:`_dense`, in memory as it was."""
     shape, stride = layout["shape"], layout["stride"]
-    if str(dense.dtype) != layout["dtype"] or any(d not in (1, s) for d, s in zip(dense.shape, shape, strict=True)):
+    fits = all(d in (1, size) and step >= 0 for d, size, step in zip(dense.shape, shape, stride, strict=True))
+    if str(dense.dtype) != layout["dtype"] or not fits:
         raise ValueError(f"tensor must be {layout}, got {dense.dtype} {list(dense.shape)}")
     extent = 1 + sum((size - 1) * step for size, step in zip(dense.shape, stride))
     if dense.numel() and not _overlaps(dense.shape, stride) and extent <= _MOST_PADDING * dense.numel():

@@ -18,10 +18,9 @@ LEGACY_INDEX, LEGACY_TORCH = "cu126", "2.14"
 CURRENT_INDEX = "cu130"
 _CUDA_FIRST, _CUDA_13_FIRST = (5, 0), (7, 5)
 ROCM_INDEX, ROCM_LEGACY_INDEX = "rocm7.2", "rocm6.3"
-_ROCM_ARCHS = (
-    "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1103 gfx1150 gfx1151 gfx1200 gfx1201"
-).split()
-# Later ROCm still names these two, but its matrix library has no code for them any more.
+_ROCM_GFX9 = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950")
+_ROCM_RDNA = ("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
+# From ROCm 6.4 on the wheels still name these two, but the rocBLAS inside has no code for them any more.
 _ROCM_LEGACY = ("gfx900", "gfx906")
 
 
@@ -49,7 +48,7 @@ class Verdict:
     Attributes:
         runs: it can.
         why: one sentence.
-        install: what to install instead, as a pip command or a sentence; "" if it runs.
+        install: what to install instead, as a pip command or a sentence; "" if there is no need to.
     """
 
     runs: bool
@@ -93,7 +92,7 @@ def wheel_for(capability: tuple[int, int]) -> str:
 
 def rocm_wheel_for(arch: str) -> str:
     """What to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
-    if arch in _ROCM_ARCHS:
+    if arch in _ROCM_GFX9 + _ROCM_RDNA:
         index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
         return f"pip install --force-reinstall torch --index-url {INDEX}/{index}"
     if arch.startswith("gfx103"):
@@ -118,7 +117,7 @@ def _judge_cuda(info: DeviceInfo, build: TorchBuild) -> Verdict:
     if found:
         return Verdict(True, f"this wheel has PTX for {found}, which the driver compiles for {card} at first use")
     if info.capability < _CUDA_13_FIRST and info.capability >= _CUDA_FIRST:
-        install += f"  (torch {LEGACY_TORCH} is the last with code for {card})"
+        install += f"  # torch {LEGACY_TORCH} is the last with code for {card}"
     listed = " ".join(build.archs) or "nothing"
     return Verdict(False, f"this wheel has NO code for {card}, only for {listed}", install)
 
@@ -127,9 +126,18 @@ def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
     if build.kind != "hip":
         return Verdict(False, f"torch {build.version} is built without ROCm", rocm_wheel_for(info.arch))
     if info.arch in (arch.split(":")[0] for arch in build.archs):
+        if info.arch in _ROCM_LEGACY and _version(build.toolkit) >= (6, 4):
+            why = f"this wheel names {info.arch}, but its rocBLAS does not since ROCm 6.4: matrix products may abort"
+            return Verdict(True, why, rocm_wheel_for(info.arch))
         return Verdict(True, f"this wheel has code for {info.arch}")
     listed = " ".join(build.archs) or "nothing"
     return Verdict(False, f"this wheel has NO code for {info.arch}, only for {listed}", rocm_wheel_for(info.arch))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """``"6.4.43482"`` -> (6, 4, 43482); () if it is no version."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _parse(arch: str) -> tuple[str, tuple[int, int], str] | None:

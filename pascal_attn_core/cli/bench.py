@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import platform
 import sys
@@ -69,6 +70,7 @@ def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[
     for name in ("rounds", "threads", "max_operators"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    _check_outputs(options)
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
@@ -106,7 +108,11 @@ def _bench_shape(
     results = race(shape.make(device), candidates, clock, settings, progress)
     progress("done\r\033[K")
     print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, [result_row(result) for result in results])
-    return {"shape": dataclasses.asdict(shape), "results": [dataclasses.asdict(result) for result in results]}
+    return {
+        "shape": dataclasses.asdict(shape),
+        "text": shape.text,
+        "results": [dataclasses.asdict(result) for result in results],
+    }
 
 
 def _print_summary(means: dict[str, dict[str, float]], num_shapes: int) -> None:
@@ -138,16 +144,26 @@ def _document(
     }
 
 
+def _check_outputs(options: argparse.Namespace) -> None:
+    """What would make the end of a long run fail is found before it starts."""
+    for path in (options.json, options.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(f"the folder of {path} does not exist")
+    if options.png is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise CommandError("--png needs matplotlib: pip install matplotlib")
+        if options.png.suffix not in (".png", ".svg", ".pdf"):
+            raise CommandError(f"--png must name a .png, .svg or .pdf file, got {options.png}")
+
+
 def _write(document: dict[str, Any], options: argparse.Namespace) -> None:
     try:
         if options.json:
-            options.json.write_text(json.dumps(document, indent=1, allow_nan=True) + "\n")
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
             print(f"figures: {options.json}")
         if options.png:
-            try:
-                from .bench_chart import draw
-            except ImportError:
-                raise CommandError("--png needs matplotlib: pip install matplotlib") from None
+            from .bench_chart import draw  # matplotlib is optional, and slow to import
+
             draw(document, options.png)
             print(f"chart: {options.png}")
     except OSError as error:

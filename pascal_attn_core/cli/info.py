@@ -20,6 +20,7 @@ from ..wheels import TorchBuild, judge, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
+_CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 # name: batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim
@@ -109,15 +110,15 @@ def _device_lines(info: DeviceInfo, free: int | None, machine: Machine, number: 
         ]
     else:
         units = "compute units" if info.kind == "hip" else "SMs"
-        lines = [_line("device", f"{info.name} ({info.kind}:{number}), {info.arch or info.kind}")]
+        lines = [_line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
         facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
         facts += [f"{info.num_sms} {units}", f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
         lines.append(_line("", ", ".join(facts)))
         lines.append(_line("memory", _memory(info.total_bytes, free)))
         verdict = judge(info, machine.build)
-        lines.append(_line("this wheel", verdict.why))
+        lines.append(_line("wheel", verdict.why))
         if verdict.install:
-            lines += [_line("install", verdict.install)]
+            lines.append(_line("install", verdict.install))
     return lines + _tile_lines(info, machine.config)
 
 
@@ -146,19 +147,26 @@ def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
 def _route_lines(machine: Machine) -> list[str]:
     if not machine.devices or not judge(machine.devices[0], machine.build).runs:
         return ["", _line("routes", "none can run on this GPU with this torch")]
-    lines = ["", _line("routes", f"of {', '.join(machine.routes) or 'no call'}:")]
+    lines = ["", _line("routes", f"calls of {list(_CALL)}, {', '.join(machine.routes)}:")]
     for route in ROUTES:
         refused: dict[str, list[str]] = {}
         for kind, reasons in machine.routes.items():
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
-        if not refused:
-            lines.append(_line("", f"  {route:6s} takes all of them"))
-            continue
-        taken = [kind for kind, reasons in machine.routes.items() if not reasons.get(route)]
-        lines.append(_line("", f"  {route:6s} " + (f"takes {', '.join(taken)}" if taken else "takes none of them")))
-        lines += [_line("", f"         not {', '.join(kinds)}: {reason}") for reason, kinds in refused.items()]
+        lines += [_line("", f"  {text}") for text in _route_text(route, list(machine.routes), refused)]
     return lines
+
+
+def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> list[str]:
+    """What a route takes, and what it refuses by reason."""
+    none = [kind for group in refused.values() for kind in group]
+    if not none:
+        return [f"{route:6s} takes all of them"]
+    if len(none) == len(kinds) and len(refused) == 1:
+        return [f"{route:6s} takes none of them: {next(iter(refused))}"]
+    taken = [kind for kind in kinds if kind not in none]
+    lines = [f"{route:6s} takes {', '.join(taken) or 'none of them'}"]
+    return lines + [f"       not {', '.join(group)}: {reason}" for reason, group in refused.items()]
 
 
 def look_around() -> Machine:
@@ -190,19 +198,18 @@ def torch_build() -> TorchBuild:
         return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
     if torch.version.cuda is not None:
         # the flags that torch was built with; get_arch_list() is empty where no driver is found
-        archs = torch.cuda.get_arch_list() or torch._C._cuda_getArchFlags().split()
+        archs = torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
         return TorchBuild(torch.__version__, "cuda", torch.version.cuda, tuple(archs))
     return TorchBuild(torch.__version__, "cpu")
 
 
 def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list[str]]]:
     """Per kind of call and per route: why it cannot take it on this device."""
-    shape, gqa_shape = (1, 8, 4096, 64), (1, 2, 4096, 64)
     kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     found = {}
     for name, dtype in kinds.items():
-        query = torch.empty(shape, dtype=dtype, device=device)
-        key = torch.empty(gqa_shape, dtype=dtype, device=device)
+        query = torch.empty(_CALL, dtype=dtype, device=device)
+        key = torch.empty(_GQA_KEY, dtype=dtype, device=device)
         found[name] = _ask(query, query, config, enable_gqa=False)
         found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
     return found
@@ -233,6 +240,10 @@ def parse_smi(text: str) -> tuple[SmiCard, ...]:
         capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
         cards.append(SmiCard(parts[0], capability, parts[2]))
     return tuple(cards)
+
+
+def _torch_name(info: DeviceInfo, number: int) -> str:
+    return f"cuda:{number}" if info.kind in ("cuda", "hip") else f"{info.kind}:{number}"
 
 
 def _free(name: str) -> int | None:

@@ -1,0 +1,357 @@
+"""Real calls into a file, out of it again, and over every route."""
+
+import json
+import logging
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pascal_attn_core import cli
+from pascal_attn_core.capture import CapturedCall, capture, load_calls, observe
+from pascal_attn_core.cli.oracle import reference_gradients, reference_rows, spread_rows
+from pascal_attn_core.reference import reference_sdpa
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was():
+    yield
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "calls.safetensors"
+
+
+def qkv(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_call_comes_back_as_it_was(path, dtype):
+    query, key, value = qkv(1, 2, 8, 4, dtype=dtype)
+    with capture(path):
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    (call,) = load_calls(path)
+    assert torch.equal(call.query, query)
+    assert torch.equal(call.key, key)
+    assert torch.equal(call.value, value)
+    assert (call.is_causal, call.scale, call.dropout_p, call.enable_gqa) == (True, 0.3, 0.0, False)
+    assert call.attn_mask is None
+    assert call.query.dtype == dtype
+    again = F.scaled_dot_product_attention(call.query, call.key, call.value, is_causal=True, scale=0.3)
+    assert torch.equal(again, expected)
+
+
+def test_layouts_come_back_with_their_strides(path):
+    transposed, packed = torch.randn(2, 16, 4, 8).transpose(1, 2), torch.randn(2, 16, 3, 4, 8)
+    value = packed[:, :, 1].transpose(1, 2)
+    with capture(path):
+        F.scaled_dot_product_attention(transposed, transposed, value)
+    (call,) = load_calls(path)
+    assert call.query.stride() == transposed.stride()
+    assert call.value.stride() == value.stride()
+    assert torch.equal(call.value, value)
+
+
+def test_expanded_tensors_are_stored_once_and_expanded_again(path):
+    query, key, value = qkv(1, 4, 64, 16)
+    key, value = (t[:, :1].expand(1, 4, 64, 16) for t in (key, value))
+    mask = torch.rand(1, 1, 1, 64).gt(0.5).expand(1, 4, 64, 64)
+    with capture(path):
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    (call,) = load_calls(path)
+    for name, tensor in (("key", key), ("attn_mask", mask)):
+        loaded = getattr(call, name)
+        assert loaded.stride() == tensor.stride()
+        assert torch.equal(loaded, tensor)
+    assert path.stat().st_size < 4 * (64 * 64 + 2 * 64 * 16) + 4096
+    moved = call.to("cpu")
+    assert moved.key.stride() == key.stride()
+    assert torch.equal(moved.key, key)
+
+
+def test_tensors_that_overlap_themselves_come_back_by_value(path):
+    rows = torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))
+    with capture(path):
+        F.scaled_dot_product_attention(rows, rows, rows)
+    (call,) = load_calls(path)
+    assert torch.equal(call.query, rows)
+
+
+def test_a_small_cut_out_of_a_large_tensor_does_not_bring_it_back_whole(path):
+    large = torch.randn(1, 1, 64, 4096)[..., :8]
+    with capture(path):
+        F.scaled_dot_product_attention(large, large, large)
+    (call,) = load_calls(path)
+    assert torch.equal(call.query, large)
+    assert call.query.untyped_storage().nbytes() < 8192
+
+
+def test_equal_calls_are_kept_once_and_counted(path):
+    small, large = qkv(1, 1, 4, 8), qkv(1, 1, 6, 8)
+    with capture(path):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*small)
+        F.scaled_dot_product_attention(*large)
+        F.scaled_dot_product_attention(*small, is_causal=True)
+    assert [(call.query.shape[-2], call.count) for call in load_calls(path)] == [(4, 3), (6, 1), (4, 1)]
+
+
+def test_every_call_can_be_kept_up_to_the_limit(path):
+    tensors = qkv(1, 1, 4, 8)
+    with capture(path, one_per_shape=False, limit=2):
+        F.scaled_dot_product_attention(*tensors)
+        assert not path.exists()
+        F.scaled_dot_product_attention(*tensors)
+        assert path.exists(), "written as soon as the limit is reached"
+        F.scaled_dot_product_attention(*tensors)
+    assert len(load_calls(path)) == 2
+
+
+def test_calls_beyond_the_size_limit_are_left_out_and_reported(path, caplog):
+    with caplog.at_level(logging.WARNING, "pascal_attn"), capture(path, max_mib=0.01):
+        F.scaled_dot_product_attention(*qkv(1, 1, 512, 64))
+        F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+    assert "1 calls left out" in caplog.text
+    assert len(load_calls(path)) == 1
+
+
+def test_a_predicate_chooses_what_is_kept(path):
+    with capture(path, include=lambda call: call.query.shape[-2] > 4):
+        F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+        F.scaled_dot_product_attention(*qkv(1, 1, 6, 8))
+    assert [call.query.shape[-2] for call in load_calls(path)] == [6]
+
+
+def test_calls_of_every_thread_are_seen(path):
+    with capture(path):
+        shapes = range(3, 7)
+        args = [qkv(1, 1, n, 8) for n in shapes]
+        threads = [threading.Thread(target=F.scaled_dot_product_attention, args=one) for one in args]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(call.query.shape[-2] for call in load_calls(path)) == list(shapes)
+
+
+def test_observed_functions_are_seen_and_their_inner_calls_are_not(path):
+    def outer(query, key, value, *, note=""):
+        return F.scaled_dot_product_attention(query.repeat(1, 2, 1, 1), key, value)[:, :1]
+
+    watched = observe(outer)
+    watched(*qkv(1, 1, 4, 8))
+    with capture(path):
+        watched(*qkv(1, 1, 4, 8), note="passed on")
+    (call,) = load_calls(path)
+    assert call.query.shape == (1, 1, 4, 8)
+
+
+def test_the_original_function_is_back_after_an_error_in_the_model(path):
+    def model():
+        F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError), capture(path):
+        model()
+    assert F.scaled_dot_product_attention is ORIGINAL
+    assert len(load_calls(path)) == 1
+
+
+def test_a_later_patch_by_somebody_else_stays_in_place(path, caplog, monkeypatch):
+    patch = capture(path)
+    ours = F.scaled_dot_product_attention
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    F.scaled_dot_product_attention = theirs
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        patch.remove()
+    assert F.scaled_dot_product_attention is theirs
+    assert "replaced again" in caplog.text
+    F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+    assert not path.exists()
+    F.scaled_dot_product_attention = ORIGINAL
+
+
+def test_two_captures_at_once_both_see_the_call(tmp_path):
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    with capture(paths[0]), capture(paths[1]):
+        F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+    assert [len(load_calls(path)) for path in paths] == [1, 1]
+
+
+def test_nothing_seen_writes_nothing_and_says_so(path, caplog):
+    with caplog.at_level(logging.WARNING, "pascal_attn"), capture(path):
+        pass
+    assert "no call" in caplog.text
+    assert not path.exists()
+
+
+def test_wrong_calls_and_tensors_without_data_pass_through(path):
+    with capture(path):
+        with pytest.raises(TypeError):
+            F.scaled_dot_product_attention()
+        meta = torch.empty(1, 1, 4, 8, device="meta")
+        F.scaled_dot_product_attention(meta, meta, meta)
+    assert not path.exists()
+
+
+def test_the_file_replaces_an_older_one_as_a_whole(path, tmp_path):
+    path.write_bytes(b"older")
+    with capture(path):
+        F.scaled_dot_product_attention(*qkv(1, 1, 4, 8))
+        assert path.read_bytes() == b"older"
+    assert len(load_calls(path)) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("calls.pt", {}, "must end with .safetensors"),
+        ("missing/calls.safetensors", {}, "folder that exists"),
+        ("calls.safetensors", {"limit": 0}, "limit must be at least 1"),
+        ("calls.safetensors", {"max_mib": 0}, "max_mib must be greater than 0"),
+    ],
+)
+def test_impossible_options_are_refused_before_anything_is_patched(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        capture(tmp_path / name, **options)
+
+
+def test_without_safetensors_the_error_says_what_to_install(path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        capture(path)
+
+
+def damaged(path, kind):
+    from safetensors.torch import save_file
+
+    if kind == "text":
+        path.write_text("no tensors here")
+    elif kind == "cut":
+        with capture(path):
+            F.scaled_dot_product_attention(*qkv(1, 1, 64, 8))
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        layout = {"shape": [4, 8], "stride": [8, 1], "dtype": "torch.float32"}
+        header = {"format": "pascal-attention-capture", "version": "1", "calls": "[]"}
+        if kind == "stride":
+            layout["stride"] = [-8, 1]
+        if kind in ("stride", "tensor", "option"):
+            calls = [{"count": 1, "layouts": {name: layout for name in ("query", "key", "value")}}]
+            if kind == "option":
+                calls[0]["colour"] = "red"
+            header["calls"] = json.dumps(calls)
+        changed = {"other": {"format": "pt"}, "version": {**header, "version": "9"}, "json": {**header, "calls": "[{"}}
+        tensors = {} if kind == "tensor" else {f"0.{name}": torch.zeros(4, 8) for name in ("query", "key", "value")}
+        save_file(tensors, path, metadata=changed.get(kind, header))
+
+
+@pytest.mark.parametrize("kind", ["text", "cut", "other", "version", "json", "tensor", "stride", "option"])
+def test_damaged_and_foreign_files_end_with_a_clear_error(path, kind, capsys):
+    damaged(path, kind)
+    with pytest.raises(ValueError, match=r"calls\.safetensors"):
+        load_calls(path)
+    assert cli.main(["replay", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "calls.safetensors" in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_file_ends_with_a_clear_error(tmp_path, capsys):
+    assert cli.main(["replay", str(tmp_path / "none.safetensors")]) == 2
+    assert "none.safetensors" in capsys.readouterr().err
+
+
+def record_some(path):
+    query, key, value = qkv(1, 4, 40, 16)
+    with capture(path):
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        F.scaled_dot_product_attention(query, key[:, :2], value[:, :2], enable_gqa=True, dropout_p=0.5)
+        F.scaled_dot_product_attention(*(t.bfloat16() for t in (query, key, value)), attn_mask=torch.rand(40, 40) > 0.3)
+
+
+def test_replay_shows_every_route_and_torch(path, capsys):
+    record_some(path)
+    assert cli.main(["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu", "--explain"]) == 0
+    out = capsys.readouterr().out
+    for name in ("torch-fused", "torch-math", "ours-auto", "ours-tiled", "ours-torch", "ours-fused", "ours-math"):
+        assert out.count(name) == 3
+    assert "q[1, 4, 40, 16]" in out
+    assert "bfloat16 mask bool [40, 40]" in out
+
+
+def test_replay_as_json_has_times_memory_and_small_errors(path, capsys):
+    record_some(path)
+    assert cli.main(["replay", str(path), "--rounds", "1", "--device", "cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["calls"]) == 3
+    for call in document["calls"]:
+        tiled = next(result for result in call["results"] if result["name"] == "ours-tiled")
+        assert tiled["seconds"] > 0
+        assert tiled["extra_bytes"] >= 0
+        assert tiled["launches"] > 0
+        assert tiled["error"] < (2e-2 if "bfloat16" in call["what"] else 1e-5)
+
+
+def test_a_route_that_cannot_take_a_call_says_why(path, capsys):
+    record_some(path)
+    assert cli.main(["replay", str(path), "--rounds", "1", "--device", "cpu", "--json"]) == 0
+    for call in json.loads(capsys.readouterr().out)["calls"]:
+        fused = next(result for result in call["results"] if result["name"] == "ours-fused")
+        assert fused["seconds"] is None
+        assert fused["note"]
+
+
+def test_replay_checks_its_numbers(path, capsys):
+    assert cli.main(["replay", str(path), "--rounds", "0"]) == 2
+    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+    assert cli.main(["replay", str(path), "--device", "nonsense"]) == 2
+
+
+CASES = {
+    "plain": ({}, (2, 4, 33, 8), (2, 4, 21, 8), None),
+    "causal": ({"is_causal": True}, (1, 2, 33, 8), (1, 2, 33, 8), None),
+    "grouped": ({"enable_gqa": True}, (2, 6, 9, 8), (2, 2, 21, 8), None),
+    "broadcast": ({}, (2, 4, 9, 8), (1, 4, 21, 8), (4, 1, 21)),
+    "two dimensions": ({"scale": 0.7}, (9, 8), (21, 8), (21,)),
+    "causal with mask": ({"is_causal": True}, (1, 2, 21, 8), (1, 2, 21, 8), (2, 21, 21)),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_in_blocks_is_the_reference(name, kind, monkeypatch):
+    options, q_shape, k_shape, mask_shape = CASES[name]
+    monkeypatch.setattr("pascal_attn_core.cli.oracle._BLOCK_BYTES", 8 * 21 * 4)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(s, dtype=torch.float64) for s in (q_shape, k_shape, k_shape))
+    mask = None
+    if mask_shape is not None:
+        mask = torch.randn(mask_shape, dtype=torch.float64)
+        mask = mask > 0 if kind == torch.bool else mask.to(kind)
+    call = CapturedCall(query, key, value, mask, **options)
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    full, _ = reference_sdpa(*leaves, mask, **options)
+    rows = spread_rows(q_shape[-2], 5)
+    assert len(rows) == 5
+    torch.testing.assert_close(reference_rows(call, rows), full[..., rows, :].detach())
+    grad = torch.randn_like(full[..., rows, :])
+    expected = torch.autograd.grad(full[..., rows, :], leaves, grad)
+    torch.testing.assert_close(tuple(reference_gradients(call, rows, grad)), expected)
+
+
+def test_every_row_is_compared_when_no_number_is_given():
+    assert spread_rows(7, None).tolist() == list(range(7))
+    assert spread_rows(7, 100).tolist() == list(range(7))
+    assert spread_rows(101, 3).tolist() == [0, 50, 100]
