@@ -136,7 +136,7 @@ def tiled_forward(
 class TileMath:
     """The buffers of one call, and what is done to one tile."""
 
-    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
+    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None, *, for_backward: bool = False):
         self.dtype, self.device = accumulate_dtype(call.query.dtype), call.query.device
         self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
         # Scores are counted in bits, so that exp2 serves. But a bias may be as low as -finfo.max, which log2(e) would
@@ -145,17 +145,19 @@ class TileMath:
         self.rows_may_be_empty = call.attn_mask is not None or not Band.of(call).is_everything
         self.copies_query, self.copies_kv, self.copies_out = copies(call)
         rows, keys = plan.units * plan.q_block * call.groups, plan.units * plan.kv_block
-        self.scores = self._buffer(rows * plan.kv_block)
-        self.query = self._buffer(rows * call.head_dim if self.copies_query else 0)
-        self.acc = self._buffer(rows * call.head_dim_v if self.copies_out else 0)
-        self.kv = self._buffer(keys * max(call.head_dim, call.head_dim_v) if self.copies_kv else 0)
-        self.coins = self._buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
+        self.scores = self.buffer(rows * plan.kv_block)
+        self.query = self.buffer(rows * call.head_dim if self.copies_query else 0)
+        self.acc = self.buffer(rows * call.head_dim_v if self.copies_out and not for_backward else 0)
+        widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
+        self.kv = self.buffer(keys * widest if self.copies_kv else 0)
+        self.coins = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
         masked = call.attn_mask is not None or not Band.of(call).is_everything
         self.masks = MaskWriter(
             call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel()
         )
 
-    def _buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory of so many elements."""
         return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
 
     def bounded_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
@@ -189,11 +191,12 @@ class TileMath:
         """e to the scores, in place, whichever unit they are in."""
         return (scores.mul_(LOG2_E) if self.unit == 1.0 else scores).exp2_()
 
-    def product(self, query: Tensor, key: Tensor, factor: float) -> Tensor:
+    def product(self, query: Tensor, key: Tensor, factor: float, *, converted: bool = False) -> Tensor:
         """query @ key^T * factor in the score buffer, ``[u, rows, keys]``."""
+        key = key if converted else self.converted(key)
         shape = (query.shape[0], query.shape[1], key.shape[1])
         scores = self.scores[: math.prod(shape)].view(shape)
-        return torch.baddbmm(scores, query, self.converted(key).transpose(1, 2), beta=0, alpha=factor, out=scores)
+        return torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
 
     def converted(self, part: Tensor) -> Tensor:
         """A slice of key or value as the products take it: in the dtype of the sums, rows contiguous."""

@@ -27,8 +27,9 @@ class AttentionConfig:
     Attributes:
         route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused"``, ``"torch"``, ``"tiled"``,
             ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
-        budget_mib: largest extra memory of one call in MiB (forward: everything but the inputs and the output;
-            backward: everything but the gradients themselves). None = 64 on a GPU, 4 on a CPU.
+        budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
+            pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
+            gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass.
         q_block: query tokens per tile; None = chosen from the device, the shapes and the budget.
         kv_block: key tokens per tile; None = chosen likewise. With a tile forced, the budget is still kept: the call
             raises ValueError if that tile does not fit.

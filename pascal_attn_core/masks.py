@@ -16,6 +16,7 @@ from .tiles import even_ranges
 # A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
 # units, (60 + 60 + 150) * ln 2 = 187.2, rounded up) below the largest bias of its row therefore has weight zero; for
 # float64 the same with 2^-1075.
+_SWALLOWS = 1e4
 NEGLIGIBLE = {torch.float32: 200.0, torch.float64: 840.0}
 
 
@@ -179,7 +180,9 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     rows = distinct(mask[:, :, :1]).to(dtype)
     top = rows.amax(dim=-1, keepdim=True)
     keep = (rows >= top - NEGLIGIBLE[dtype]) & (rows != -torch.inf)
-    if bool(((rows != top) & keep | top.isnan() | (top == torch.inf)).any()):
+    # Where even the largest bias is so low that it swallows the scores' digits, plain arithmetic sees equal scores.
+    swallowed = (top.abs() > _SWALLOWS) & (top != -torch.inf)
+    if bool(((rows != top) & keep | top.isnan() | swallowed).any()):
         return None
     return keep.expand(mask.shape), top[..., 0].expand(*mask.shape[:2], 1)
 

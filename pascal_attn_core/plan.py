@@ -38,7 +38,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         causal=call.right is not None,
         window=window,
         backward=backward,
-        accumulates_kv=backward and copies_kv,
+        mask_grad=backward and mask is not None and mask.requires_grad,
     )
 
 
@@ -46,6 +46,9 @@ def plan_call(
     call: AttentionCall, info: DeviceInfo, config: AttentionConfig, *, halvings: int = 0, backward: bool = False
 ) -> TilePlan:
     """The tile shape for a call under a configuration, with its budget halved ``halvings`` times."""
-    budget = info.default_budget_bytes if config.budget_mib is None else int(config.budget_mib * MIB)
     work = workload(call, backward=backward)
+    if config.budget_mib is None:
+        budget = info.default_budget_bytes(backward=backward)
+    else:
+        budget = int(config.budget_mib * MIB)
     return plan_tiles(info, work, budget >> halvings, q_block=config.q_block, kv_block=config.kv_block)

@@ -41,8 +41,8 @@ class Workload:
         has_band: a causal rule or window.
         dropout, causal: whether they apply.
         window: number of keys a query sees at most, None without a window.
-        backward: plan for the gradients: two score tiles, and gradient blocks beside them.
-        accumulates_kv: gradients of key and value need float32 accumulators of whole units.
+        backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
+        mask_grad: the gradient of a float mask is wanted.
     """
 
     units: int
@@ -62,7 +62,7 @@ class Workload:
     causal: bool = False
     window: int | None = None
     backward: bool = False
-    accumulates_kv: bool = False
+    mask_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,10 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
         total += 8 * 4 * (rows + kv_block)
     widest = max(work.head_dim, work.head_dim_v)
     if work.backward:
-        total += scores * acc  # the gradient of the probabilities
-        copied = work.copies_query * (work.head_dim + 2 * work.head_dim_v)
-        total += rows * (copied + work.head_dim) * acc
+        total += scores * acc * (1 + work.mask_grad)
+        copied = work.copies_query * (work.head_dim + work.head_dim_v)
+        total += rows * (copied + work.head_dim + work.head_dim_v) * acc
         total += units * kv_block * (work.head_dim + work.head_dim_v) * acc * work.copies_kv
-        total += work.accumulates_kv * units * work.seq_len_kv * (work.head_dim + work.head_dim_v) * acc
         return total
     total += rows * acc * (work.head_dim * work.copies_query + work.head_dim_v * work.copies_out)
     total += units * kv_block * acc * (widest * work.copies_kv + 1)  # and the norms of as many keys
@@ -120,7 +119,7 @@ def plan_tiles(
     Raises:
         ValueError: not even the smallest tile, or not the tile asked for, fits the budget.
     """
-    budget = info.default_budget_bytes if budget_bytes is None else budget_bytes
+    budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
     shape = _gpu_shape(info, work, budget) if info.is_gpu else _cpu_shape(work, budget)
     units, rows, keys = shape
     if q_block is not None:
