@@ -61,7 +61,10 @@ def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]
 
 def route_candidates(config: AttentionConfig) -> list[Candidate]:
     """Torch's own function, its math kernel, our choice and each of our routes asked for by name."""
-    found = [Candidate(BASELINE, _torch_fused), Candidate("torch-math", _torch_math, extra_bytes=_score_bytes)]
+    found = [
+        Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
+        Candidate("torch-math", _torch_math, extra_bytes=_score_bytes),
+    ]
     found.append(_ours("ours-auto", config))
     for route in ROUTES:
         forced = replace(config, route=route)
@@ -148,6 +151,10 @@ def _options(call: CapturedCall) -> dict:
 def _score_bytes(call: CapturedCall) -> int:
     """Scores and probabilities in float32, as torch's math attention keeps them."""
     return 2 * 4 * math.prod(call.query.shape[:-1]) * call.key.shape[-2]
+
+
+def _torch_bytes(call: CapturedCall) -> int:
+    return _score_bytes(call) if torch_kernel(call) == "math" else 0
 
 
 def _pascal_attn() -> list[Candidate]:

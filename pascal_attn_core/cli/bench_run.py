@@ -164,6 +164,8 @@ def _too_much(candidate: Candidate, call: CapturedCall, settings: Settings) -> s
 
 def _plan(lane: _Lane, clock: Clock, settings: Settings) -> _Lane:
     first = clock.seconds(lane.run)
+    if first < 1.0:  # the very first call may load or compile something
+        first = min(first, clock.seconds(lane.run))
     lane.calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
     lane.rounds = max(0, min(settings.rounds, int(settings.seconds / (first * lane.calls))))
     if not lane.rounds:

@@ -1,0 +1,263 @@
+"""`pascal-attn bench` at tiny sizes: who runs, what is measured, what is left out and said so."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pascal_attn_core import cli
+from pascal_attn_core.cli import bench_run, bench_shapes
+from pascal_attn_core.cli.bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates, torch_kernel
+from pascal_attn_core.cli.bench_clock import Clock, quiet_torch
+from pascal_attn_core.cli.bench_products import Blocking, best_products
+from pascal_attn_core.cli.bench_report import geometric_means
+from pascal_attn_core.cli.bench_run import PRODUCTS, Settings, race
+from pascal_attn_core.cli.bench_shapes import SHAPES, Shape, choose_shapes
+from pascal_attn_core.cli.tables import plain_table
+from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
+
+TINY = {
+    "plain": Shape("plain", "a tiny call", 1, 2, 2, 48, 40, 16),
+    "grouped": Shape("grouped", "grouped heads", 2, 4, 2, 48, 40, 16),
+    "causal": Shape("causal", "causal", 1, 2, 2, 48, 48, 16, is_causal=True),
+    "decode": Shape("decode", "one token", 2, 4, 2, 1, 40, 16),
+    "bool": Shape("bool", "bool mask", 1, 2, 2, 48, 40, 16, mask="bool"),
+    "padding": Shape("padding", "padded", 2, 2, 2, 48, 40, 16, mask="padding"),
+    "bias": Shape("bias", "bias", 1, 2, 2, 48, 40, 16, mask="bias"),
+    "bf16": Shape("bf16", "bfloat16", 1, 2, 2, 48, 40, 16, dtype="bfloat16"),
+}
+QUICK = Settings(rounds=2, seconds=0.5, error_rows=7)
+CLOCK = Clock(torch.device("cpu"), threads=1)
+CANDIDATES, _ = all_candidates(AttentionConfig())
+HAS_NOFLASH = importlib.util.find_spec("noflash_attention") is not None
+
+
+@pytest.fixture(autouse=True)
+def _tiny_shapes(monkeypatch):
+    monkeypatch.setattr(bench_shapes, "SHAPES", tuple(TINY.values()))
+    before = torch.get_num_threads(), F.scaled_dot_product_attention
+    yield
+    assert (torch.get_num_threads(), F.scaled_dot_product_attention) == before
+
+
+def named(results):
+    return {result.name: result for result in results}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_candidate_runs_or_says_why_not(name):
+    shape = TINY[name]
+    results = race(shape.make(), CANDIDATES, CLOCK, QUICK)
+    assert [r.name for r in results] == [c.name for c in CANDIDATES] + [PRODUCTS]
+    for result in results:
+        assert (result.seconds is not None and result.seconds > 0) or result.note, result
+    found = named(results)
+    for one in (BASELINE, "torch-math", "ours-auto", "ours-tiled", "ours-tiled-online"):
+        assert found[one].error < (2e-2 if name == "bf16" else 1e-5), found[one]
+        assert found[one].launches >= 1
+        assert found[one].extra_bytes >= 0
+    assert found[BASELINE].ratio == 1.0
+    assert found[PRODUCTS].share_of_products == 1.0
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "causal", "bool"])
+def test_forward_and_backward_together_are_checked_against_float64_gradients(name):
+    settings = dataclasses.replace(QUICK, backward=True)
+    chosen = choose_candidates(CANDIDATES, "torch*,ours-tiled,noflash-2")
+    found = named(race(TINY[name].make(), chosen, CLOCK, settings))
+    for one in (BASELINE, "torch-math", "ours-tiled"):
+        assert found[one].error < 1e-5, found[one]
+        assert found[one].seconds > 0
+    if HAS_NOFLASH:
+        assert "RuntimeError" in found["noflash-2"].note, "in-place steps: no gradients, and its cell says so"
+
+
+def test_memory_is_exact_and_the_math_kernel_needs_the_whole_matrix():
+    shape = Shape("square", "", 1, 2, 2, 256, 256, 16)
+    found = named(race(shape.make(), choose_candidates(CANDIDATES, "torch-math"), CLOCK, QUICK))
+    assert found["torch-math"].extra_bytes >= 2 * 256 * 256 * 4
+    assert found["torch-math"].extra_bytes > found[BASELINE].extra_bytes
+
+
+def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
+    def broken(call):
+        def attend(query, key, value):
+            raise IndexError("list index out of range")
+
+        return attend
+
+    def refuses(call):
+        def attend(query, key, value):
+            raise UnsupportedAttention("tiled", ["too small", "too odd"])
+
+        return attend
+
+    def wrong_shape(call):
+        return lambda query, key, value: query[:, :1]
+
+    def invents(call):
+        return lambda query, key, value: torch.full_like(query, math.nan)
+
+    makers = {"broken": broken, "refuses": refuses, "wrong": wrong_shape, "nan": invents}
+    extra = [Candidate(name, prepare) for name, prepare in makers.items()]
+    found = named(race(TINY["plain"].make(), [*choose_candidates(CANDIDATES, ""), *extra], CLOCK, QUICK))
+    assert found["broken"].note == "IndexError: list index out of range"
+    assert found["refuses"].note == "too small; too odd"
+    assert "output must have shape" in found["wrong"].note
+    assert math.isnan(found["nan"].error)
+    assert found[BASELINE].seconds > 0
+
+
+def test_who_needs_too_much_memory_or_too_many_operators_is_left_out(monkeypatch):
+    monkeypatch.setattr(bench_run, "available_bytes", lambda device: 1000)
+    settings = dataclasses.replace(QUICK, max_operators=10)
+    chosen = choose_candidates(CANDIDATES, "torch-math,pascal-attn-64")
+    found = named(race(TINY["plain"].make(), chosen, CLOCK, settings))
+    assert "left out: needs" in found["torch-math"].note
+    if "pascal-attn-64" in found:
+        assert "operators" in found["pascal-attn-64"].note
+    assert found[BASELINE].seconds > 0
+
+
+def test_a_slow_candidate_is_timed_by_its_first_call_only():
+    settings = dataclasses.replace(QUICK, seconds=1e-9)
+    found = named(race(TINY["plain"].make(), choose_candidates(CANDIDATES, ""), CLOCK, settings))
+    assert found[BASELINE].note == "first call only"
+    assert len(found[BASELINE].times) == 1
+
+
+@pytest.mark.skipif(not HAS_NOFLASH, reason="noflash_attention is not installed")
+def test_importing_the_peer_that_patches_torch_leaves_torch_alone():
+    original = F.scaled_dot_product_attention
+    assert any(c.name == "noflash-1" for c in all_candidates(AttentionConfig())[0])
+    assert F.scaled_dot_product_attention is original
+
+
+def test_missing_peers_are_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found, missing = all_candidates(AttentionConfig())
+    assert not any(c.name.startswith(("pascal-attn", "noflash")) for c in found)
+    assert len(missing) == 2
+
+
+def test_candidates_are_chosen_by_pattern_and_the_baseline_always_runs():
+    assert [c.name for c in choose_candidates(CANDIDATES, "tiled*")] == [
+        BASELINE,
+        "ours-tiled",
+        "ours-tiled-online",
+    ]
+    assert len(choose_candidates(CANDIDATES, "all")) == len(CANDIDATES)
+    with pytest.raises(ValueError, match="candidate must be one of"):
+        choose_candidates(CANDIDATES, "flash4")
+
+
+def test_the_kernel_that_torch_picks_is_named():
+    assert torch_kernel(TINY["plain"].make()) in ("flash", "math")
+
+
+def test_the_listed_shapes_are_those_of_real_models(monkeypatch):
+    monkeypatch.setattr(bench_shapes, "SHAPES", SHAPES)
+    names = {shape.name for shape in choose_shapes("all")}
+    assert names >= {
+        "sd15",
+        "sdxl",
+        "sdxl_bf16",
+        "gqa",
+        "flux",
+        "wan",
+        "cross77",
+        "cross512",
+        "causal",
+        "decode",
+        "vae",
+    }
+    assert {shape.name for shape in choose_shapes("mask_*")} == {"mask_bool", "mask_padding", "mask_bias"}
+    assert set(bench_shapes.QUICK) == {shape.name for shape in choose_shapes("quick")}
+    assert choose_shapes("wan")[0].num_heads == 2
+    assert choose_shapes("wan", device_type="cuda")[0].num_heads == 12
+    assert choose_shapes("sd15", dtype="float16")[0].dtype == "float16"
+    with pytest.raises(ValueError, match="shape must be one of"):
+        choose_shapes("sd99")
+
+
+def test_inputs_are_the_same_in_every_run():
+    first, second = TINY["padding"].make(), TINY["padding"].make()
+    for name in ("query", "key", "value", "attn_mask"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert first.attn_mask.shape == (2, 1, 1, 40)
+    assert first.attn_mask.any(-1).all()
+    assert 0.3 < (~first.attn_mask).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "causal", "decode"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_bare_products_cover_the_whole_call(name, backward, monkeypatch):
+    shape = TINY[name]
+    blocking = [Blocking(1, 16, 16)]
+    monkeypatch.setattr("pascal_attn_core.cli.bench_products._blockings", lambda call: blocking)
+    products, best = best_products(shape.make(), CLOCK, backward=backward)
+    products()
+    assert best == blocking[0]
+    scores = shape.batch * shape.num_heads * shape.seq_len_q * shape.seq_len_kv
+    counted = sum(step.scores.numel() for step in products.args[0])
+    assert scores / 2 <= counted <= scores
+    assert (counted == scores) == (not shape.is_causal)
+
+
+def test_threads_and_precision_are_given_back():
+    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    with quiet_torch(1):
+        assert torch.get_num_threads() == 1
+    assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
+    assert Clock(torch.device("cpu"), 1).kind == "thread time"
+    assert Clock(torch.device("cpu"), 2).kind == "wall time"
+
+
+def test_the_mean_of_ratios_is_geometric():
+    reports = [{"results": [{"name": "a", "ratio": ratio}, {"name": "b", "ratio": None}]} for ratio in (2.0, 8.0)]
+    assert geometric_means(reports) == {"a": {"ratio": pytest.approx(4.0), "shapes": 2}}
+
+
+def test_plain_tables_are_aligned():
+    text = plain_table("title", ("", "ms", ""), [["one", "1.0", "fine"], ["fifteen", "10.00", ""]])
+    assert text.splitlines() == ["title", "            ms", "-" * 20, "one        1.0  fine", "fifteen  10.00"]
+
+
+def test_the_command_prints_tables_and_writes_figures_and_a_chart(tmp_path, capsys):
+    figures, chart = tmp_path / "run.json", tmp_path / "run.png"
+    command = ["bench", "--device", "cpu", "--shapes", "plain,grouped", "--rounds", "1", "--seconds", "0.1"]
+    assert cli.main([*command, "--json", str(figures), "--png", str(chart)]) == 0
+    out = capsys.readouterr().out
+    assert "plain: a tiny call, B1 H2 48x40 D16 float32" in out
+    assert "geometric mean" in out
+    document = json.loads(figures.read_text())
+    assert document["command"].startswith("pascal-attn bench --device cpu --shapes plain,grouped")
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["machine"]["threads"] == 1
+    assert [report["shape"]["name"] for report in document["shapes"]] == ["plain", "grouped"]
+    assert document["geometric_means"][BASELINE] == {"ratio": 1.0, "shapes": 2}
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "sd99"], "shape must be one of"),
+        (["--candidates", "flash4"], "candidate must be one of"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--device", "nonsense"], "nonsense"),
+        (["--budget-mib", "0"], "budget_mib must be at least"),
+        (["--json", "missing/run.json"], "does not exist"),
+        (["--png", "run.xyz"], "--png must name"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_exit_code_two(options, message, capsys):
+    assert cli.main(["bench", *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
