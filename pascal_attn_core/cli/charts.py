@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#c0504d", "#8c96a3", "#2a7f62", "#7cc0a4")
+COLOURS = ("#8c96a3", "#c0504d", "#2a7f62", "#7cc0a4")
 _TEXT = "#22282f"
 
 

@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from .. import AttentionConfig, __version__
-from ..device import device_info
 from ..memory import PeakMemory, available_bytes
 from ..report import record
 from . import CommandError, charts
+from .bench_report import machine_name
 from .demo_progress import Progress
 from .tables import print_table
 
@@ -240,7 +240,8 @@ def _too_little_memory(case: Case, device: torch.device) -> str:
 def _out_of_memory(error: BaseException) -> str:
     """The note of a run that ran out of memory; any other error is raised again."""
     text = str(error)
-    if not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) and "memory" not in text.lower():
+    is_known = any(words in text.lower() for words in ("out of memory", "allocate memory", "not enough memory"))
+    if not is_known and not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         raise error
     gc.collect()
     if torch.cuda.is_available():
@@ -250,11 +251,7 @@ def _out_of_memory(error: BaseException) -> str:
 
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{_device_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} steps, no download"
-
-
-def _device_name(device: torch.device) -> str:
-    return (platform.processor() or platform.machine()) if device.type == "cpu" else device_info(device).name
+    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} steps"
 
 
 def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
@@ -282,25 +279,29 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _write_pictures(case: Case, pictures: dict[str, list[Any]], out: Path) -> None:
-    if STOCK not in pictures or TILED not in pictures:
-        return
-    files = {STOCK: "stock", OURS: "pascal", TILED: "pascal_tiled"}
-    for name, frames in pictures.items():
-        path = out / f"{case.name}_{files[name]}"
-        charts.write_png(path.with_suffix(".png"), frames[0])
+    for name, ending in ((STOCK, "stock"), (OURS, "pascal")):
+        frames = pictures.get(name, [])
         if len(frames) > 1:
-            charts.write_gif(path.with_suffix(".gif"), frames)
+            charts.write_gif(out / f"{case.name}_{ending}.gif", frames)
+        elif frames:
+            charts.write_png(out / f"{case.name}_{ending}.png", frames[0])
+    ours = TILED if TILED in pictures else OURS
+    if STOCK not in pictures or ours not in pictures:
+        return
     factor = 100
     differences = [
-        charts.difference_picture(ours, stock, factor=factor) for ours, stock in zip(pictures[TILED], pictures[STOCK])
+        charts.difference_picture(first, second, factor=factor)
+        for first, second in zip(pictures[ours], pictures[STOCK])
     ]
-    shown = {**pictures, f"difference of tiled and stock, times {factor}": differences}
+    shown = {**pictures, f"{ours} minus stock, times {factor} (black: equal)": differences}
+    title = f"{case.title}, random weights"
     if len(differences) > 1:
+        title += f", the first {len(differences)}"
         rows = [[(label if i == 0 else "", frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
     else:
         cells = [(label, frames[0]) for label, frames in shown.items()]
         rows = [cells[i : i + 2] for i in range(0, len(cells), 2)]
-    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=f"{case.title}, random weights")
+    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=title)
 
 
 def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
@@ -308,7 +309,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     versions = {name: importlib.metadata.version(name) for name in packages}
     report = {
         "command": getattr(args, "command_line", "pascal-attn demo"),
-        "device": _device_name(device),
+        "device": machine_name(device),
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
         "versions": {"pascal-attention": __version__, "python": platform.python_version(), **versions},
