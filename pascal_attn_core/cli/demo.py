@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -246,12 +247,16 @@ def _out_of_memory(error: BaseException) -> str:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return f"out of memory: {text.splitlines()[0][:100] if text else type(error).__name__}"
+    found = re.search(r"tried to allocate ([\d.]+) (bytes|MiB|GiB)", text, re.IGNORECASE)
+    if not found:
+        return "out of memory"
+    gib = float(found[1]) * {"bytes": 1, "MiB": MIB, "GiB": GIB}[found[2]] / GIB
+    return f"out of memory: tried to allocate {gib:,.2f} GiB"
 
 
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} steps"
+    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} step{'s' if args.steps > 1 else ''}"
 
 
 def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
 
 def _print(document: dict[str, Any]) -> None:
     title = (
-        f"{document['title']}: {document['model']}, {document['tokens']:,} tokens, "
+        f"{document['title']}: {document['model'].split()[-1]}, {document['tokens']:,} tokens, "
         f"{document['num_heads']} heads of {document['head_dim']}"
     )
     print_table(title, COLUMNS, [_cells(row) for row in document["rows"]])
@@ -273,7 +278,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["name"],
         "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
         "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}",
-        "-" if row["difference"] is None else f"{row['difference']:.1e}",
+        "-" if row["difference"] is None else f"{row['difference']:.1e}" if row["difference"] else "0",
         row["note"] or calls,
     ]
 
@@ -320,7 +325,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     for case in documents:
         for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak extra memory", "MiB", "peak_bytes", MIB)):
             bars = [
-                charts.Bar(row["name"], None if row[key] is None else row[key] / scale, _short(row["note"]))
+                charts.Bar(row["name"], None if row[key] is None else row[key] / scale, row["note"])
                 for row in case["rows"]
             ]
             panels.append((f"{case['title']}, {case['tokens']:,} tokens: {what}", unit, bars))
@@ -328,10 +333,6 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
         args.out / "chart.png", panels, title="The same pictures, by four attentions", footer=_heading(device, args)
     )
     print(f"wrote {', '.join(sorted(path.name for path in args.out.iterdir()))} into {args.out}/")
-
-
-def _short(note: str) -> str:
-    return note.partition(":")[0] if note.startswith("out of memory") else note
 
 
 @contextmanager
