@@ -41,10 +41,12 @@ SERIES = (
     _Series("ours, tiled", "ours-tiled", "#0b5fff", "D", 6.5, hollow=True),
     _Series("ours, tiled, always online softmax", "ours-tiled-online", "#6aa5ff", "d", 7, hollow=True),
     _Series("torch math", "torch-math", "#57606a", "X", 8),
-    _Series("noflash-attention 1.0.1, tiers 1-3", "noflash-*", "#8250df", "^", 8),
-    _Series("pascal-attn 0.1.0, tiles 64-256", "pascal-attn-*", "#d9730d", "s", 7),
+    _Series("noflash-attention, tiers 1-3", "noflash-*", "#8250df", "^", 8),
+    _Series("pascal-attn, tiles 64-256", "pascal-attn-*", "#d9730d", "s", 7),
 )
 _PRODUCTS = "bare products"
+_BASELINE: dict[str, Any] = {"color": _FAINT, "lw": 1.4, "ls": (0, (3, 2)), "zorder": 1}
+_LIMIT: dict[str, Any] = {"color": _INK, "lw": 1.4, "zorder": 2}
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -62,18 +64,14 @@ def draw(document: dict[str, Any], path: Path) -> None:
             1, 2, figsize=(13, height), sharey=True, width_ratios=(1.25, 1), layout="constrained"
         )
         _draw_times(times, reports, series)
-        _draw_memory(memory, reports, series)
+        _draw_memory(memory, document, series)
         _label_rows(times, reports)
         for axes in (times, memory):
             _tidy(axes, len(reports))
         figure.suptitle(_title(document), x=0.01, ha="left", fontsize=13, fontweight="bold")
-        handles = [_handle(s) for s in series]
-        handles.append(
-            Line2D(
-                [], [], color=_INK, marker="|", markersize=11, markeredgewidth=1.6, ls="", label="bare matrix products"
-            )
-        )
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, handletextpad=0.3)
+        handles = [Line2D([], [], **_BASELINE, label="torch's own function")]
+        handles += [Line2D([], [], **_LIMIT, label="bare matrix products"), *map(_handle, series)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, handletextpad=0.5)
         figure.savefig(path, dpi=150, facecolor="white")
         plt.close(figure)
 
@@ -81,19 +79,21 @@ def draw(document: dict[str, Any], path: Path) -> None:
 def _draw_times(axes: Axes, reports: list[dict[str, Any]], series: list[_Series]) -> None:
     for row, report in enumerate(reports):
         for product in _points(report, _PRODUCTS, "ratio"):
-            axes.plot([product] * 2, [row - 0.4, row + 0.4], color=_INK, lw=1.4, zorder=2)
+            axes.plot([product] * 2, [row - 0.4, row + 0.4], **_LIMIT)
         for lane, one in enumerate(series):
             _draw_points(axes, _points(report, one.pattern, "ratio"), _height(row, lane, len(series)), one)
-    axes.axvline(1.0, color=_FAINT, lw=1.2, ls=(0, (4, 3)), zorder=1)
-    axes.set_title("time relative to torch's own function (dashed line); left is faster", loc="left", fontsize=10)
+    axes.axvline(1.0, **_BASELINE)
+    axes.set_title("time relative to torch's own function; left is faster", loc="left", fontsize=10)
     _log_ticks(axes, _TIME_TICKS, lambda value: f"{value:g}x")
 
 
-def _draw_memory(axes: Axes, reports: list[dict[str, Any]], series: list[_Series]) -> None:
+def _draw_memory(axes: Axes, document: dict[str, Any], series: list[_Series]) -> None:
+    reports = document["shapes"]
     for row, report in enumerate(reports):
+        for torch_mib in _mebibytes(report, document["baseline"]):
+            axes.plot([torch_mib] * 2, [row - 0.4, row + 0.4], **_BASELINE)
         for lane, one in enumerate(series):
-            points = [max(_FLOOR_MIB, value / MIB) for value in _points(report, one.pattern, "extra_bytes")]
-            _draw_points(axes, points, _height(row, lane, len(series)), one)
+            _draw_points(axes, _mebibytes(report, one.pattern), _height(row, lane, len(series)), one)
     axes.set_title("peak memory besides inputs and outputs, MiB", loc="left", fontsize=10)
     _log_ticks(axes, _MEMORY_TICKS, lambda value: "0" if value <= _FLOOR_MIB else f"{value:,g}")
 
@@ -123,13 +123,21 @@ def _points(report: dict[str, Any], pattern: str, field: str) -> list[float]:
     return sorted(r[field] for r in results if r[field] is not None)
 
 
+def _mebibytes(report: dict[str, Any], pattern: str) -> list[float]:
+    return [max(_FLOOR_MIB, value / MIB) for value in _points(report, pattern, "extra_bytes")]
+
+
 def _height(row: int, lane: int, lanes: int) -> float:
     return row - 0.36 + 0.72 * (lane + 0.5) / lanes
 
 
 def _label_rows(axes: Axes, reports: list[dict[str, Any]]) -> None:
-    axes.set_yticks(range(len(reports)), [f"{r['shape']['name']}\n{r['text']}" for r in reports])
+    axes.set_yticks([])
     axes.set_ylim(len(reports) - 0.5, -0.5)
+    for row, report in enumerate(reports):
+        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right"}
+        axes.text(-0.02, row - 0.03, report["shape"]["name"], va="bottom", fontweight="bold", **place)
+        axes.text(-0.02, row + 0.05, report["text"], va="top", fontsize=8.5, color=_FAINT, **place)
 
 
 def _log_ticks(axes: Axes, ticks: tuple[float, ...], text: Any) -> None:
