@@ -256,7 +256,8 @@ def _out_of_memory(error: BaseException) -> str:
 
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {args.steps} step{'s' if args.steps > 1 else ''}"
+    steps = f"{args.steps} step{'s' if args.steps > 1 else ''}"
+    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
 
 
 def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
