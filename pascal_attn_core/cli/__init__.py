@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"pascal-attn {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, `| head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"pascal-attn {options.command}: interrupted", file=sys.stderr)
         return 130

@@ -123,7 +123,7 @@ def _device_lines(info: DeviceInfo, free: int | None, machine: Machine, number: 
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
-    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes / MIB
+    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
     lines = [
         _line("tile size", f"{recommended_tile_size_for(info.l2_bytes)} (square, for code that asks for one number)")
     ]
