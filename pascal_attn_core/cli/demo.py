@@ -333,7 +333,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     charts.bar_chart(
         args.out / "chart.png", panels, title="The same pictures, by four attentions", footer=_heading(device, args)
     )
-    print(f"wrote {', '.join(sorted(path.name for path in args.out.iterdir()))} into {args.out}/")
+    print(f"Pictures, chart.png and results.json are in {args.out}/")
 
 
 @contextmanager
