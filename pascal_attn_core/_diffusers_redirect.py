@@ -21,7 +21,7 @@ from .dispatch import sdpa
 
 #: torch's own function, even where somebody has put another one at ``F.scaled_dot_product_attention``
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-#: where a redirected module keeps its redirects, the last one in force
+#: where a redirected module keeps its redirects; the last one decides
 REDIRECTS = "_pascal_redirects"
 
 
@@ -40,7 +40,7 @@ class SdpaRedirect(TorchFunctionMode):
     Args:
         config: passed on to ``sdpa``.
         scale: the scale of the scores for calls that give none; None = 1/sqrt(head_dim).
-        lasting: set by a processor rather than by a Patch (see ``set_lasting_redirect``).
+        lasting: set by a processor, not by a Patch; it decides over those of patches.
     """
 
     def __init__(self, config: AttentionConfig | None = None, *, scale: float | None = None, lasting: bool = False):
@@ -77,14 +77,15 @@ def _scores_are_skipped(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__
 
 
 def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
-    """Put ``redirect`` on top of those of ``module``, whose class changes in place: weights, keys and hooks stay."""
+    """Let ``redirect`` decide over the earlier ones. The class of ``module`` changes in place: weights, state-dict keys
+    and hooks stay."""
     cls: Any = type(module)
     redirects = module.__dict__.get(REDIRECTS)
     if redirects is None:
-        module.__dict__[REDIRECTS] = [redirect]
+        redirects = module.__dict__[REDIRECTS] = []
         module.__class__ = redirected_module_class(cls)
-    else:
-        redirects.append(redirect)
+    redirects.append(redirect)
+    redirects.sort(key=lambda other: other.lasting)
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
@@ -106,13 +107,11 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
 
 
 def set_lasting_redirect(module: nn.Module, redirect: SdpaRedirect | None) -> None:
-    """The redirect below those of all patches: replaces the one set before, None takes it away."""
+    """Replace what a processor has set on ``module`` before; None only takes it away."""
     for other in [r for r in module.__dict__.get(REDIRECTS, []) if r.lasting]:
         release_module(module, other)
     if redirect is not None:
         redirect_module(module, redirect)
-        redirects = module.__dict__[REDIRECTS]
-        redirects.insert(0, redirects.pop())
 
 
 @functools.cache

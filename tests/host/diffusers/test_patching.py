@@ -72,6 +72,22 @@ def test_a_model_without_softmax_attention_is_refused_by_name():
         patch_pipeline(torch.nn.Linear(2, 2))
 
 
+def test_a_compiled_component_is_reached(tiny):
+    case = tiny.sd15()
+    with patch_pipeline(case.pipe) as patch:
+        sites = patch.sites
+    case.pipe.unet = torch.compile(case.pipe.unet, backend="eager")
+    assert patch_pipeline(case.pipe).sites == sites
+
+
+def test_a_model_that_is_two_components_is_patched_once(tiny):
+    case = tiny.wan()
+    with patch_pipeline(case.pipe) as patch:
+        sites = patch.sites
+    case.pipe.register_modules(transformer_2=case.pipe.transformer)
+    assert patch_pipeline(case.pipe).sites == sites
+
+
 def test_something_that_is_no_model_is_refused():
     with pytest.raises(TypeError, match="got str"):
         patch_pipeline("unet")
@@ -126,13 +142,19 @@ def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
     assert {type(m) for m in unet.modules() if isinstance(m, host.Attention)} == {host.Attention}
 
 
-def test_a_processor_set_on_a_model_decides_over_a_patch_around_it(tiny, stock_calls, routed):
-    unet = tiny.tiny_unet()
-    _, calls = stock_calls(lambda: run_unet(unet))
+@pytest.mark.parametrize("family", ["sd15", "wan"])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_processor_decides_over_a_patch_around_it(family, patched_first, tiny, stock_calls, routed):
+    case = tiny.BUILD[family]()
+    _, calls = stock_calls(case.run)
     inner = AttentionConfig(budget_mib=2)
-    unet.set_attn_processor(PascalAttnProcessor(inner))
-    with patch_pipeline(unet, AttentionConfig(budget_mib=1)):
-        run_unet(unet)
+    steps = [
+        lambda: patch_pipeline(case.pipe, AttentionConfig(budget_mib=1)),
+        lambda: case.pipe.set_attn_processor(PascalAttnProcessor(inner)),
+    ]
+    for step in steps if patched_first else reversed(steps):
+        step()
+    case.run()
     assert [call["config"] for call in routed] == [inner] * calls.count
 
 
@@ -202,10 +224,11 @@ def test_a_guider_that_skips_scores_acts_first(how, tiny, assert_same):
     with layer_skip.AttentionScoreSkipFunctionMode():
         stock = module(x)
     assert not torch.allclose(stock, plain)
+    tiled = AttentionConfig(route="tiled")  # a route that makes no call which the guider could still catch
     if how == "patch":
-        patch_pipeline(module)
+        patch_pipeline(module, tiled)
     else:
-        module.set_processor(PascalAttnProcessor())
+        module.set_processor(PascalAttnProcessor(tiled))
     with layer_skip.AttentionScoreSkipFunctionMode():
         assert_same(module(x), stock)
     assert_same(module(x), plain)
@@ -247,7 +270,8 @@ def test_perturbed_attention_guidance_gives_its_stock_output_and_restores_ours(t
         routed.clear()
         assert_same(case.run(), stock)
         assert 0 < len(routed) <= by_patch
-        assert all(isinstance(p, PascalAttnProcessor) for p in pag.unet.attn_processors.values())
+        processors = pag.unet.attn_processors.values()
+        assert all(isinstance(p, PascalAttnProcessor) and isinstance(p, host.AttnProcessor2_0) for p in processors)
 
 
 def test_hooks_of_accelerate_stay_inside(tiny, routed, assert_same):

@@ -110,6 +110,15 @@ def test_the_pipeline_method_takes_ours_off_every_model(tiny, routed):
     assert all(type(m) is not pascal.PascalAttnProcessor for m in case.pipe.vae.modules())
 
 
+def test_another_processor_for_the_pipeline_does_not_go_to_the_vae(tiny):
+    case = tiny.flux()
+    saved = case.denoiser.attn_processors["transformer_blocks.0.attn.processor"]
+    case.pipe.set_attn_processor(PascalAttnProcessor())
+    case.pipe.set_attn_processor(type(saved)())
+    assert {type(p) for p in case.denoiser.attn_processors.values()} == {type(saved)}
+    assert {type(p) for p in case.pipe.vae.attn_processors.values()} == {host.AttnProcessor2_0}
+
+
 def test_a_dict_for_a_whole_pipeline_is_refused(tiny):
     with pytest.raises(TypeError, match="set it on one model"):
         tiny.sd15().pipe.set_attn_processor({})
@@ -230,6 +239,46 @@ def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(tiny, routed,
     assert_same(run_unet(unet), stock)
     unet.disable_adapters()
     assert not torch.allclose(run_unet(unet), stock)
+
+
+class StrongAttnProcessor(host.AttnProcessor2_0):
+    """A third party's processor with a keyword of its own."""
+
+    def __call__(self, attn, hidden_states, *args, strength=1.0, **kwargs):
+        kwargs.pop("cross_attention_kwargs", None)
+        return strength * super().__call__(attn, hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_keywords_of_a_third_partys_processor_arrive(how, routed, assert_same):
+    module, x = attention(processor=StrongAttnProcessor()), torch.randn(1, 5, 32)
+    stock, plain = module(x, strength=2.0), module(x)
+    assert not torch.allclose(stock, plain)
+    if how == "patch":
+        patch_pipeline(module)
+    else:
+        module.set_processor(PascalAttnProcessor())
+    assert_same(module(x, strength=2.0), stock)
+    assert len(routed) == 1
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_a_processor_bound_to_another_backend_comes_to_us(how, tiny, routed):
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
+    case = tiny.flux()
+    processors = dict(case.denoiser.attn_processors)
+    for processor in processors.values():
+        processor._attention_backend = dispatch.AttentionBackendName.FLASH
+    if how == "patch":
+        with patch_pipeline(case.denoiser):
+            case.run()
+    else:
+        case.denoiser.set_attn_processor(PascalAttnProcessor())
+        case.run()
+        case.denoiser.set_attn_processor(dict(processors))
+    assert len(routed) == 2 * len(processors)
+    assert all(p is processors[name] for name, p in case.denoiser.attn_processors.items())
+    assert all(p._attention_backend == dispatch.AttentionBackendName.FLASH for p in processors.values())
 
 
 def test_rope_reaches_the_models_own_processor(tiny, assert_same, wrong_attention):
