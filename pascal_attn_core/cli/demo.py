@@ -299,10 +299,10 @@ def _write_pictures(case: Case, pictures: dict[str, list[Any]], out: Path) -> No
         charts.difference_picture(first, second, factor=factor)
         for first, second in zip(pictures[ours], pictures[STOCK])
     ]
-    shown = {**pictures, f"{ours} minus stock, times {factor} (black: equal)": differences}
+    shown = {**pictures, f"|{ours} − stock| × {factor} (black: equal)": differences}
     title = f"{case.title}, random weights"
     if len(differences) > 1:
-        title += f", the first {len(differences)}"
+        title += f", the first {len(differences)} frames shown"
         rows = [[(label if i == 0 else "", frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
     else:
         cells = [(label, frames[0]) for label, frames in shown.items()]
