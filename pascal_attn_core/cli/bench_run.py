@@ -131,8 +131,7 @@ def _enter(
         attend = candidate.prepare(call)
         with record() as report:
             lane = _plan(_Lane(result, oracle.step(attend)), clock, settings)
-        found, scratch = _measure(oracle.checked_step(attend), call.query.device)
-        result.error, result.max_abs_error = oracle.errors(found.out)
+        _check(result, oracle.checked_step(attend), call.query.device, oracle)
     except UnsupportedAttention as error:
         result.note = "; ".join(error.reasons)
         return None
@@ -140,15 +139,33 @@ def _enter(
         result.note = "out of memory"
         return None
     except Exception as error:  # other people's code: whatever it raises belongs into its cell of the table
-        text = str(error).strip().splitlines()
-        result.note = f"{type(error).__name__}: {text[0] if text else ''}"[:90]
+        result.note = _in_one_line(error)
         return None
-    result.extra_bytes, result.launches = max(found.extra_bytes, scratch), found.launches
     if candidate.is_ours:
         result.bounded, result.ran = report.bounded_share(), "+".join(report.routes())
     elif candidate.name == BASELINE:
         result.ran = torch_kernel(call)
     return lane
+
+
+def _check(result: Result, step: Callable[[], Any], device: torch.device, oracle: _Oracle) -> None:
+    """Memory, operators and error of one more call."""
+    try:
+        found, scratch = _measure(step, device)
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        out = step()  # it runs, but not while its operators are watched
+        result.note = f"memory not measured: {_in_one_line(error)}"
+    else:
+        out = found.out
+        result.extra_bytes, result.launches = max(found.extra_bytes, scratch), found.launches
+    result.error, result.max_abs_error = oracle.errors(out)
+
+
+def _in_one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:90]
 
 
 def _too_much(candidate: Candidate, call: CapturedCall, settings: Settings) -> str:
