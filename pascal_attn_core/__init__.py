@@ -6,9 +6,27 @@
 Importing it changes nothing and starts no CUDA.
 """
 
+from .capture import capture
+from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .dispatch import AttentionOutput, sdpa
+from .dispatch import AttentionOutput, explain, sdpa, sdpa_with_lse
+from .patching import Patch
+from .report import Report, record
 
 __version__ = "0.1.0"
 
-__all__ = ["AttentionConfig", "AttentionOutput", "UnsupportedAttention", "sdpa"]
+__all__ = [
+    "AttentionConfig",
+    "AttentionOutput",
+    "Patch",
+    "Report",
+    "TiledAttention",
+    "UnsupportedAttention",
+    "capture",
+    "explain",
+    "record",
+    "recommended_tile_size",
+    "sdpa",
+    "sdpa_with_lse",
+    "tiled_attention",
+]

@@ -120,7 +120,7 @@ class _Gradients:
         call = self.call
         if call.is_empty:
             self.grad_query.zero_()
-        query = self.grad_query.sum_to_size(call.query.shape)
+        query = self.grad_query if self.grad_query.shape == call.query.shape else self.grad_query.sum_to_size(call.query.shape)
         key, value = self.grad_key.to(call.key.dtype), self.grad_value.to(call.value.dtype)
         mask = None
         if self.grad_mask is not None and call.attn_mask is not None:

@@ -7,7 +7,7 @@ L query tokens, S key tokens, D head_dim, Dv head_dim_v.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,15 @@ class AttentionCall:
     def plain_causal(self) -> bool:
         """``is_causal`` exactly as torch's own flag means it, and no window beside it."""
         return self.is_causal and self.left is None and self.right == 0 and self.offset == 0
+
+
+    def without_tensors(self) -> AttentionCall:
+        """The sizes alone, to be kept while the tensors are saved elsewhere."""
+        return self.with_tensors(None, None, None, None)  # type: ignore[arg-type]
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> AttentionCall:
+        """The same call on other tensors of the same shapes."""
+        return replace(self, query=query, key=key, value=value, attn_mask=attn_mask)
 
 
 def check_call(

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 log = logging.getLogger("pascal_attn")
 
@@ -48,6 +48,10 @@ class AttentionConfig:
     math_limit_mib: float = 1.0
     trim_masks: bool = True
 
+    token: ClassVar[str] = ""
+    """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a custom
+    operator's schema can carry. :meth:`from_token` is its inverse."""
+
     def __post_init__(self) -> None:
         _one_of("route", self.route, ("auto", *ROUTES))
         _one_of("softmax", self.softmax, ("auto", "online"))
@@ -60,16 +64,11 @@ class AttentionConfig:
                 _whole_number(name, value)
         if not isinstance(self.trim_masks, bool):
             raise TypeError(f"trim_masks must be a bool, got {self.trim_masks!r}")
-
-    @property
-    def token(self) -> str:
-        """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a
-        custom operator's schema can carry. :meth:`from_token` is its inverse."""
-        return _token(self)
+        object.__setattr__(self, "token", _token(self))
 
     @staticmethod
     def from_token(token: str) -> AttentionConfig:
-        """The config written by :attr:`token`."""
+        """The config that has this :attr:`token`."""
         return _from_token(token)
 
     @staticmethod
@@ -115,15 +114,9 @@ def default_config() -> AttentionConfig:
     return AttentionConfig.from_env()
 
 
-@functools.lru_cache(maxsize=256)
 def _token(config: AttentionConfig) -> str:
-    default = AttentionConfig()
-    parts = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != getattr(default, field.name):
-            parts.append(f"{field.name}={value}")
-    return ";".join(parts)
+    values = ((field.name, getattr(config, field.name), field.default) for field in dataclasses.fields(config))
+    return ";".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
 @functools.lru_cache(maxsize=256)

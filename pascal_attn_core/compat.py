@@ -1,0 +1,121 @@
+"""The names of pascal-attn 0.1.0, for code written against it: ``tiled_attention``, ``TiledAttention``,
+``recommended_tile_size``. Same arguments and layouts; bool masks, dropout and gradients work as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .config import AttentionConfig, default_config
+from .device import device_info
+from .dispatch import sdpa
+from .tiles import recommended_tile_size_for
+
+
+def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
+    """64, 128 or 256 tokens by the L2 cache of a device, asked of its driver.
+
+    Args:
+        device: a CUDA device, its name or index; None = the current CUDA device. Without CUDA, or for a device whose
+            L2 is unknown, the answer is 256.
+    """
+    if device is None or isinstance(device, int):
+        if not torch.cuda.is_available():
+            return 256
+        device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+    info = device_info(device)
+    return recommended_tile_size_for(info.l2_bytes if info.is_gpu else 0)
+
+
+def tiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    tile_size: int | None = 64,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Tiled attention in the words of pascal-attn.
+
+    Args:
+        query: ``[B, Hq, L, D]``; key, value: ``[B, Hkv, S, D]``, Hq a multiple of Hkv.
+        scale: factor of the scores; None = 1 / sqrt(D).
+        mask: broadcasts to ``[B, Hq, L, S]``; float (added) or bool (True = takes part).
+        tile_size: query and key tokens per tile; None = chosen from device, shapes and budget, which is much faster.
+        dropout_p: share of the probabilities that is dropped.
+    Returns:
+        ``[B, L, Hq, D]``: tokens before heads, unlike ``sdpa``.
+    Raises:
+        ValueError: shapes that do not fit, or Hq is not a multiple of Hkv.
+    """
+    config = replace(default_config(), route="tiled", q_block=tile_size, kv_block=tile_size)
+    out = sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True, config=config)
+    return out.transpose(1, 2)
+
+
+class TiledAttention(nn.Module):
+    """Attention without parameters, on packed or unpacked inputs, as in pascal-attn.
+
+    Args:
+        n_heads, n_kv_heads: query and key/value heads; None = as many key/value heads as query heads.
+        head_dim: None = read from the input.
+        tile_size: tokens per tile, or ``"auto"``: the tile shape that :mod:`pascal_attn_core.tiles` chooses.
+        dropout: share of the probabilities dropped while training.
+        scale: factor of the scores; None = 1 / sqrt(head_dim).
+    Shape:
+        query ``[B, L, Hq * D]`` or ``[B, L, Hq, D]``, key and value ``[B, S, Hkv * D]`` or ``[B, S, Hkv, D]``;
+        the output has the form of query.
+    Raises:
+        ValueError: n_heads is not a multiple of n_kv_heads, or an input does not have these sizes.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        tile_size: int | str = "auto",
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ):
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if n_kv_heads < 1 or n_heads % n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
+        if isinstance(tile_size, str) and tile_size != "auto":
+            raise ValueError(f"tile_size must be a whole number or 'auto', got {tile_size!r}")
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        self.tile_size, self.dropout, self.scale = tile_size, dropout, scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of query over key and value; ``mask`` broadcasts to ``[B, Hq, L, S]``."""
+        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        unpacked = [self._unpack(t, h) for t, h in zip((query, key, value), heads)]
+        out = tiled_attention(
+            *(t.transpose(1, 2) for t in unpacked),
+            scale=self.scale,
+            mask=mask,
+            tile_size=None if isinstance(self.tile_size, str) else self.tile_size,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return out.flatten(2) if query.dim() == 3 else out
+
+    def _unpack(self, tensor: Tensor, heads: int) -> Tensor:
+        if tensor.dim() == 3 and tensor.shape[2] % heads == 0:
+            tensor = tensor.unflatten(2, (heads, -1))
+        fits = tensor.dim() == 4 and tensor.shape[2] == heads
+        if not fits or (self.head_dim is not None and tensor.shape[3] != self.head_dim):
+            head_dim = "head_dim" if self.head_dim is None else self.head_dim
+            raise ValueError(
+                f"input must be [B, N, {heads} * {head_dim}] or [B, N, {heads}, {head_dim}], got {tuple(tensor.shape)}"
+            )
+        return tensor
+
+    def extra_repr(self) -> str:
+        return (
+            f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
+            f"tile_size={self.tile_size!r}, dropout={self.dropout}"
+        )

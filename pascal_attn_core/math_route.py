@@ -1,0 +1,53 @@
+"""The route ``math``: plain attention with the whole score matrix, for calls so small that nothing is faster, and for
+gradients of gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .call import AttentionCall
+from .layout import accumulate_dtype
+from .reference import allowed_keys
+
+
+def run_math(call: AttentionCall) -> Tensor:
+    """``[*batch, Hq, L, Dv]``, differentiable any number of times; sums in float32 (float64 for float64). Heads of a
+    group are query rows: K and V are not expanded for them."""
+    dtype = accumulate_dtype(call.query.dtype)
+    query, key, value = (t if t.dim() > 2 else t[None] for t in (call.query, call.key, call.value))
+    lead = (*call.batch, call.num_kv_heads)
+    query = query.expand(*call.batch, call.num_heads, -1, -1).unflatten(-3, (call.num_kv_heads, call.groups))
+    rows = query.flatten(-3, -2).to(dtype) * call.scale
+    scores = torch.matmul(rows, key.to(dtype).transpose(-2, -1)).expand(*lead, -1, -1)
+    scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
+    probs = torch.dropout(_softmax(scores, call), call.dropout_p, train=True) if call.dropout_p else _softmax(scores, call)
+    out = torch.matmul(probs.flatten(-3, -2), value.to(dtype)).unflatten(-2, (call.groups, call.seq_len_q))
+    return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+
+
+def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
+    """Probabilities of ``[*batch, Hkv, G, L, S]``; rows that may look at no key are zero."""
+    mask, allowed = call.attn_mask, None
+    if mask is not None:
+        mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
+        mask = mask.unflatten(-3, (call.num_kv_heads, call.groups))
+        if mask.dtype == torch.bool:
+            allowed = mask
+        else:
+            scores = scores + mask
+            allowed = mask.detach() != -math.inf
+    if call.left is not None or call.right is not None:
+        window = (-1 if call.left is None else call.left, -1 if call.right is None else call.right)
+        alignment = "lower_right" if call.offset else "upper_left"
+        band = allowed_keys(
+            call.seq_len_q, call.seq_len_kv, alignment=alignment, window=window, device=scores.device
+        )
+        allowed = band if allowed is None else allowed & band
+    if allowed is None:
+        return scores.softmax(dim=-1)
+    empty = ~allowed.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~allowed, -math.inf).masked_fill(empty, 0.0)
+    return scores.softmax(dim=-1).masked_fill(empty, 0.0)
