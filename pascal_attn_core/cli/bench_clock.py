@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,10 +56,9 @@ class Clock:
 
 @contextmanager
 def quiet_torch(threads: int) -> Iterator[None]:
-    """This many CPU threads, no TF32 and a silent profiler for the length of a block."""
+    """This many CPU threads and no TF32 for the length of a block."""
     matmul = torch.backends.cuda.matmul
     before = torch.get_num_threads(), matmul.allow_tf32
-    os.putenv("KINETO_LOG_LEVEL", "6")  # some builds of the profiler write two lines to stderr at every start
     torch.set_num_threads(threads)
     matmul.allow_tf32 = False
     try:

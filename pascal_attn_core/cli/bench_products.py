@@ -1,7 +1,7 @@
 """The GEMM limit: a call's bare matrix products, at the best blocking found, and nothing else.
 
-No attention made of these products can be faster; how close a candidate comes says what its softmax, its masks and its
-bookkeeping cost.
+No attention made of these products can be faster (unless a mask leaves out more than padding at the end): how close a
+candidate comes says what its softmax, its masks and its bookkeeping cost.
 """
 
 from __future__ import annotations
@@ -92,15 +92,29 @@ def _steps(call: CapturedCall, blocking: Blocking) -> Iterator[_Step]:
     key, value = (t.reshape(batch * kv_heads, num_keys, -1) for t in (call.key, call.value))
     q_block = max(1, blocking.rows // groups)
     buffers: dict[tuple[int, ...], Tensor] = {}
-    for head in range(0, batch * kv_heads, blocking.heads):
-        heads = slice(head, head + blocking.heads)
+    for heads, valid_keys in _head_blocks(call, blocking.heads):
         for row in range(0, rows, q_block):
             part = query[heads, :, row : row + q_block].flatten(1, 2)
             out = part.new_zeros(*part.shape[:2], value.shape[-1])
-            last = min(num_keys, row + q_block) if call.is_causal else num_keys
+            last = min(valid_keys, row + q_block) if call.is_causal else valid_keys
             for col in range(0, last, blocking.keys):
                 cols = slice(col, min(col + blocking.keys, last))
                 size = (*part.shape[:2], cols.stop - col)
                 if size not in buffers:
                     buffers[size] = part.new_empty(size)
                 yield _Step(part, key[heads, cols], value[heads, cols], buffers[size], out)
+
+
+def _head_blocks(call: CapturedCall, size: int) -> Iterator[tuple[slice, int]]:
+    """Blocks of key/value heads, and how many keys each needs: padding at the end that a mask leaves out is no work."""
+    batch, kv_heads, num_keys = call.key.shape[:3]
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        for head in range(0, batch * kv_heads, size):
+            yield slice(head, min(head + size, batch * kv_heads)), num_keys
+        return
+    numbers = torch.arange(1, num_keys + 1, device=mask.device)
+    for sample, last in enumerate((mask * numbers).amax(-1).expand(batch, 1, 1).flatten().tolist()):
+        for head in range(0, kv_heads, size):
+            first = sample * kv_heads
+            yield slice(first + head, first + min(head + size, kv_heads)), last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -283,6 +284,7 @@ def _measure(step: Callable[[], Any], device: torch.device) -> tuple[Measurement
     probe = torch.empty(0, device=device)  # tells measure() the device
     if device.type != "cpu":
         return measure(call, probe), 0
+    os.putenv("KINETO_LOG_LEVEL", "6")  # some builds of the profiler write two lines to stderr at every start
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         found = measure(call, probe)
     return found, _allocator_peak(trace) - (found.peak_bytes - found.extra_bytes)

@@ -208,6 +208,13 @@ def test_the_bare_products_cover_the_whole_call(name, backward, monkeypatch):
     assert (counted == scores) == (not shape.is_causal)
 
 
+def test_the_bare_products_leave_out_padding():
+    call = TINY["padding"].make()
+    products, _ = best_products(call, CLOCK)
+    counted = sum(step.scores.numel() for step in products.args[0])
+    assert counted == int(call.attn_mask.sum()) * call.query.shape[1] * call.query.shape[2]
+
+
 def test_threads_and_precision_are_given_back():
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     with quiet_torch(1):
