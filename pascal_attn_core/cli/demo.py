@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .. import AttentionConfig, __version__
+from .. import AttentionConfig, UnsupportedAttention, __version__
 from ..memory import PeakMemory, available_bytes
 from ..report import record
 from . import CommandError, charts
@@ -39,11 +39,11 @@ MIB, GIB = 1 << 20, 1 << 30
 EXTRAS = ("diffusers", "transformers", "numpy", "PIL", "matplotlib", "rich")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "attention calls")
-STOCK, MATH, OURS, TILED = "stock", "torch math", "Pascal Attention", "Pascal, tiled"
-RUNS = (STOCK, MATH, OURS, TILED)
+STOCK, MATH, OURS = "stock", "torch math", "Pascal Attention"
+RUNS = (STOCK, MATH, OURS)
 NOTES = """\
 stock: whatever torch chooses here.  torch math: what torch falls back to where it has no fused kernel for the call.
-Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).  Pascal, tiled: the route that needs no kernel at all.
+Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).
 peak extra: most bytes {memory}.
 largest difference: of the final latents, against stock."""
 _FOLLOWED = "of tensors alive at once, beyond those before the run (not the scratch inside torch's fused CPU kernel)"
@@ -78,6 +78,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the models (default: float32)")
+    parser.add_argument(
+        "--also",
+        choices=("fused", "torch", "tiled"),
+        help="one more run, with this route for every call (tiled: what a card without any kernel gets)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -94,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         print(_heading(device, args))
         documents = []
-        with Progress(len(cases) * len(RUNS), args.steps) as progress:
+        routes = [args.also] if args.also else []
+        with Progress(len(cases) * (len(RUNS) + len(routes)), args.steps) as progress:
             for case in cases:
-                rows, pictures = _run_case(case, device, DTYPES[args.dtype], progress)
+                rows, pictures = _run_case(case, device, DTYPES[args.dtype], routes, progress)
                 documents.append(_document(case, rows))
                 _write_pictures(case, pictures, args.out)
     for document in documents:
@@ -121,7 +127,7 @@ def _checked(args: argparse.Namespace) -> torch.device:
 
 
 def _run_case(
-    case: Case, device: torch.device, dtype: torch.dtype, progress: Progress
+    case: Case, device: torch.device, dtype: torch.dtype, routes: list[str], progress: Progress
 ) -> tuple[list[Row], dict[str, list[Any]]]:
     """All runs of one model: the rows of its table, and the pictures by the run's name."""
     from .demo_models import starting_latents
@@ -131,7 +137,7 @@ def _run_case(
     rows: list[Row] = []
     latents: dict[str, Tensor] = {}
     total_calls = calls = 0
-    for name in RUNS:
+    for name in (*RUNS, *(f"route {route}" for route in routes)):
         progress.begin(f"{case.title}, {name}")
         row = Row(name, note=_too_little_memory(case, device) if name == MATH else "")
         if not row.note:
@@ -139,6 +145,8 @@ def _run_case(
                 with _attention(pipe, name):
                     calls = _warm_up(case, pipe, device, dtype)
                     latents[name] = _measure(case, pipe, start, row, progress)
+            except UnsupportedAttention as error:
+                row = Row(name, note=f"not run: {'; '.join(error.reasons)}")
             except (RuntimeError, MemoryError) as error:
                 row = Row(name, note=_out_of_memory(error))
         if not row.note:
@@ -146,19 +154,22 @@ def _run_case(
             _compare(row, latents, calls, total_calls)
         rows.append(row)
         progress.end(row.note or f"{row.seconds:.1f} s")
-    return rows, {name: case.decode(pipe, latents[name]) for name in latents if name != MATH}
+    with _attention(pipe, OURS):  # the decoder has attention too
+        return rows, {name: case.decode(pipe, latents[name]) for name in latents if name != MATH}
 
 
 @contextmanager
 def _attention(pipe: Any, name: str) -> Iterator[None]:
     """The pipeline with the attention of this run."""
-    if name in (OURS, TILED):
+    kernels: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
+    if name not in (STOCK, MATH):
         from ..diffusers import PascalAttnProcessor
 
-        pipe.set_attn_processor(PascalAttnProcessor(None if name == OURS else AttentionConfig(route="tiled")))
-        yield
-        return
-    kernels: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
+        if name == OURS:
+            pipe.set_attn_processor(PascalAttnProcessor())
+        else:
+            config = AttentionConfig(route=name.removeprefix("route "))
+            pipe.set_attn_processor(PascalAttnProcessor(config))
     with kernels:
         yield
 
@@ -291,22 +302,22 @@ def _write_pictures(case: Case, pictures: dict[str, list[Any]], out: Path) -> No
             charts.write_gif(out / f"{case.name}_{ending}.gif", frames)
         elif frames:
             charts.write_png(out / f"{case.name}_{ending}.png", frames[0])
-    ours = TILED if TILED in pictures else OURS
-    if STOCK not in pictures or ours not in pictures:
+    if STOCK not in pictures or OURS not in pictures:
         return
     factor = 100
     differences = [
         charts.difference_picture(first, second, factor=factor)
-        for first, second in zip(pictures[ours], pictures[STOCK])
+        for first, second in zip(pictures[OURS], pictures[STOCK])
     ]
-    shown = {**pictures, f"|{ours} − stock| × {factor} (black: equal)": differences}
+    shown = {**pictures, f"|{OURS} − stock| × {factor} (black: equal)": differences}
     title = f"{case.title}, random weights"
     if len(differences) > 1:
         title += f", the first {len(differences)} frames shown"
         rows = [[(label if i == 0 else "", frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
     else:
         cells = [(label, frames[0]) for label, frames in shown.items()]
-        rows = [cells[i : i + 2] for i in range(0, len(cells), 2)]
+        columns = 3 if len(cells) == 3 else 2
+        rows = [cells[i : i + columns] for i in range(0, len(cells), columns)]
     charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=title)
 
 
@@ -331,7 +342,10 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
             ]
             panels.append((f"{case['title']}, {case['tokens']:,} tokens: {what}", unit, bars))
     charts.bar_chart(
-        args.out / "chart.png", panels, title="The same pictures, by four attentions", footer=_heading(device, args)
+        args.out / "chart.png",
+        panels,
+        title="The same generation, by different attentions",
+        footer=_heading(device, args),
     )
     print(f"Pictures, chart.png and results.json are in {args.out}/")
 

@@ -29,7 +29,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        assert main(["demo", "--quick", "--out", str(folder)]) == 0
+        assert main(["demo", "--quick", "--also", "tiled", "--out", str(folder)]) == 0
     return folder, json.loads((folder / "results.json").read_text())
 
 
@@ -41,7 +41,7 @@ def test_both_models_run_with_every_attention(finished):
     _, results = finished
     assert [name for name, _ in rows_of(results)] == ["image", "video"]
     for _, rows in rows_of(results):
-        assert list(rows) == list(demo.RUNS)
+        assert list(rows) == [*demo.RUNS, "route tiled"]
         assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and not row["note"] for row in rows.values())
 
 
@@ -55,7 +55,7 @@ def test_math_attention_shows_its_score_matrices_and_ours_keeps_below(finished):
     _, results = finished
     for case, (_, rows) in zip(results["cases"], rows_of(results)):
         assert rows[demo.MATH]["peak_bytes"] > 2 * 4 * case["num_heads"] * case["tokens"] ** 2
-        assert rows[demo.TILED]["peak_bytes"] < rows[demo.MATH]["peak_bytes"]
+        assert rows["route tiled"]["peak_bytes"] < rows[demo.MATH]["peak_bytes"]
 
 
 def test_every_attention_call_of_the_model_went_through_ours(finished):
@@ -64,7 +64,7 @@ def test_every_attention_call_of_the_model_went_through_ours(finished):
         made = sum(rows[demo.STOCK]["calls"].values())
         assert made == sum(rows[demo.MATH]["calls"].values()) > 0
         assert sum(rows[demo.OURS]["calls"].values()) == made
-        assert rows[demo.TILED]["calls"] == {"tiled": made}
+        assert rows["route tiled"]["calls"] == {"tiled": made}
 
 
 def test_pictures_and_a_chart_are_written(finished):
@@ -88,6 +88,14 @@ def test_math_attention_that_does_not_fit_is_left_out_with_a_reason(tmp_path, mo
     assert rows[demo.MATH]["seconds"] is None
     assert rows[demo.OURS]["seconds"] > 0
     assert "not run: needs 0.3 GiB" in capsys.readouterr().out
+
+
+def test_a_route_that_cannot_take_a_call_is_left_out_with_its_reasons(tmp_path):
+    arguments = ["--quick", "--only", "video", "--steps", "1", "--also", "fused", "--device", "cpu"]
+    assert main(["demo", *arguments, "--out", str(tmp_path)]) == 0
+    [(_, rows)] = rows_of(json.loads((tmp_path / "results.json").read_text()))
+    assert rows["route fused"]["note"].startswith("not run: ")
+    assert rows["route fused"]["seconds"] is None
 
 
 @pytest.mark.parametrize(
