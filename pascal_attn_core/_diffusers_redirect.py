@@ -21,7 +21,7 @@ from .dispatch import sdpa
 
 #: torch's own function, even where somebody has put another one at ``F.scaled_dot_product_attention``
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-#: where a redirected module keeps its redirects; the last one decides
+#: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
 REDIRECTS = "_pascal_redirects"
 
 
@@ -80,12 +80,10 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
     """Let ``redirect`` decide over the earlier ones. The class of ``module`` changes in place: weights, state-dict keys
     and hooks stay."""
     cls: Any = type(module)
-    redirects = module.__dict__.get(REDIRECTS)
-    if redirects is None:
-        redirects = module.__dict__[REDIRECTS] = []
+    others = module.__dict__.get(REDIRECTS)
+    module.__dict__[REDIRECTS] = tuple(sorted((*(others or ()), redirect), key=lambda other: other.lasting))
+    if others is None:
         module.__class__ = redirected_module_class(cls)
-    redirects.append(redirect)
-    redirects.sort(key=lambda other: other.lasting)
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
@@ -94,9 +92,10 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     Returns:
         A sentence if the module has got yet another class meanwhile: ours then stays below it and does nothing.
     """
-    redirects = module.__dict__.get(REDIRECTS, [])
-    redirects[:] = [other for other in redirects if other is not redirect]
-    if redirects or REDIRECTS not in module.__dict__:
+    if REDIRECTS not in module.__dict__:
+        return []
+    module.__dict__[REDIRECTS] = tuple(other for other in module.__dict__[REDIRECTS] if other is not redirect)
+    if module.__dict__[REDIRECTS]:
         return []
     original = type(module).__dict__.get("_pascal_original_class")
     if original is None:
@@ -108,8 +107,9 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
 
 def set_lasting_redirect(module: nn.Module, redirect: SdpaRedirect | None) -> None:
     """Replace what a processor has set on ``module`` before; None only takes it away."""
-    for other in [r for r in module.__dict__.get(REDIRECTS, []) if r.lasting]:
-        release_module(module, other)
+    for other in module.__dict__.get(REDIRECTS, ()):
+        if other.lasting:
+            release_module(module, other)
     if redirect is not None:
         redirect_module(module, redirect)
 
@@ -122,7 +122,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
 
     # not forward: hooks of accelerate and diffusers replace an instance's forward, and so stay inside
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        redirects = self._pascal_redirects
+        redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just taken the last one away
         if not redirects:
             return original_call(self, *args, **kwargs)
         with redirects[-1]:

@@ -16,6 +16,7 @@ from diffusers.models import attention_processor as host
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig, _diffusers_redirect
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.report import record
 
 
 def run_unet(unet, seed=0):
@@ -319,3 +320,22 @@ def test_our_own_call_of_torch_inside_a_nested_redirect_is_not_taken_again(monke
     with _diffusers_redirect.SdpaRedirect(), _diffusers_redirect.SdpaRedirect(inner):
         F.scaled_dot_product_attention(x, x, x)
     assert calls == [inner]
+
+
+def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same):
+    unet = tiny.tiny_unet()
+    stock = run_unet(unet)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        results = [pool.submit(run_unet, unet) for _ in range(20)]
+        while not all(result.done() for result in results):
+            patch_pipeline(unet).remove()
+    for result in results:
+        assert_same(result.result(), stock)
+
+
+def test_the_report_counts_the_calls_of_a_pipeline(tiny, stock_calls):
+    case = tiny.wan()
+    _, calls = stock_calls(case.run)
+    with patch_pipeline(case.pipe), record() as report:
+        case.run()
+    assert report.total == calls.count
