@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 REDIRECT = "pascal_attn_core._diffusers_redirect.sdpa"
@@ -53,8 +52,6 @@ def tiny() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
 import torch
 
 from pascal_attn_core import AttentionConfig

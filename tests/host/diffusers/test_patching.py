@@ -7,8 +7,11 @@ import contextlib
 import copy
 import logging
 
-import diffusers
 import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as host

@@ -7,8 +7,11 @@ import io
 import subprocess
 import sys
 
-import diffusers
 import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import diffusers
 import torch
 from diffusers.models import attention_processor as host
 
