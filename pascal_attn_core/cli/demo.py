@@ -266,7 +266,8 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     steps = f"{args.steps} step{'s' if args.steps > 1 else ''}"
     return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
 
@@ -288,7 +289,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     calls = ", ".join(f"{count} {route}" for route, count in (row["calls"] or {}).items())
     return [
         row["name"],
-        "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+        "-" if row["seconds"] is None else charts.short_number(row["seconds"]),
         "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:,.0f}",
         "-" if row["difference"] is None else f"{row['difference']:.1e}" if row["difference"] else "0",
         row["note"] or calls,
