@@ -76,8 +76,21 @@ def _blockings(call: CapturedCall) -> list[Blocking]:
     all_rows = groups * call.query.shape[2]
     is_cpu = call.query.device.type == "cpu"
     # (rows, keys, score elements of a step): around the cache on a CPU, enough to fill a GPU
-    cpu = ((512, 512, 1 << 20), (1024, 512, 1 << 19), (1024, 512, 1 << 21), (2048, 512, 1 << 20))
-    gpu = ((2048, 2048, 1 << 22), (4096, 4096, 1 << 24), (4096, 4096, 1 << 26), (8192, 16384, 1 << 27))
+    cpu: tuple[tuple[int, int, int], ...] = (
+        (512, 512, 1 << 20),
+        (1024, 512, 1 << 19),
+        (1024, 512, 1 << 21),
+        (2048, 512, 1 << 20),
+    )
+    gpu: tuple[tuple[int, int, int], ...] = (
+        (2048, 2048, 1 << 22),
+        (4096, 4096, 1 << 24),
+        (4096, 4096, 1 << 26),
+        (8192, 16384, 1 << 27),
+    )
+    if call.is_causal:  # narrow rows waste less beyond the diagonal
+        cpu += ((128, 1024, 1 << 20), (256, 1024, 1 << 20))
+        gpu += ((512, 2048, 1 << 24),)
     found = set()
     for rows, cols, elements in cpu if is_cpu else gpu:
         rows, cols = min(rows, all_rows), min(cols, keys)

@@ -147,7 +147,7 @@ def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
 def _route_lines(machine: Machine) -> list[str]:
     if not machine.devices or not judge(machine.devices[0], machine.build).runs:
         return ["", _line("routes", "none can run on this GPU with this torch")]
-    lines = ["", _line("routes", f"calls of {list(_CALL)}, {', '.join(machine.routes)}:")]
+    lines = ["", _line("routes", f"calls of {list(_CALL)} in {', '.join(machine.routes)}:")]
     for route in ROUTES:
         refused: dict[str, list[str]] = {}
         for kind, reasons in machine.routes.items():
