@@ -16,7 +16,8 @@ exp2 serves, which is several times faster than exp on a CPU):
 overflows nor underflows in float32, the sum of at most 2^31 of them stays below 2^91, and with |v| <= 2^(66 - log2 S)
 the sums in acc stay below 2^126. Softmax does not depend on the number subtracted from the scores, and floating-point
 numbers have the same relative precision at every magnitude, so leaving the subtraction out changes nothing but the
-rounding of s itself, which both forms share. Four operators a tile remain: product, exp2, sum, product. Keys that a
+rounding of s itself, which both forms share (values so small that 2^-60 times them underflows, below 1e-20, round to
+zero sooner). Four operators a tile remain: product, exp2, sum, product. Keys that a
 row may not see are set to zero after exp2; a row that sees none ends with row_sum = 0.
 
 Query heads that share a key/value head are rows of the same product, so K and V are never expanded. Rows are ordered
@@ -28,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,24 +115,34 @@ def tiled_forward(
     tile_math = TileMath(call, plan, seed)
     may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
     stats = TiledStats() if stats is None else stats
-    look = readable and trim_masks
     for units in unit_views(call, per_query=(out, lse)):
-        rules = bounded_rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look)
-        bias = None
-        if tile_math.unit == 1.0 and may_bound:
-            padding = padding_as_bool(units.mask, tile_math.dtype) if look and rules.band.is_everything else None
-            may_bound = padding is not None
-            if padding is not None:
-                bounded_rules, bias = Rules(rules.band, padding[0], tile_math.dtype, look=look), padding[1]
+        rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=readable and trim_masks)
+        bounded = _rules_if_bounded(rules, units.mask) if may_bound else None
         spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
-        limits = query_limits(units, spans, call.scale * LOG2_E, plan.kv_block, tile_math) if may_bound else []
-        for number, span in enumerate(spans):
+        limits = [0.0] * len(spans)
+        if bounded is not None:
+            limits = query_limits(units, spans, call.scale * LOG2_E, plan.kv_block, tile_math)
+        for span, limit in zip(spans, limits):
             unit_range = _UnitRange(units, *span, tile_math, call, plan)
             for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
-                limit = limits[number] if may_bound else 0.0
                 stats.blocks += 1
-                stats.bounded_blocks += unit_range.attend(q0, q1, rules, limit, bounded_rules, bias)
+                stats.bounded_blocks += unit_range.attend(q0, q1, rules, bounded, limit)
     return out, lse
+
+
+class _BoundedRules(NamedTuple):
+    """The rules for bounded blocks, and the bias that all keys they leave share, ``[U, G, 1]``."""
+
+    rules: Rules
+    bias: Tensor | None
+
+
+def _rules_if_bounded(rules: Rules, mask: Tensor | None) -> _BoundedRules | None:
+    """A bounded block knows bool masks only: a float mask must be the padding of keys in disguise."""
+    if mask is None or mask.dtype == torch.bool:
+        return _BoundedRules(rules, None)
+    padding = padding_as_bool(mask, rules.dtype) if rules.look and rules.band.is_everything else None
+    return None if padding is None else _BoundedRules(Rules(rules.band, padding[0], rules.dtype, look=True), padding[1])
 
 
 class TileMath:
@@ -152,9 +164,7 @@ class TileMath:
         self.kv = self.buffer(keys * widest if self.copies_kv else 0)
         self.coins = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
         masked = call.attn_mask is not None or not Band.of(call).is_everything
-        self.masks = MaskWriter(
-            call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel()
-        )
+        self.masks = MaskWriter(call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel())
 
     def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory of so many elements."""
@@ -211,14 +221,24 @@ class TileMath:
             torch.sum(probs, dim=-1, keepdim=True, out=rows.row_sum)
         else:
             rows.row_sum.add_(probs.sum(dim=-1, keepdim=True))
-        if rows.code is not None:
-            keys = key_codes(self.seed, first_key, first_key + probs.shape[2])
-            drop_(probs, rows.code, keys, self.dropout_p, self.coins)
+        self.drop(probs, rows.code, first_key)
         value = self.converted(value)
         if fresh:
             torch.bmm(probs, value, out=rows.acc)
         else:
             torch.baddbmm(rows.acc, probs, value, out=rows.acc)
+
+    def row_codes(self, first_unit: int, query: Tensor, seq_len_q: int, q0: int) -> Tensor | None:
+        """Dropout codes of a block's rows, None without dropout."""
+        if self.seed is None:
+            return None
+        return block_row_codes(self.seed, first_unit, query.shape, self.groups, seq_len_q, q0)
+
+    def drop(self, probs: Tensor, row_code: Tensor | None, first_key: int) -> None:
+        """Set the dropped probabilities to zero; the others are not scaled."""
+        if row_code is not None and self.seed is not None:
+            keys = key_codes(self.seed, first_key, first_key + probs.shape[2])
+            drop_(probs, row_code, keys, self.dropout_p, self.coins)
 
     def block_query(self, query: Tensor) -> Tensor:
         """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""
@@ -251,41 +271,45 @@ class TileMath:
             out.copy_(self.by_head(rows.acc))
 
 
+def block_schedule(
+    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, plan: TilePlan, copies_kv: bool
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """The tiles of one query block: see :func:`pascal_attn_core.masks.diagonal_schedule`."""
+    first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
+    # A GPU would spend more on launching the sub-blocks than it saves by them.
+    sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
+    sub_keys = plan.kv_block if copies_kv else max(1, plan.q_block * plan.kv_block // _DIAGONAL_TOKENS)
+    return diagonal_schedule(rules.band, q0, q1, first, last, plan.kv_block, sub_tokens, sub_keys)
+
+
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
     def __init__(self, units: Units, u0: int, u1: int, tile_math: TileMath, call: AttentionCall, plan: TilePlan):
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        self.out, self.lse = (None if t is None else t[u0:u1] for t in units.extra)
+        out, lse = units.extra
+        assert out is not None
+        self.out, self.lse = out[u0:u1], None if lse is None else lse[u0:u1]
         self.first_unit, self.span = units.index + u0, (u0, u1)
         self.math, self.call, self.plan = tile_math, call, plan
-        rows = plan.q_block * call.groups * plan.kv_block
-        self.sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
-        self.sub_keys = plan.kv_block if tile_math.copies_kv else max(1, rows // (_DIAGONAL_TOKENS * call.groups))
         self.tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def attend(self, q0: int, q1: int, rules: Rules, limit: float, bounded_rules: Rules, bias: Tensor | None) -> bool:
-        """Compute one query block; returns whether it was bounded.
-
-        Args:
-            limit: largest |query row| for which the scores are bounded.
-            bounded_rules, bias: the rules if they are, and the bias of the remaining keys ``[u, G, 1]``.
-        """
+    def attend(self, q0: int, q1: int, rules: Rules, bounded: _BoundedRules | None, limit: float) -> bool:
+        """Compute one query block; returns whether it was bounded. ``limit``: the largest |query row| for that."""
         query = self.math.block_query(self.query[:, :, q0:q1])
-        bounded = limit == math.inf or (limit > 0 and float(max_norm(query)) <= limit)
-        rules = bounded_rules if bounded else rules
+        is_bounded = limit == math.inf or (limit > 0 and float(max_norm(query)) <= limit)
+        bias, add_tile = None, self.math.online_tile
+        if is_bounded and bounded is not None:
+            rules, add_tile = bounded.rules, self.math.bounded_tile
+            bias = None if bounded.bias is None else bounded.bias[self.span[0] : self.span[1]]
         out = self.out[:, :, q0:q1]
-        rows = self._rows(query, self.math.block_acc(out), q0, bounded)
-        self._visit_tiles(rows, q0, q1, rules, self.math.bounded_tile if bounded else self.math.online_tile)
-        lse = None if self.lse is None else self.lse[:, :, q0:q1]
-        self.math.finish(rows, out, lse, bias[self.span[0] : self.span[1]] if bounded and bias is not None else None)
-        return bounded
+        rows = self._rows(query, self.math.block_acc(out), q0, is_bounded)
+        self._visit_tiles(rows, q0, q1, rules, add_tile)
+        self.math.finish(rows, out, None if self.lse is None else self.lse[:, :, q0:q1], bias)
+        return is_bounded
 
     def _visit_tiles(self, rows: _Rows, q0: int, q1: int, rules: Rules, add_tile: Callable[..., None]) -> None:
-        first, last = rules.key_range(*self.span, q0, q1, self.call.seq_len_kv)
-        schedule = diagonal_schedule(
-            rules.band, q0, q1, first, last, self.plan.kv_block, self.sub_tokens, self.sub_keys
-        )
+        schedule = block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.math.copies_kv)
         seen_by_all = False
         for t0, t1, ranges in schedule:
             whole = t1 - t0 == q1 - q0
@@ -309,8 +333,6 @@ class _UnitRange:
 
     def _rows(self, query: Tensor, acc: Tensor, q0: int, bounded: bool) -> _Rows:
         stat = query.shape[0], query.shape[1], 1
-        code = None
-        if self.math.coins.numel():
-            code = block_row_codes(self.math.seed, self.first_unit, query.shape, self.call.groups, self.call.seq_len_q, q0)
+        code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         row_max = None if bounded else query.new_empty(stat, dtype=self.math.dtype)
         return _Rows(query, acc, query.new_empty(stat, dtype=self.math.dtype), row_max, code)

@@ -18,15 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import LOG2_E, TileMath
+from .attention import LOG2_E, TileMath, block_schedule
 from .call import AttentionCall
-from .device import CPU_LIKE
-from .dropout import block_row_codes, drop_, key_codes
-from .layout import Units, distinct, unit_views
-from .masks import Band, Rule, Rules, diagonal_schedule
+from .layout import Units, accumulate_dtype, distinct, unit_views
+from .masks import Band, Rule, Rules
 from .tiles import TilePlan, even_ranges
-
-_DIAGONAL_TOKENS = 128
 
 
 @dataclass(slots=True)
@@ -61,14 +57,45 @@ def tiled_backward(
         seed: that of the forward pass, if the call has dropout.
         wants_mask: also return the gradient of a float mask, in the mask's shape.
     """
-    work = _Gradients(call, plan, wants_mask, seed)
+    sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
     if not call.is_empty:
-        per_query = (work.grad_query, grad_out.expand(out.shape), out, lse, grad_lse, work.mask_view)
-        for units in unit_views(call, per_query=per_query, per_key=(work.key_view, work.value_view)):
-            rules = Rules(Band.of(call), units.mask, work.math.dtype, look=readable and trim_masks)
-            for u0 in range(0, len(units), work.units_per_step):
-                work.unit_range(units, u0, min(u0 + work.units_per_step, len(units)), rules)
-    return work.result()
+        tile_math = GradientMath(call, plan, seed)
+        per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, grad_lse)
+        for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
+            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=readable and trim_masks)
+            step = 1 if sums.units_share else plan.units
+            for u0 in range(0, len(units), step):
+                _UnitRange(units, u0, min(u0 + step, len(units)), tile_math, call, plan).run(rules)
+    return sums.result()
+
+
+class _Sums:
+    """The gradients while they are being made."""
+
+    def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
+        self.call = call
+        heads = () if call.query.dim() == 2 else (call.num_heads,)
+        # Every element of the query's gradient is written once; where queries broadcast, copies are summed at the end.
+        self.query = call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim))
+        lead = (*call.batch, call.num_kv_heads)
+        self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
+        self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
+        self.mask = self.mask_view = None
+        if wants_mask and call.attn_mask is not None:
+            self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
+            self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
+        # Units that share an element of a sum must not be added to it in one step.
+        self.units_share = any(t.stride(-3) == 0 and t.shape[-3] > 1 for t in (self.key_view, self.value_view))
+
+    def result(self) -> Gradients:
+        call = self.call
+        if call.is_empty:
+            self.query.zero_()
+        query = self.query if self.query.shape == call.query.shape else self.query.sum_to_size(call.query.shape)
+        mask = None
+        if self.mask is not None and call.attn_mask is not None:
+            mask = self.mask.to(call.attn_mask.dtype)
+        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask)
 
 
 @dataclass(slots=True)
@@ -83,155 +110,133 @@ class _Block:
     code: Tensor | None
 
     def part(self, first: int, last: int) -> _Block:
-        fields = (self.query, self.grad_out, self.lse_bits, self.delta, self.grad_query)
-        code = None if self.code is None else self.code[:, first:last]
-        return _Block(*(t[:, first:last] for t in fields), code)
+        cut = slice(first, last)
+        return _Block(
+            self.query[:, cut],
+            self.grad_out[:, cut],
+            self.lse_bits[:, cut],
+            self.delta[:, cut],
+            self.grad_query[:, cut],
+            None if self.code is None else self.code[:, cut],
+        )
 
 
-class _Gradients:
-    """Buffers, sums and the arithmetic of one backward pass."""
+class GradientMath(TileMath):
+    """The buffers of one backward pass, and what is done to one tile."""
 
-    def __init__(self, call: AttentionCall, plan: TilePlan, wants_mask: bool, seed: Tensor | None):
-        self.call, self.plan, self.seed = call, plan, seed
-        self.math = math_ = TileMath(call, plan, seed, for_backward=True)
-        query, key, value = call.query, call.key, call.value
-        heads = () if query.dim() == 2 else (call.num_heads,)
-        # Every element of the query's gradient is written once; where inputs broadcast it is summed at the end.
-        self.grad_query = query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim))
-        lead = (*call.batch, call.num_kv_heads)
-        self.grad_key, self.key_view = _sum_like(key, lead, math_.dtype)
-        self.grad_value, self.value_view = _sum_like(value, lead, math_.dtype)
-        self.grad_mask = self.mask_view = None
-        if wants_mask and call.attn_mask is not None:
-            self.grad_mask = torch.zeros_like(call.attn_mask, dtype=math_.dtype, memory_format=torch.contiguous_format)
-            self.mask_view = self.grad_mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
-        # Units that share an element of a sum must not be added to it in one step.
-        shared = any(t.stride(-3) == 0 and t.shape[-3] > 1 for t in (self.key_view, self.value_view))
-        self.units_per_step = 1 if shared else plan.units
-        self.grad_probs = torch.empty_like(math_.scores)
+    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
+        super().__init__(call, plan, seed, for_backward=True)
         rows = plan.units * plan.q_block * call.groups
-        self.query_sum = math_.buffer(rows * call.head_dim)
-        self.grad_rows = math_.buffer(rows * call.head_dim_v if math_.copies_query else 0)
-        self.products = math_.buffer(rows * call.head_dim_v)
-        self.value_tile = math_.buffer(plan.units * plan.kv_block * call.head_dim_v if math_.copies_kv else 0)
-        self.split = _DIAGONAL_TOKENS if query.device.type in CPU_LIKE else 0
+        self.grad_probs = torch.empty_like(self.scores)
+        self.query_sum = self.buffer(rows * call.head_dim)
+        self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
+        self.products = self.buffer(rows * call.head_dim_v)
+        self.value_tile = self.buffer(plan.units * plan.kv_block * call.head_dim_v if self.copies_kv else 0)
 
-    def result(self) -> Gradients:
-        call = self.call
-        if call.is_empty:
-            self.grad_query.zero_()
-        query = self.grad_query if self.grad_query.shape == call.query.shape else self.grad_query.sum_to_size(call.query.shape)
-        key, value = self.grad_key.to(call.key.dtype), self.grad_value.to(call.value.dtype)
-        mask = None
-        if self.grad_mask is not None and call.attn_mask is not None:
-            mask = self.grad_mask.to(call.attn_mask.dtype)
-        return Gradients(query, key, value, mask)
-
-    def unit_range(self, units: Units, u0: int, u1: int, rules: Rules) -> None:
-        """All query blocks of some units."""
-        results = [t[u0:u1] for t in units.extra[6:8] if t is not None]
-        # 16-bit gradients are summed in float32, for the units at hand.
-        sums = [t if t.dtype == self.math.dtype else torch.zeros_like(t, dtype=self.math.dtype) for t in results]
-        for q0, q1 in even_ranges(0, self.call.seq_len_q, self.plan.q_block):
-            self._query_block(units, u0, u1, q0, q1, rules, sums[0], sums[1])
-        for result, total in zip(results, sums):
-            if total is not result:
-                result.copy_(total)
-
-    def _query_block(
-        self, units: Units, u0: int, u1: int, q0: int, q1: int, rules: Rules, key_sum: Tensor, value_sum: Tensor
-    ) -> None:
-        groups, plan = self.call.groups, self.plan
-        block = self._block(units, u0, u1, q0, q1)
-        first, last = rules.key_range(u0, u1, q0, q1, self.call.seq_len_kv)
-        sub_keys = plan.kv_block if self.math.copies_kv else max(1, plan.q_block * plan.kv_block // _DIAGONAL_TOKENS)
-        for t0, t1, ranges in diagonal_schedule(rules.band, q0, q1, first, last, plan.kv_block, self.split, sub_keys):
-            part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
-            for j0, j1 in ranges:
-                rule = rules.rule(u0, u1, q0 + t0, q0 + t1, j0, j1)
-                if rule is None:
-                    continue
-                key, value = units.key[u0:u1, j0:j1], units.value[u0:u1, j0:j1]
-                grad_scores = self._tile(part, key, value, rule, j0, key_sum[:, j0:j1], value_sum[:, j0:j1])
-                if self.mask_view is not None:
-                    self._add_to_mask(units.extra[5][u0:u1, :, q0 + t0 : q0 + t1, j0:j1], grad_scores)  # type: ignore[index]
-        grad_query = units.extra[0][u0:u1, :, q0:q1]  # type: ignore[index]
-        grad_query.copy_(self.math.by_head(block.grad_query))
-
-    def _tile(
+    def add_tile(
         self, block: _Block, key: Tensor, value: Tensor, rule: Rule, j0: int, key_sum: Tensor, value_sum: Tensor
     ) -> Tensor:
-        """Add one tile to all sums; returns the gradient of its scores."""
-        key = self.math.converted(key)
-        if self.math.copies_kv:
+        """Add one tile to all sums; returns the gradient of its scores ``[u, rows, keys]``."""
+        key = self.converted(key)
+        if self.copies_kv:
             value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
         probs = self._probs(block, key, rule)
         grad_probs = self.grad_probs[: probs.numel()].view(probs.shape)
         torch.bmm(block.grad_out, value.transpose(1, 2), out=grad_probs)
         if block.code is None:
             torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
-            grad_probs.sub_(block.delta)
-            grad_scores = probs.mul_(grad_probs)
+            grad_scores = probs.mul_(grad_probs.sub_(block.delta))
         else:
-            grad_scores = self._with_dropout(block, probs, grad_probs, value_sum, j0)
-        scale = self.call.scale
-        torch.baddbmm(block.grad_query, grad_scores, key, alpha=scale, out=block.grad_query)
-        torch.baddbmm(key_sum, grad_scores.transpose(1, 2), block.query, alpha=scale, out=key_sum)
+            # dS = P * (Z * dO V^T - delta) = (P * Z) * dO V^T - P * delta, with the coins drawn once.
+            share = probs * block.delta
+            self.drop(probs, block.code, j0)
+            probs.div_(1.0 - self.dropout_p if self.dropout_p < 1 else math.inf)
+            torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
+            grad_scores = probs.mul_(grad_probs).sub_(share)
+        torch.baddbmm(block.grad_query, grad_scores, key, alpha=self.scale, out=block.grad_query)
+        torch.baddbmm(key_sum, grad_scores.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
         return grad_scores
 
     def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
-        scores = self.math.product(block.query, key, self.call.scale * LOG2_E, converted=True)
+        scores = self.product(block.query, key, self.scale * LOG2_E, converted=True)
         if rule.mask is not None and rule.mask.dtype != torch.bool:
-            by_token = self.math.masks.by_token(scores)
-            torch.add(by_token, rule.mask.transpose(1, 2), alpha=LOG2_E, out=by_token)
+            self.masks.add(scores, rule.mask, factor=LOG2_E)
         scores.sub_(block.lse_bits).exp2_()
-        self.math.masks.forbid(scores, rule, 0.0)
+        self.masks.forbid(scores, rule, 0.0)
         return scores
 
-    def _with_dropout(
-        self, block: _Block, probs: Tensor, grad_probs: Tensor, value_sum: Tensor, j0: int
-    ) -> Tensor:
-        """dS = P * (Z * dO V^T - delta) = (P * Z) * dO V^T - P * delta, with the coins drawn once."""
-        assert block.code is not None and self.seed is not None
-        kept = 1.0 - self.call.dropout_p
-        dropped_share = probs * block.delta
-        codes = key_codes(self.seed, j0, j0 + probs.shape[2])
-        drop_(probs, block.code, codes, self.call.dropout_p, self.math.coins)
-        probs.div_(kept)
-        torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
-        return probs.mul_(grad_probs).sub_(dropped_share)
+    def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
+        """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` in a buffer, or as a view where that is possible."""
+        if not self.copies_query:
+            return part[:, 0] if self.groups == 1 else part[:, :, 0]
+        tokens_first = part.transpose(1, 2)
+        return (
+            buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first).view(part.shape[0], -1, part.shape[3])
+        )
 
-    def _add_to_mask(self, target: Tensor, grad_scores: Tensor) -> None:
-        by_head = self.math.by_head(grad_scores)
-        own = distinct(target)
-        repeated = [d for d in range(4) if own.shape[d] == 1 and by_head.shape[d] > 1]
-        own.add_(by_head.sum(dim=repeated, keepdim=True) if repeated else by_head)
 
-    def _block(self, units: Units, u0: int, u1: int, q0: int, q1: int) -> _Block:
-        grad_out, out, lse, grad_lse = (None if t is None else t[u0:u1, :, q0:q1] for t in units.extra[1:5])
-        assert grad_out is not None and out is not None and lse is not None
-        query = self.math.block_query(units.query[u0:u1, :, q0:q1])
-        rows = query.shape[1]
-        if self.math.copies_query:
-            tokens_first = grad_out.transpose(1, 2)
-            grad_rows = self.grad_rows[: grad_out.numel()].view(tokens_first.shape).copy_(tokens_first)
-            grad_rows = grad_rows.view(u1 - u0, rows, -1)
-        else:
-            grad_rows = grad_out[:, 0] if self.call.groups == 1 else grad_out[:, :, 0]
-        products = self.products[: out.numel()].view(u1 - u0, q1 - q0, self.call.groups, -1)
+class _UnitRange:
+    """Some units that share every step: all of their query blocks against all of their keys."""
+
+    def __init__(self, units: Units, u0: int, u1: int, tile_math: GradientMath, call: AttentionCall, plan: TilePlan):
+        self.span, self.first_unit = (u0, u1), units.index + u0
+        self.math, self.call, self.plan = tile_math, call, plan
+        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
+        grad_query, mask_sum, grad_out, out, lse, grad_lse, key_sum, value_sum = units.extra
+        assert grad_query is not None and grad_out is not None and out is not None and lse is not None
+        assert key_sum is not None and value_sum is not None
+        self.grad_query, self.grad_out, self.out, self.lse = (t[u0:u1] for t in (grad_query, grad_out, out, lse))
+        self.mask_sum, self.grad_lse = (None if t is None else t[u0:u1] for t in (mask_sum, grad_lse))
+        self.results = (key_sum[u0:u1], value_sum[u0:u1])
+
+    def run(self, rules: Rules) -> None:
+        """Add these units to all gradients."""
+        # 16-bit gradients are summed in float32, for the units at hand.
+        dtype = self.math.dtype
+        sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
+        for q0, q1 in even_ranges(0, self.call.seq_len_q, self.plan.q_block):
+            block = self._block(q0, q1)
+            self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
+            self.grad_query[:, :, q0:q1].copy_(self.math.by_head(block.grad_query))
+        for result, total in zip(self.results, sums):
+            if total is not result:
+                result.copy_(total)
+
+    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules, key_sum: Tensor, value_sum: Tensor) -> None:
+        groups = self.call.groups
+        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.math.copies_kv):
+            part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
+            for j0, j1 in ranges:
+                rule = rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
+                if rule is None:
+                    continue
+                key, value = self.key[:, j0:j1], self.value[:, j0:j1]
+                grads = self.math.add_tile(part, key, value, rule, j0, key_sum[:, j0:j1], value_sum[:, j0:j1])
+                if self.mask_sum is not None:
+                    _add_to_mask(self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1], self.math.by_head(grads))
+
+    def _block(self, q0: int, q1: int) -> _Block:
+        grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
+        query = self.math.block_query(self.query[:, :, q0:q1])
+        stat = (query.shape[0], query.shape[1], 1)
+        grad_rows = self.math.rows(grad_out, self.math.grad_rows)
+        products = self.math.products[: out.numel()].view(query.shape[0], q1 - q0, self.call.groups, -1)
         products.copy_(out.transpose(1, 2)).mul_(self.math.masks.by_token(grad_rows))
-        delta = products.view(u1 - u0, rows, -1).sum(dim=-1, keepdim=True)
-        if grad_lse is not None:
-            delta.sub_(grad_lse.transpose(1, 2).reshape(u1 - u0, rows, 1))
-        lse_bits = lse.transpose(1, 2).reshape(u1 - u0, rows, 1).mul(LOG2_E)
+        delta = products.view(query.shape[0], query.shape[1], -1).sum(dim=-1, keepdim=True)
+        if self.grad_lse is not None:
+            delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
+        lse_bits = lse.transpose(1, 2).reshape(stat) * LOG2_E
         lse_bits.masked_fill_(lse_bits == -math.inf, math.inf)  # a row without keys: every probability is zero
-        grad_query = self.query_sum[: query.numel()].view(query.shape).zero_()
-        code = None
-        if self.math.coins.numel():
-            assert self.seed is not None
-            first_unit = units.index + u0
-            code = block_row_codes(self.seed, first_unit, query.shape, self.call.groups, self.call.seq_len_q, q0)
+        grad_query = self.math.query_sum[: query.numel()].view(query.shape).zero_()
+        code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         return _Block(query, grad_rows, lse_bits, delta, grad_query, code)
+
+
+def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:
+    """Add ``[u, G, tokens, keys]`` to a view of the mask's gradient, summed over what the mask broadcasts."""
+    own = distinct(target)
+    repeated = [d for d in range(4) if own.shape[d] == 1 and grad_scores.shape[d] > 1]
+    own.add_(grad_scores.sum(dim=repeated, keepdim=True) if repeated else grad_scores)
 
 
 def _sum_like(tensor: Tensor, lead: tuple[int, ...], acc_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,6 @@ class AttentionCall:
         """``is_causal`` exactly as torch's own flag means it, and no window beside it."""
         return self.is_causal and self.left is None and self.right == 0 and self.offset == 0
 
-
     def without_tensors(self) -> AttentionCall:
         """The sizes alone, to be kept while the tensors are saved elsewhere."""
         return self.with_tensors(None, None, None, None)  # type: ignore[arg-type]

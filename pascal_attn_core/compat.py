@@ -93,15 +93,18 @@ class TiledAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of query over key and value; ``mask`` broadcasts to ``[B, Hq, L, S]``."""
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        unpacked = [self._unpack(t, h) for t, h in zip((query, key, value), heads)]
+        packed = query.dim() == 3
+        query, key, value = (self._unpack(t, h).transpose(1, 2) for t, h in zip((query, key, value), heads))
         out = tiled_attention(
-            *(t.transpose(1, 2) for t in unpacked),
+            query,
+            key,
+            value,
             scale=self.scale,
             mask=mask,
             tile_size=None if isinstance(self.tile_size, str) else self.tile_size,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return out.flatten(2) if query.dim() == 3 else out
+        return out.flatten(2) if packed else out
 
     def _unpack(self, tensor: Tensor, heads: int) -> Tensor:
         if tensor.dim() == 3 and tensor.shape[2] % heads == 0:

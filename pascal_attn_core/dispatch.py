@@ -253,10 +253,7 @@ def _is_short(call: AttentionCall, config: AttentionConfig) -> bool:
         return False
     mask = call.attn_mask
     if mask is not None and (
-        call.is_causal
-        or mask.dim() < 2
-        or mask.dtype not in (torch.bool, call.query.dtype)
-        or not _EMPTY_ROWS_ARE_ZERO
+        call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO
     ):
         return False
     if call.groups > 1 and not fused_takes(call, call.query, call.key, call.value, mask):
@@ -359,7 +356,5 @@ def _traced(
 
     token = ops.DEFAULT if config is None else config.token
     return AttentionOutput(
-        *ops.sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, token, lse
-        )
+        *ops.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, token, lse)
     )

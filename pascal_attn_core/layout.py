@@ -46,7 +46,9 @@ def empty_output(call: AttentionCall) -> Tensor:
     return query.new_empty(shape)
 
 
-def unit_views(call: AttentionCall, per_query: tuple[Tensor | None, ...] = (), per_key: tuple[Tensor, ...] = ()):
+def unit_views(
+    call: AttentionCall, per_query: tuple[Tensor | None, ...] = (), per_key: tuple[Tensor, ...] = ()
+) -> Iterator[Units]:
     """The call cut into as few :class:`Units` as its strides allow.
 
     Args:
@@ -65,7 +67,9 @@ def unit_views(call: AttentionCall, per_query: tuple[Tensor | None, ...] = (), p
     keys = [t if t.dim() > 2 else t[None] for t in per_key]
     index = 0
     for tensors in _merged([query, key, value, mask, *queries, *keys], len(lead)):
-        units = Units(tensors[0], tensors[1], tensors[2], tensors[3], tuple(tensors[4:]), index)
+        merged_query, merged_key, merged_value, merged_mask, *extra = tensors
+        assert merged_query is not None and merged_key is not None and merged_value is not None
+        units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
         index += len(units)
         yield units
 

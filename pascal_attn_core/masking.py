@@ -45,9 +45,9 @@ class MaskWriter:
         if rule.mask is not None and rule.mask.dtype == torch.bool:
             self._write(scores, rule.mask.transpose(1, 2), value)
 
-    def add(self, scores: Tensor, bias: Tensor) -> None:
-        """Add a float mask ``[u, G, tokens, keys]``."""
-        self.by_token(scores).add_(bias.transpose(1, 2))
+    def add(self, scores: Tensor, bias: Tensor, factor: float = 1.0) -> None:
+        """Add a float mask ``[u, G, tokens, keys]`` times a factor."""
+        self.by_token(scores).add_(bias.transpose(1, 2), alpha=factor)
 
     def by_token(self, scores: Tensor) -> Tensor:
         """``[u, rows, keys]`` as ``[u, tokens, G, keys]``."""
@@ -79,16 +79,18 @@ class MaskWriter:
             return
         bits, ones = by_token.view(_WORD[self.dtype]), keep.view(torch.uint8).expand(by_token.shape)
         units, tokens, groups, keys = bits.shape
-        # Some tokens of one unit at a time, as many as the buffer holds; all units together if they fit.
-        step = max(1, self.words.numel() // (units * groups * keys))
-        spans = [slice(None)] if units * groups * keys <= self.words.numel() else [slice(u, u + 1) for u in range(units)]
-        if len(spans) > 1:
-            step = max(1, self.words.numel() // (groups * keys))
+        # As much at a time as the buffer holds: all units or one, some of their tokens, and of one token some keys.
+        room = self.words.numel()
+        together = units * groups * keys <= room
+        spans = [slice(None)] if together else [slice(u, u + 1) for u in range(units)]
+        step = max(1, room // ((units if together else 1) * groups * keys))
+        key_step = keys if groups * keys <= room else max(1, room // groups)
         for span in spans:
             for first in range(0, tokens, step):
-                part = bits[span, first : first + step]
-                words = self.words[: part.numel()].view(part.shape)
-                words.copy_(ones[span, first : first + step])
-                part.mul_(words)  # the bits times one or zero
-                if value:
-                    part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
+                for key in range(0, keys, key_step):
+                    part = bits[span, first : first + step, :, key : key + key_step]
+                    words = self.words[: part.numel()].view(part.shape)
+                    words.copy_(ones[span, first : first + step, :, key : key + key_step])
+                    part.mul_(words)  # the bits times one or zero
+                    if value:
+                        part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))

@@ -157,10 +157,10 @@ def _read(tile: Tensor) -> TileState:
     if tile.dtype == torch.bool:
         low, high = (bool(x) for x in torch.aminmax(tile.view(torch.uint8)))
         return TileState.FULL if low else TileState.MIXED if high else TileState.EMPTY
-    low, high = (float(x) for x in torch.aminmax(tile))
-    if low == high == 0.0:
+    least, most = (float(x) for x in torch.aminmax(tile))
+    if least == most == 0.0:
         return TileState.FULL
-    return TileState.EMPTY if high == -torch.inf else TileState.MIXED
+    return TileState.EMPTY if most == -torch.inf else TileState.MIXED
 
 
 def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -207,7 +207,7 @@ class Rules:
         Args:
             mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
         """
-        self.band, self.dtype = band, dtype
+        self.band, self.dtype, self.look = band, dtype, look
         self.mask = None
         if mask is not None:
             self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)

@@ -23,7 +23,9 @@ def run_math(call: AttentionCall) -> Tensor:
     rows = query.flatten(-3, -2).to(dtype) * call.scale
     scores = torch.matmul(rows, key.to(dtype).transpose(-2, -1)).expand(*lead, -1, -1)
     scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
-    probs = torch.dropout(_softmax(scores, call), call.dropout_p, train=True) if call.dropout_p else _softmax(scores, call)
+    probs = (
+        torch.dropout(_softmax(scores, call), call.dropout_p, train=True) if call.dropout_p else _softmax(scores, call)
+    )
     out = torch.matmul(probs.flatten(-3, -2), value.to(dtype)).unflatten(-2, (call.groups, call.seq_len_q))
     return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
 
@@ -37,14 +39,12 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         if mask.dtype == torch.bool:
             allowed = mask
         else:
-            scores = scores + mask
+            scores = scores + mask.to(scores.dtype)
             allowed = mask.detach() != -math.inf
     if call.left is not None or call.right is not None:
         window = (-1 if call.left is None else call.left, -1 if call.right is None else call.right)
         alignment = "lower_right" if call.offset else "upper_left"
-        band = allowed_keys(
-            call.seq_len_q, call.seq_len_kv, alignment=alignment, window=window, device=scores.device
-        )
+        band = allowed_keys(call.seq_len_q, call.seq_len_kv, alignment=alignment, window=window, device=scores.device)
         allowed = band if allowed is None else allowed & band
     if allowed is None:
         return scores.softmax(dim=-1)

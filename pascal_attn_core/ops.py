@@ -87,7 +87,11 @@ def _sdpa(
         out, lse, seed = tiled_route.forward(call, settings, with_lse=True)
     else:
         out, lse = dispatch._run(call, settings, with_lse=with_lse)
-    return _laid_out(call, out), _or_empty(lse, query, accumulate_dtype(query.dtype)), _or_empty(seed, query, torch.int64)
+    return (
+        _laid_out(call, out),
+        _or_empty(lse, query, accumulate_dtype(query.dtype)),
+        _or_empty(seed, query, torch.int64),
+    )
 
 
 def _laid_out(call: AttentionCall, out: Tensor) -> Tensor:
@@ -155,11 +159,12 @@ def _sdpa_backward(
         wants_mask=wants_mask,
     )
     assert grads.query is not None and grads.key is not None and grads.value is not None
-    return (*map(torch.Tensor.contiguous, (grads.query, grads.key, grads.value)), _or_empty(grads.attn_mask, query, query.dtype))
+    mask = _or_empty(grads.attn_mask, query, query.dtype)
+    return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous(), mask
 
 
 @_sdpa_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *options):  # type: ignore[no-untyped-def]
+def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *options):
     grads = [t.new_empty(t.shape) for t in (query, key, value)]
     return (*grads, attn_mask.new_empty(attn_mask.shape) if options[-1] else query.new_empty(0))
 
@@ -176,9 +181,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_s
     query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wants_mask = ctx.needs_input_grad[3]
-    grads = _sdpa_backward(
-        grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *ctx.options, wants_mask
-    )
+    grads = _sdpa_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *ctx.options, wants_mask)
     return (*grads[:3], grads[3] if wants_mask else None, *[None] * 9)
 
 

@@ -61,10 +61,10 @@ class Patch:
 class PatchGroup:
     """Collects undo steps while a change is being made at many places; a failure half-way takes back what was done.
 
-        with PatchGroup("my change") as group:
-            for module in modules:
-                group.add(swap(module))
-        patch = group.patch()
+    with PatchGroup("my change") as group:
+        for module in modules:
+            group.add(swap(module))
+    patch = group.patch()
     """
 
     def __init__(self, name: str):

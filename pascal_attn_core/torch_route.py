@@ -112,13 +112,17 @@ def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
     query, key, value = call.query, call.key, call.value
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
     if query.dim() == 4 and mask is None:
-        views = [t if t.shape[:2] == shape else t.expand(*shape, *t.shape[-2:]) for t, shape in zip((query, key, value), lead)]
-        return TorchForm(*views, None)
+        query, key, value = (
+            t if t.shape[:2] == shape else t.expand(*shape, *t.shape[-2:])
+            for t, shape in zip((query, key, value), lead)
+        )
+        return TorchForm(query, key, value, None)
     try:
         four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in zip((query, key, value), lead)]
         if mask is not None:
             mask = mask[(None,) * (len(call.batch) + 3 - mask.dim())]
-            mask = _merge_batch(mask.expand(*(call.batch if len(call.batch) != 1 else mask.shape[:1]), *mask.shape[-3:]))
+            batch = mask.shape[:1] if len(call.batch) == 1 else call.batch
+            mask = _merge_batch(mask.expand(*batch, *mask.shape[-3:]))
     except RuntimeError:
         return "its leading dimensions cannot be merged without a copy"
     return TorchForm(four[0], four[1], four[2], mask)
@@ -172,9 +176,9 @@ def _folded(call: AttentionCall, form: TorchForm, q_step: int, budget_bytes: int
     query, key, mask = form.query, form.key, form.attn_mask
     step_heads = _heads_within(call, budget_bytes, call.query.element_size(), with_inputs=False)
     row_like = mask is None or (call.seq_len_q == 1 and mask.shape[1] == 1)
-    if row_like and not call.is_causal and _rows_view(query[:1], call) is not None:
-        if fused_takes(call, _rows_view(query[:1], call), key[:1], form.value[:1], None if mask is None else mask[:1]):
-            return replace(form, fold="rows", heads_step=max(1, step_heads))
+    rows = _rows_view(query[:1], call) if row_like and not call.is_causal else None
+    if rows is not None and fused_takes(call, rows, key[:1], form.value[:1], None if mask is None else mask[:1]):
+        return replace(form, fold="rows", heads_step=max(1, step_heads))
     if call.needs_grad:
         return None  # the gradient of a stride-0 view is as large as K and V expanded
     head_query, head_key, head_value, head_mask = _heads_view(form, call, 0, slice(0, 1), slice(None))
@@ -221,7 +225,8 @@ def _upcast(call: AttentionCall, form: TorchForm, budget_bytes: int) -> TorchFor
     if mask is not None and mask.dtype == torch.bfloat16:
         return ["torch has no fused bfloat16 kernel on this device, and its mask would have to be converted"]
     query, key, value, mask = _heads_view(form, call, 0, slice(0, 1), slice(0, 1))
-    if not fused_takes(call, *(t[..., :1, :].float() for t in (query, key, value)), None if mask is None else mask[..., :1]):
+    query, key, value = (t[..., :1, :].float() for t in (query, key, value))
+    if not fused_takes(call, query, key, value, None if mask is None else mask[..., :1]):
         return ["torch has no fused kernel for this call on this device, in bfloat16 or float32"]
     heads = _heads_within(call, budget_bytes, 4, with_inputs=True)
     if not heads:

@@ -1,0 +1,44 @@
+# Everything works on a fresh machine with Python 3.10+ and git. The torch build is pinned here and nowhere else:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"     (GTX 10xx, P40, P100, V100)
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/pascal-attn demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/pip install -q -e ".[bench]"
+	$(BIN)/pascal-attn bench
+
+# torch goes in first and alone, so that nothing else can choose another build of it.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(TORCH)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e ".[test]"
+	touch $@
+
+$(VENV)/.check: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e ".[check]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo_out bench_out build dist *.egg-info
