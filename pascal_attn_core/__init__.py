@@ -12,8 +12,7 @@ from .config import AttentionConfig, UnsupportedAttention
 from .dispatch import AttentionOutput, explain, sdpa, sdpa_with_lse
 from .patching import Patch
 from .report import Report, record
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "AttentionConfig",
@@ -22,6 +21,7 @@ __all__ = [
     "Report",
     "TiledAttention",
     "UnsupportedAttention",
+    "__version__",
     "capture",
     "explain",
     "record",

@@ -52,10 +52,24 @@ _DIAGONAL_TOKENS = 128
 
 @dataclass
 class TiledStats:
-    """Query blocks worked on, and how many of them were bounded."""
+    """Query blocks worked on, how many of them were bounded, and how often the device ran out of memory on the way."""
 
     blocks: int = 0
     bounded_blocks: int = 0
+    budget_halvings: int = 0
+
+
+class TiledOutput(NamedTuple):
+    """What a forward pass returns.
+
+    out: ``[*batch, Hq, L, Dv]`` in the dtype of the query.
+    lse: ``[*batch, Hq, L]`` in the dtype of the sums, or None.
+    log_sum: lse - row_max, kept apart for gradients under a float mask: a bias of -finfo.max would swallow it in lse.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    log_sum: Tensor | None
 
 
 @dataclass(slots=True)
@@ -86,63 +100,86 @@ def tiled_forward(
     plan: TilePlan,
     *,
     with_lse: bool = False,
+    for_grad: bool = False,
     softmax: str = "auto",
     readable: bool = True,
     trim_masks: bool = True,
     seed: Tensor | None = None,
     stats: TiledStats | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> TiledOutput:
     """Attention of a checked call in tiles of the given shape.
 
     Args:
         plan: from :func:`pascal_attn_core.tiles.plan_tiles` for this call; its ``extra_bytes`` are kept.
         with_lse: also return the natural logarithm of the softmax's denominator.
+        for_grad: return what the gradients need: lse, and log_sum where there is a float mask.
         softmax: "auto", or "online" for no bounded blocks.
         readable: values may be read by the host (norms for the bound, masks): not while a CUDA graph is captured, not
             on the meta device.
         trim_masks: leave out keys and tiles that the mask leaves to nobody.
         seed: int64 ``[1]`` from :func:`pascal_attn_core.dropout.draw_seed`, needed when ``call.dropout_p > 0``.
-    Returns:
-        (out ``[*batch, Hq, L, Dv]`` in the dtype of the query, lse ``[*batch, Hq, L]`` in that of the sums, or None)
     """
     out = empty_output(call)
-    lse = out.new_empty(out.shape[:-1], dtype=accumulate_dtype(out.dtype)) if with_lse else None
+    acc_dtype = accumulate_dtype(out.dtype)
+    lse = out.new_empty(out.shape[:-1], dtype=acc_dtype) if with_lse or for_grad else None
+    has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+    log_sum = out.new_empty(out.shape[:-1], dtype=acc_dtype) if for_grad and has_bias else None
     if call.is_empty:
         out.zero_()
-        if lse is not None:
-            lse.fill_(NEG_INF)
-        return out, lse
-    tile_math = TileMath(call, plan, seed)
+        for rows in (lse, log_sum):
+            if rows is not None:
+                rows.fill_(NEG_INF)
+        return TiledOutput(out, lse, log_sum)
     may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
+    look = readable and trim_masks and plan.scans_mask
+    groups = [
+        _Group.of(units, call, plan, look, may_bound) for units in unit_views(call, per_query=(out, lse, log_sum))
+    ]
+    tile_math = TileMath(call, plan, seed)
     stats = TiledStats() if stats is None else stats
-    for units in unit_views(call, per_query=(out, lse)):
-        rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=readable and trim_masks)
-        bounded = _rules_if_bounded(rules, units.mask) if may_bound else None
-        spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
-        limits = [0.0] * len(spans)
-        if bounded is not None:
-            limits = query_limits(units, spans, call.scale * LOG2_E, plan.kv_block, tile_math)
-        for span, limit in zip(spans, limits):
-            unit_range = _UnitRange(units, *span, tile_math, call, plan)
-            for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
-                stats.blocks += 1
-                stats.bounded_blocks += unit_range.attend(q0, q1, rules, bounded, limit)
-    return out, lse
+    for group in groups:
+        group.attend(tile_math, call, plan, stats)
+    return TiledOutput(out, lse, log_sum)
 
 
-class _BoundedRules(NamedTuple):
-    """The rules for bounded blocks, and the bias that all keys they leave share, ``[U, G, 1]``."""
+class _Group(NamedTuple):
+    """Units whose dimensions could be merged, with the rules for their tiles.
 
+    bounded: the rules in bounded blocks, None if there can be none.
+    bias: ``[U, G, 1]``, what all keys that these rules leave share.
+    """
+
+    units: Units
+    spans: list[tuple[int, int]]
     rules: Rules
+    bounded: Rules | None
     bias: Tensor | None
 
+    @staticmethod
+    def of(units: Units, call: AttentionCall, plan: TilePlan, look: bool, may_bound: bool) -> _Group:
+        spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
+        rules = Rules(Band.of(call), units.mask, accumulate_dtype(call.query.dtype), look=look)
+        bounded, bias = rules if may_bound else None, None
+        if may_bound and units.mask is not None and units.mask.dtype != torch.bool:
+            # A bounded block knows bool masks only: a float mask must be the padding of keys in disguise.
+            padding = padding_as_bool(units.mask, rules.dtype) if look and rules.band.is_everything else None
+            bounded = None
+            if padding is not None:
+                bounded, bias = Rules(rules.band, padding[0], rules.dtype, look=True), padding[1]
+        for each in {rules, bounded} - {None}:
+            each.prepare(spans)  # type: ignore[union-attr]
+        return _Group(units, spans, rules, bounded, bias)
 
-def _rules_if_bounded(rules: Rules, mask: Tensor | None) -> _BoundedRules | None:
-    """A bounded block knows bool masks only: a float mask must be the padding of keys in disguise."""
-    if mask is None or mask.dtype == torch.bool:
-        return _BoundedRules(rules, None)
-    padding = padding_as_bool(mask, rules.dtype) if rules.look and rules.band.is_everything else None
-    return None if padding is None else _BoundedRules(Rules(rules.band, padding[0], rules.dtype, look=True), padding[1])
+    def attend(self, tile_math: TileMath, call: AttentionCall, plan: TilePlan, stats: TiledStats) -> None:
+        """Fill the outputs of these units."""
+        limits = [0.0] * len(self.spans)
+        if self.bounded is not None:
+            limits = query_limits(self.units, self.spans, call.scale * LOG2_E, plan.kv_block, tile_math)
+        for span, limit in zip(self.spans, limits):
+            unit_range = _UnitRange(self, *span, tile_math, call, plan)
+            for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
+                stats.blocks += 1
+                stats.bounded_blocks += unit_range.attend(q0, q1, limit)
 
 
 class TileMath:
@@ -254,15 +291,17 @@ class TileMath:
             return out[:, 0] if self.groups == 1 else out[:, :, 0]
         return self.acc[: out.numel()].view(out.shape[0], -1, out.shape[3])
 
-    def finish(self, rows: _Rows, out: Tensor, lse: Tensor | None, lse_bias: Tensor | None) -> None:
-        """Turn the sums of a block into its output and lse."""
+    def finish(self, rows: _Rows, out: Tensor, lse: Tensor | None, log_sum: Tensor | None, bias: Tensor | None) -> None:
+        """Turn the sums of a block into its output, lse and log_sum. ``bias``: added to lse."""
         if lse is not None:
             total = rows.row_sum.log2().mul_(LN_2)
+            if log_sum is not None:
+                log_sum.copy_(self.by_head(total)[..., 0])
             if rows.row_max is not None:
                 total.add_(rows.row_max, alpha=1.0 if self.unit == 1.0 else LN_2)
             lse.copy_(self.by_head(total)[..., 0])
-            if lse_bias is not None:
-                lse.add_(lse_bias)
+            if bias is not None:
+                lse.add_(bias)
         total = rows.row_sum.masked_fill_(rows.row_sum == 0, 1.0) if self.rows_may_be_empty else rows.row_sum
         if self.dropout_p:
             total.mul_(1.0 - self.dropout_p if self.dropout_p < 1 else math.inf)
@@ -285,28 +324,31 @@ def block_schedule(
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
-    def __init__(self, units: Units, u0: int, u1: int, tile_math: TileMath, call: AttentionCall, plan: TilePlan):
-        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        out, lse = units.extra
-        assert out is not None
-        self.out, self.lse = out[u0:u1], None if lse is None else lse[u0:u1]
-        self.first_unit, self.span = units.index + u0, (u0, u1)
+    def __init__(self, group: _Group, u0: int, u1: int, tile_math: TileMath, call: AttentionCall, plan: TilePlan):
+        units = group.units
+        self.group, self.span, self.first_unit = group, (u0, u1), units.index + u0
         self.math, self.call, self.plan = tile_math, call, plan
+        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
+        out, lse, log_sum = units.extra
+        assert out is not None
+        self.out = out[u0:u1]
+        self.lse, self.log_sum = (None if t is None else t[u0:u1] for t in (lse, log_sum))
+        self.bias = None if group.bias is None else group.bias[u0:u1]
         self.tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def attend(self, q0: int, q1: int, rules: Rules, bounded: _BoundedRules | None, limit: float) -> bool:
+    def attend(self, q0: int, q1: int, limit: float) -> bool:
         """Compute one query block; returns whether it was bounded. ``limit``: the largest |query row| for that."""
         query = self.math.block_query(self.query[:, :, q0:q1])
-        is_bounded = limit == math.inf or (limit > 0 and float(max_norm(query)) <= limit)
-        bias, add_tile = None, self.math.online_tile
-        if is_bounded and bounded is not None:
-            rules, add_tile = bounded.rules, self.math.bounded_tile
-            bias = None if bounded.bias is None else bounded.bias[self.span[0] : self.span[1]]
+        bounded = self.group.bounded if limit == math.inf or (limit > 0 and float(max_norm(query)) <= limit) else None
         out = self.out[:, :, q0:q1]
-        rows = self._rows(query, self.math.block_acc(out), q0, is_bounded)
-        self._visit_tiles(rows, q0, q1, rules, add_tile)
-        self.math.finish(rows, out, None if self.lse is None else self.lse[:, :, q0:q1], bias)
-        return is_bounded
+        rows = self._rows(query, self.math.block_acc(out), q0, bounded is not None)
+        if bounded is None:
+            self._visit_tiles(rows, q0, q1, self.group.rules, self.math.online_tile)
+        else:
+            self._visit_tiles(rows, q0, q1, bounded, self.math.bounded_tile)
+        lse, log_sum = (None if t is None else t[:, :, q0:q1] for t in (self.lse, self.log_sum))
+        self.math.finish(rows, out, lse, log_sum, None if bounded is None else self.bias)
+        return bounded is not None
 
     def _visit_tiles(self, rows: _Rows, q0: int, q1: int, rules: Rules, add_tile: Callable[..., None]) -> None:
         schedule = block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.math.copies_kv)

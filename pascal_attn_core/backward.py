@@ -27,11 +27,11 @@ from .tiles import TilePlan, even_ranges
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients in the shapes of the inputs; None where none was wanted."""
+    """Gradients in the shapes of the inputs; that of attn_mask only where it was wanted."""
 
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
     attn_mask: Tensor | None
 
 
@@ -43,6 +43,7 @@ def tiled_backward(
     out: Tensor,
     lse: Tensor,
     *,
+    log_sum: Tensor | None = None,
     grad_lse: Tensor | None = None,
     seed: Tensor | None = None,
     wants_mask: bool = False,
@@ -53,16 +54,17 @@ def tiled_backward(
 
     Args:
         plan: planned with ``backward=True``.
-        grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``.
+        grad_out, out: ``[*batch, Hq, L, Dv]``; lse, log_sum, grad_lse: ``[*batch, Hq, L]``.
         seed: that of the forward pass, if the call has dropout.
         wants_mask: also return the gradient of a float mask, in the mask's shape.
     """
     sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
     if not call.is_empty:
         tile_math = GradientMath(call, plan, seed)
-        per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, grad_lse)
+        per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
         for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
-            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=readable and trim_masks)
+            look = readable and trim_masks and plan.scans_mask
+            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look)
             step = 1 if sums.units_share else plan.units
             for u0 in range(0, len(units), step):
                 _UnitRange(units, u0, min(u0 + step, len(units)), tile_math, call, plan).run(rules)
@@ -85,7 +87,11 @@ class _Sums:
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
             self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
         # Units that share an element of a sum must not be added to it in one step.
-        self.units_share = any(t.stride(-3) == 0 and t.shape[-3] > 1 for t in (self.key_view, self.value_view))
+        self.units_share = any(
+            stride == 0 and size > 1
+            for view in (self.key_view, self.value_view)
+            for stride, size in zip(view.stride()[:-2], view.shape[:-2])
+        )
 
     def result(self) -> Gradients:
         call = self.call
@@ -104,7 +110,8 @@ class _Block:
 
     query: Tensor
     grad_out: Tensor
-    lse_bits: Tensor
+    shift: Tensor
+    log_sum_bits: Tensor | None
     delta: Tensor
     grad_query: Tensor
     code: Tensor | None
@@ -114,7 +121,8 @@ class _Block:
         return _Block(
             self.query[:, cut],
             self.grad_out[:, cut],
-            self.lse_bits[:, cut],
+            self.shift[:, cut],
+            None if self.log_sum_bits is None else self.log_sum_bits[:, cut],
             self.delta[:, cut],
             self.grad_query[:, cut],
             None if self.code is None else self.code[:, cut],
@@ -158,10 +166,14 @@ class GradientMath(TileMath):
         return grad_scores
 
     def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
-        scores = self.product(block.query, key, self.scale * LOG2_E, converted=True)
+        """exp(scores - lse), ``[u, rows, keys]``."""
+        scores = self.product(block.query, key, self.scale * self.unit, converted=True)
         if rule.mask is not None and rule.mask.dtype != torch.bool:
-            self.masks.add(scores, rule.mask, factor=LOG2_E)
-        scores.sub_(block.lse_bits).exp2_()
+            self.masks.add(scores, rule.mask)
+        scores.sub_(block.shift)
+        if block.log_sum_bits is not None:
+            scores.mul_(LOG2_E).sub_(block.log_sum_bits)
+        scores.exp2_()
         self.masks.forbid(scores, rule, 0.0)
         return scores
 
@@ -182,11 +194,17 @@ class _UnitRange:
         self.span, self.first_unit = (u0, u1), units.index + u0
         self.math, self.call, self.plan = tile_math, call, plan
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        grad_query, mask_sum, grad_out, out, lse, grad_lse, key_sum, value_sum = units.extra
-        assert grad_query is not None and grad_out is not None and out is not None and lse is not None
-        assert key_sum is not None and value_sum is not None
+        grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
+        assert grad_query is not None
+        assert grad_out is not None
+        assert out is not None
+        assert lse is not None
+        assert key_sum is not None
+        assert value_sum is not None
         self.grad_query, self.grad_out, self.out, self.lse = (t[u0:u1] for t in (grad_query, grad_out, out, lse))
-        self.mask_sum, self.grad_lse = (None if t is None else t[u0:u1] for t in (mask_sum, grad_lse))
+        self.mask_sum, self.log_sum, self.grad_lse = (
+            None if t is None else t[u0:u1] for t in (mask_sum, log_sum, grad_lse)
+        )
         self.results = (key_sum[u0:u1], value_sum[u0:u1])
 
     def run(self, rules: Rules) -> None:
@@ -225,11 +243,16 @@ class _UnitRange:
         delta = products.view(query.shape[0], query.shape[1], -1).sum(dim=-1, keepdim=True)
         if self.grad_lse is not None:
             delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
-        lse_bits = lse.transpose(1, 2).reshape(stat) * LOG2_E
-        lse_bits.masked_fill_(lse_bits == -math.inf, math.inf)  # a row without keys: every probability is zero
+        shift = lse.transpose(1, 2).reshape(stat) * (1.0 if self.log_sum is not None else LOG2_E)
+        log_sum_bits = None
+        if self.log_sum is not None:
+            log_sum = self.log_sum[:, :, q0:q1].transpose(1, 2).reshape(stat)
+            shift, log_sum_bits = shift.sub_(log_sum), log_sum * LOG2_E
+            log_sum_bits.masked_fill_(log_sum_bits == -math.inf, math.inf)
+        shift.masked_fill_(~(shift > -math.inf), math.inf)  # a row without keys: every probability is zero
         grad_query = self.math.query_sum[: query.numel()].view(query.shape).zero_()
         code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
-        return _Block(query, grad_rows, lse_bits, delta, grad_query, code)
+        return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
 
 
 def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:

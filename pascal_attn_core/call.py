@@ -7,6 +7,7 @@ L query tokens, S key tokens, D head_dim, Dv head_dim_v.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 
 import torch
@@ -227,7 +228,7 @@ def _band(
     left = right = None
     if window is not None:
         try:
-            left, right = (None if side is None or side == -1 else int(side) for side in window)
+            left, right = (None if side is None or side == -1 else operator.index(side) for side in window)
         except (TypeError, ValueError):
             raise TypeError(f"window must be two whole numbers (left, right), got {window!r}") from None
         for side in (left, right):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .config import AttentionConfig, default_config
+from .config import default_config
 from .device import device_info
 from .dispatch import sdpa
 from .tiles import recommended_tile_size_for

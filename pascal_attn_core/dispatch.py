@@ -18,8 +18,9 @@ from .attention import TiledStats
 from .call import AttentionCall, check_call
 from .config import ROUTES, AttentionConfig, UnsupportedAttention, default_config
 from .device import MIB, device_info
+from .layout import without_autocast
 from .math_route import run_math
-from .tiled_route import halvings_of, run_tiled
+from .tiled_route import run_tiled
 from .torch_route import TorchForm, find_form, fused_takes, run_as_it_is, run_form
 
 log = logging.getLogger("pascal_attn")
@@ -92,20 +93,18 @@ def sdpa(
         TypeError, ValueError: arguments that do not fit together; nothing has been computed.
         UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.
     """
-    if attn_mask is not None and type(attn_mask) not in _PLAIN:
-        attn_mask, is_causal, alignment = _unwrap_causal_bias(attn_mask, is_causal, alignment)
+    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     if torch.compiler.is_compiling() or type(query) not in _PLAIN:
         return _traced(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config
         ).out
     config = default_config() if config is None else config
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     call = check_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
     )
     if _is_short(call, config):
         return run_as_it_is(call)
-    return _run(call, config, with_lse=False)[0]
+    return run(call, config, with_lse=False)[0]
 
 
 def sdpa_with_lse(
@@ -124,18 +123,16 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
-    if attn_mask is not None and type(attn_mask) not in _PLAIN:
-        attn_mask, is_causal, alignment = _unwrap_causal_bias(attn_mask, is_causal, alignment)
+    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     if torch.compiler.is_compiling() or type(query) not in _PLAIN:
         return _traced(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config, lse=True
         )
     config = default_config() if config is None else config
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     call = check_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
     )
-    out, lse = _run(call, config, with_lse=True)
+    out, lse = run(call, config, with_lse=True)
     assert lse is not None
     return AttentionOutput(out, lse)
 
@@ -146,7 +143,7 @@ def sdpa_with_lse(
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
     """Why a route cannot take a call, one sentence each; an empty list = it can."""
     if route == "tiled":
-        return []
+        return _why_not_tiled()
     if route == "torch":
         form = find_form(call, _budget(call, config), with_lse=with_lse)
         return form if isinstance(form, list) else []
@@ -173,6 +170,9 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
         return Choice("torch", "torch has a fused kernel for it" + (f" ({words})" if words else ""), form)
     if not _why_not_math(call, config, with_lse):
         return Choice("math", f"the score matrix is below {config.math_limit_mib:g} MiB")
+    against = _why_not_tiled()
+    if against:
+        raise UnsupportedAttention("auto", [*form, *against])
     if not with_lse:
         _warn_once(call.query.device.type, form[0])
     return Choice("tiled", form[0])
@@ -202,6 +202,7 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others."""
     config = default_config() if config is None else config
+    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     call = check_call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
     )
@@ -220,6 +221,12 @@ def _budget(call: AttentionCall, config: AttentionConfig) -> int:
     return int(config.budget_mib * MIB)
 
 
+def _why_not_tiled() -> list[str]:
+    if torch._C._are_functorch_transforms_active():
+        return ["transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"]
+    return []
+
+
 def _why_not_math(call: AttentionCall, config: AttentionConfig, with_lse: bool) -> list[str]:
     reasons = []
     score_mib = call.num_scores * max(4, call.query.element_size()) / MIB
@@ -234,14 +241,18 @@ def _why_not_math(call: AttentionCall, config: AttentionConfig, with_lse: bool) 
 
 def _tiled_is_faster(call: AttentionCall) -> bool:
     """Kinds of calls for which ``pascal-attn bench`` shows the tiled route ahead of torch's fused CPU kernel."""
-    if call.query.device.type != "cpu" or call.needs_grad or torch.get_num_threads() > _TILED_THREADS:
+    if call.query.device.type != "cpu" or torch.get_num_threads() > _TILED_THREADS or _why_not_tiled():
         return False
-    rows = call.groups * call.seq_len_q
-    if call.attn_mask is not None:
-        return rows >= 128 and call.seq_len_kv >= 256
+    rows, keys, mask = call.groups * call.seq_len_q, call.seq_len_kv, call.attn_mask
+    if mask is not None:
+        if mask.dtype != torch.bool and mask.dim() > 1 and mask.shape[-2] > 1:
+            return False
+        return rows >= 128 and keys >= 256 and not call.needs_grad
+    if call.query.dtype != torch.float32 and call.needs_grad:
+        return False  # torch's kernel multiplies in 16 bits there
     if call.seq_len_q == 1:
-        return call.groups > 1 and call.seq_len_kv >= 1024
-    return rows >= 1024 and call.seq_len_kv <= 128
+        return call.groups > 1 and keys >= 1024 and not call.needs_grad
+    return rows >= 1024 and (keys <= 128 or (call.plain_causal and keys >= 1024))
 
 
 def _is_short(call: AttentionCall, config: AttentionConfig) -> bool:
@@ -271,10 +282,11 @@ def _warn_once(device_type: str, reason: str) -> None:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-def _run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """A checked call by the route that :func:`choose` finds: (out, lse or None)."""
     choice = choose(call, config, with_lse=with_lse)
     stats = TiledStats() if report.recording() else None
-    with torch.autocast(call.query.device.type, enabled=False) if _autocast_on(call.query) else _NOTHING:
+    with without_autocast(call.query):
         if choice.route == "torch":
             assert choice.form is not None
             result: tuple[Tensor, Tensor | None] = run_form(call, choice.form), None
@@ -296,45 +308,43 @@ def _note(call: AttentionCall, choice: Choice, stats: TiledStats) -> None:
         report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right),
         choice.why,
     )
-    report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=halvings_of(call))
+    report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=stats.budget_halvings)
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
+def _prepared(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, alignment: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, str]:
+    """The arguments after what torch itself does to them first: its causal bias objects, and autocast."""
+    if attn_mask is not None and type(attn_mask) not in _PLAIN and isinstance(attn_mask, Tensor):
+        attn_mask, is_causal, alignment = _unwrap_causal_bias(query, key, attn_mask, is_causal, alignment)
+    if type(query) in _PLAIN and torch.is_autocast_enabled(query.device.type) and query.device.type != "meta":
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+        attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+    return query, key, value, attn_mask, is_causal, alignment
 
 
-_NOTHING = _Nothing()
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast of one argument: float tensors except float64. What is no tensor is left for the check to refuse."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
-def _autocast_on(query: Tensor) -> bool:
-    return query.device.type != "meta" and torch.is_autocast_enabled(query.device.type)
-
-
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Under autocast torch casts float inputs of this function (float64 excepted) to the autocast dtype; so do we."""
-    if not isinstance(query, Tensor) or not _autocast_on(query):
-        return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(query.device.type)
-
-    def cast(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
-
-    mask = attn_mask if attn_mask is None else cast(attn_mask)
-    return cast(query), cast(key), cast(value), mask
-
-
-def _unwrap_causal_bias(attn_mask: Tensor, is_causal: bool, alignment: str) -> tuple[Tensor | None, bool, str]:
+def _unwrap_causal_bias(
+    query: Tensor, key: Tensor, attn_mask: Tensor, is_causal: bool, alignment: str
+) -> tuple[Tensor | None, bool, str]:
     """torch.nn.attention.bias.causal_upper_left / causal_lower_right, which are rules in the dress of a tensor."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     if not isinstance(attn_mask, CausalBias):
         return attn_mask, is_causal, alignment
-    lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
-    return None, True, "lower_right" if lower else "upper_left"
+    if is_causal:
+        raise ValueError("is_causal must be False with a CausalBias as attn_mask, got True")
+    sizes, needed = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if sizes != needed:
+        raise ValueError(f"a CausalBias must be made for (L, S) = {needed}, got {sizes}")
+    return None, True, "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
 
 
 def _traced(
@@ -354,7 +364,8 @@ def _traced(
     """The call as one custom operator, for torch.compile and fake tensors."""
     from . import ops
 
-    token = ops.DEFAULT if config is None else config.token
+    if not all(isinstance(t, Tensor) for t in (query, key, value)) or not isinstance(attn_mask, (Tensor, type(None))):
+        check_call(query, key, value, attn_mask)  # raises
     return AttentionOutput(
-        *ops.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, token, lse)
+        *ops.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config, lse)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,9 @@ def unit_views(
     index = 0
     for tensors in _merged([query, key, value, mask, *queries, *keys], len(lead)):
         merged_query, merged_key, merged_value, merged_mask, *extra = tensors
-        assert merged_query is not None and merged_key is not None and merged_value is not None
+        assert merged_query is not None
+        assert merged_key is not None
+        assert merged_value is not None
         units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
         index += len(units)
         yield units
@@ -144,3 +147,13 @@ def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     folds = call.groups > 1 and call.seq_len_q > 1
     kv = converts or not (is_matrix(call.key) and is_matrix(call.value))
     return converts or folds or not is_matrix(call.query), kv, converts or folds
+
+
+def autocast_on(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast would cast inside the products, whose results have a place already: off for the block."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()

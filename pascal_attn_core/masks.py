@@ -138,17 +138,20 @@ class MaskTiles:
         found = self._ranges.get(units)
         if found is None:
             rows = distinct(self.mask[units[0] : units[1], :, :1])
-            found = self._ranges[units] = _key_range(rows.flatten(0, 2))
+            first, last, full = _key_range(rows.flatten(0, 2))
+            if rows.shape[-1] < self.mask.shape[-1]:  # one value for all keys
+                last = self.mask.shape[-1] if last else 0
+            found = self._ranges[units] = first, last, full
         return found
 
 
 def _key_range(rows: Tensor) -> tuple[int, int, bool]:
-    """Of a mask ``[N, S]``: first and one-past-last key that any row takes, and whether all of them take all between."""
+    """Of a mask ``[N, S]``: first and one-past-last key that any row takes, and whether all rows take all between."""
     is_bool = rows.dtype == torch.bool
-    allowed = (rows if is_bool else rows != -torch.inf).any(dim=0).nonzero()
-    if not len(allowed):
+    allowed = (rows if is_bool else rows != -torch.inf).any(dim=0).view(torch.uint8)
+    first, last = int(allowed.argmax()), len(allowed) - int(allowed.flip(0).argmax())
+    if not allowed[first]:
         return 0, 0, True
-    first, last = int(allowed[0]), int(allowed[-1]) + 1
     inside = rows[:, first:last]
     return first, last, bool((inside if is_bool else inside == 0).all())
 
@@ -172,8 +175,8 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     Returns:
         (bool ``[U, G, L, S]`` view, bias ``[U, G, 1]`` view of the keys that take part), or None if the mask differs
         between rows or the keys that matter do not all have the same bias.
-    Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row
-    share, changes no output.
+    Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is
+    zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row share, changes no output.
     """
     if mask.shape[2] > 1 and mask.stride(2) != 0:
         return None
@@ -211,6 +214,12 @@ class Rules:
         self.mask = None
         if mask is not None:
             self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
+
+    def prepare(self, spans: list[tuple[int, int]]) -> None:
+        """Look at what is looked at once, before a call's buffers are there."""
+        if self.mask is not None:
+            for span in spans:
+                self.mask.key_range(*span)
 
     def key_range(self, u0: int, u1: int, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
         """First and one-past-last key worth visiting for these units and queries."""

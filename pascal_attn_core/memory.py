@@ -337,7 +337,9 @@ def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
     if backend and _has_kernel(func, backend) and not has_own_meta:
         return None if func.namespace in _LEAVES else getattr(_DispatchKey, backend)
-    if launches and _has_kernel(func, "CompositeExplicitAutograd"):
+    # Such a kernel hands a number on to its tensor variant as a wrapped tensor, which comes back here as a number.
+    takes_number = any(isinstance(argument.type, torch.NumberType) for argument in func._schema.arguments)
+    if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
         return _DispatchKey.CompositeExplicitAutograd
     return None
 

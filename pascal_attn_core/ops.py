@@ -12,14 +12,22 @@ from torch import Tensor
 from . import dispatch, tiled_route
 from .call import AttentionCall, check_call
 from .config import AttentionConfig, default_config
-from .layout import accumulate_dtype, empty_output
+from .layout import accumulate_dtype, empty_output, without_autocast
+from .version import __version__
+
+# Compiled graphs are cached on disk by what they pass to the operator: with the version in it, a graph that was
+# compiled against another version of the operator is never taken from there.
+_TAG = f"{__version__}|"
+_ENVIRONMENT = "environment"  # instead of a config's token
 
 
-DEFAULT = "default"  # in place of a config's token: that of the environment
+def _token(config: AttentionConfig | None) -> str:
+    return _TAG + (_ENVIRONMENT if config is None else config.token)
 
 
 def _config(token: str) -> AttentionConfig:
-    return default_config() if token == DEFAULT else AttentionConfig.from_token(token)
+    token = token.removeprefix(_TAG)
+    return default_config() if token == _ENVIRONMENT else AttentionConfig.from_token(token)
 
 
 def sdpa(
@@ -33,15 +41,15 @@ def sdpa(
     enable_gqa: bool,
     alignment: str,
     window: tuple[int, int] | None,
-    config: str,
+    config: AttentionConfig | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as one node of a graph; lse is empty unless asked for."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     sides = None if window is None else [-1 if side is None else side for side in window]
-    options = (dropout_p, is_causal, scale, enable_gqa, alignment, sides, config)
-    out, lse, _ = _sdpa(query, key, value, attn_mask, *options, with_lse or for_grad, for_grad)
+    options = (dropout_p, is_causal, scale, enable_gqa, alignment, sides, _token(config))
+    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, with_lse or for_grad, for_grad)
     return out, lse
 
 
@@ -78,19 +86,21 @@ def _sdpa(
     config: str,
     with_lse: bool,
     for_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse or empty, dropout seed or empty)"""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, log_sum, dropout seed), the last three empty where there is none."""
     call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
     settings = _config(config)
-    seed = None
-    if for_grad:
-        out, lse, seed = tiled_route.forward(call, settings, with_lse=True)
-    else:
-        out, lse = dispatch._run(call, settings, with_lse=with_lse)
+    with without_autocast(query):
+        if for_grad:
+            result = tiled_route.forward(call, settings, for_grad=True)
+        else:
+            result = tiled_route.Forward(*dispatch.run(call, settings, with_lse=with_lse), None, None)
+    dtype = accumulate_dtype(query.dtype)
     return (
-        _laid_out(call, out),
-        _or_empty(lse, query, accumulate_dtype(query.dtype)),
-        _or_empty(seed, query, torch.int64),
+        _laid_out(call, result.out),
+        _or_empty(result.lse, query, dtype),
+        _or_empty(result.log_sum, query, dtype),
+        _or_empty(result.seed, query, torch.int64),
     )
 
 
@@ -119,11 +129,14 @@ def _(
     config: str,
     with_lse: bool,
     for_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
     out = empty_output(call)
-    lse = query.new_empty(out.shape[:-1] if with_lse else (0,), dtype=accumulate_dtype(query.dtype))
-    return out, lse, query.new_empty((1,) if for_grad and dropout_p else (0,), dtype=torch.int64)
+    dtype = accumulate_dtype(query.dtype)
+    has_bias = attn_mask is not None and attn_mask.dtype != torch.bool
+    lse = query.new_empty(out.shape[:-1] if with_lse else (0,), dtype=dtype)
+    log_sum = query.new_empty(out.shape[:-1] if for_grad and has_bias else (0,), dtype=dtype)
+    return out, lse, log_sum, query.new_empty((1,) if for_grad and dropout_p else (0,), dtype=torch.int64)
 
 
 @torch.library.custom_op("pascal_attn::sdpa_backward", mutates_args=())
@@ -136,6 +149,7 @@ def _sdpa_backward(
     attn_mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    log_sum: Tensor,
     seed: Tensor,
     dropout_p: float,
     is_causal: bool,
@@ -148,40 +162,31 @@ def _sdpa_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and attn_mask (or empty)."""
     call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
-    grads = tiled_route.backward(
-        call,
-        _config(config),
-        grad_out,
-        out,
-        lse,
-        grad_lse=grad_lse,
-        seed=seed if seed.numel() else None,
-        wants_mask=wants_mask,
-    )
-    assert grads.query is not None and grads.key is not None and grads.value is not None
+    saved = tiled_route.Forward(out, lse, log_sum if log_sum.numel() else None, seed if seed.numel() else None)
+    with without_autocast(query):
+        grads = tiled_route.backward(call, _config(config), grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
     mask = _or_empty(grads.attn_mask, query, query.dtype)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous(), mask
 
 
 @_sdpa_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *options):
+def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, log_sum, seed, *options):
     grads = [t.new_empty(t.shape) for t in (query, key, value)]
     return (*grads, attn_mask.new_empty(attn_mask.shape) if options[-1] else query.new_empty(0))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, attn_mask = inputs[:4]
-    out, lse, seed = output
-    ctx.save_for_backward(query, key, value, attn_mask, out, lse, seed)
+    ctx.save_for_backward(query, key, value, attn_mask, *output)
     ctx.options = inputs[4:11]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_seed: None) -> tuple:
-    query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *others: None) -> tuple:
+    query, key, value, attn_mask, out, *saved = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wants_mask = ctx.needs_input_grad[3]
-    grads = _sdpa_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, *ctx.options, wants_mask)
+    grads = _sdpa_backward(grad_out, grad_lse, query, key, value, attn_mask, out, *saved, *ctx.options, wants_mask)
     return (*grads[:3], grads[3] if wants_mask else None, *[None] * 9)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .call import AttentionCall
 from .config import AttentionConfig
 from .device import MIB, DeviceInfo
-from .layout import accumulate_dtype, copies
+from .layout import accumulate_dtype, copies, distinct
 from .tiles import TilePlan, Workload, plan_tiles
 
 
@@ -16,6 +18,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     acc_dtype = accumulate_dtype(call.query.dtype)
     copies_query, copies_kv, copies_out = copies(call)
     mask = call.attn_mask
+    same_for_rows = mask is not None and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
     has_band = call.left is not None or call.right is not None
     window = None
     if call.left is not None:
@@ -34,6 +37,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         converts_mask=mask is not None and mask.dtype not in (torch.bool, acc_dtype),
         writes_mask=has_band or mask is not None,
         has_band=has_band,
+        mask_keys=math.prod(distinct(mask).shape) if mask is not None and same_for_rows else 0,
         dropout=call.dropout_p > 0,
         causal=call.right is not None,
         window=window,
@@ -43,12 +47,19 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
 
 
 def plan_call(
-    call: AttentionCall, info: DeviceInfo, config: AttentionConfig, *, halvings: int = 0, backward: bool = False
+    call: AttentionCall,
+    info: DeviceInfo,
+    config: AttentionConfig,
+    *,
+    most_bytes: int | None = None,
+    backward: bool = False,
 ) -> TilePlan:
-    """The tile shape for a call under a configuration, with its budget halved ``halvings`` times."""
+    """The tile shape for a call under a configuration, and with at most ``most_bytes`` if that is less."""
     work = workload(call, backward=backward)
     if config.budget_mib is None:
         budget = info.default_budget_bytes(backward=backward)
     else:
         budget = int(config.budget_mib * MIB)
-    return plan_tiles(info, work, budget >> halvings, q_block=config.q_block, kv_block=config.kv_block)
+    if most_bytes is not None:
+        budget = min(budget, most_bytes)
+    return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block)

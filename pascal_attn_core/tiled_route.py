@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .attention import TiledStats, tiled_forward
+from .attention import TiledOutput, TiledStats, tiled_forward
 from .backward import Gradients, tiled_backward
 from .call import AttentionCall
 from .config import AttentionConfig
@@ -22,50 +22,67 @@ from .tiles import TilePlan
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
 
-# How often the budget of a shape was halved because the device ran out of memory; asked for only if any was.
-_halvings: dict[tuple, int] = {}
+# Bytes that calls of a shape may use after the device ran out of memory with twice as many.
+_caps: dict[tuple, int] = {}
 _lock = threading.Lock()
-
-
-def halvings_of(call: AttentionCall) -> int:
-    """How often the budget of calls like this one has been halved."""
-    return _halvings.get(_shape_key(call), 0) if _halvings else 0
 
 
 def forget_halvings() -> None:
     """Plan every shape with the full budget again."""
     with _lock:
-        _halvings.clear()
+        _caps.clear()
 
 
-def _shape_key(call: AttentionCall) -> tuple:
-    return call.query.device, call.query.dtype, call.query.shape, call.key.shape, call.value.shape
+def _shape_key(call: AttentionCall, backward: bool) -> tuple:
+    return call.query.device, call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
 
 
 def _within_memory(
-    call: AttentionCall, config: AttentionConfig, run: Callable[[TilePlan], T], *, backward: bool = False
+    call: AttentionCall,
+    config: AttentionConfig,
+    run: Callable[[TilePlan], T],
+    stats: TiledStats,
+    *,
+    backward: bool = False,
 ) -> T:
-    """``run`` with a plan for this call; when the device runs out of memory, again with half the budget."""
+    """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     info: DeviceInfo = device_info(call.query.device)
+    plan = plan_call(call, info, config, backward=backward)
+    if _caps:
+        plan = _smaller(call, config, info, plan, _caps.get(_shape_key(call, backward)), backward) or plan
     while True:
-        halvings = halvings_of(call)
-        plan = plan_call(call, info, config, halvings=halvings, backward=backward)
         try:
             return run(plan)
         except torch.cuda.OutOfMemoryError:
-            try:
-                smaller = plan_call(call, info, config, halvings=halvings + 1, backward=backward)
-            except ValueError:
-                raise  # the error of the device, not that of the plan
+            smaller = _smaller(call, config, info, plan, plan.extra_bytes // 2, backward)
+            if smaller is None:
+                raise
             with _lock:
-                _halvings[_shape_key(call)] = halvings + 1
+                _caps[_shape_key(call, backward)] = plan.extra_bytes // 2
+            stats.budget_halvings += 1
+            sizes = plan.extra_bytes / 2**20, smaller.extra_bytes / 2**20
+            shapes = list(call.query.shape), list(call.key.shape)
             log.warning(
-                "out of memory with %.1f MiB for query %s, key %s: going on with %.1f MiB",
-                plan.extra_bytes / 2**20,
-                list(call.query.shape),
-                list(call.key.shape),
-                smaller.extra_bytes / 2**20,
+                "out of memory with %.2f MiB for query %s, key %s: going on with %.2f MiB", sizes[0], *shapes, sizes[1]
             )
+            plan = smaller
+
+
+def _smaller(
+    call: AttentionCall,
+    config: AttentionConfig,
+    info: DeviceInfo,
+    plan: TilePlan,
+    most_bytes: int | None,
+    backward: bool,
+) -> TilePlan | None:
+    """A plan that takes at most ``most_bytes``, or None if there is none below the given one."""
+    if most_bytes is None or most_bytes >= plan.extra_bytes:
+        return None
+    try:
+        return plan_call(call, info, config, most_bytes=most_bytes, backward=backward)
+    except ValueError:
+        return None
 
 
 def may_read(call: AttentionCall) -> bool:
@@ -81,19 +98,35 @@ def _worth_looking(call: AttentionCall) -> bool:
     return call.query.device.type in CPU_LIKE or call.num_scores >= 1 << 26
 
 
+class Forward(NamedTuple):
+    """out, and what :func:`backward` needs besides the inputs: lse, log_sum (float masks), dropout seed."""
+
+    out: Tensor
+    lse: Tensor | None
+    log_sum: Tensor | None
+    seed: Tensor | None
+
+
 def forward(
-    call: AttentionCall, config: AttentionConfig, *, with_lse: bool, stats: TiledStats | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(out, lse or None, dropout seed or None), without a graph for gradients."""
+    call: AttentionCall,
+    config: AttentionConfig,
+    *,
+    with_lse: bool = False,
+    for_grad: bool = False,
+    stats: TiledStats | None = None,
+) -> Forward:
+    """The call in tiles, without a graph for gradients."""
     seed = draw_seed(call.query.device) if call.dropout_p else None
     readable = may_read(call)
     softmax = config.softmax if _worth_looking(call) else "online"
+    stats = TiledStats() if stats is None else stats
 
-    def run(plan: TilePlan) -> tuple[Tensor, Tensor | None]:
+    def run(plan: TilePlan) -> TiledOutput:
         return tiled_forward(
             call,
             plan,
             with_lse=with_lse,
+            for_grad=for_grad,
             softmax=softmax,
             readable=readable,
             trim_masks=config.trim_masks,
@@ -101,38 +134,38 @@ def forward(
             stats=stats,
         )
 
-    return *_within_memory(call, config, run), seed
+    return Forward(*_within_memory(call, config, run, stats), seed)
 
 
 def backward(
     call: AttentionCall,
     config: AttentionConfig,
     grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Forward,
     *,
     grad_lse: Tensor | None = None,
-    seed: Tensor | None = None,
     wants_mask: bool = False,
 ) -> Gradients:
-    """Gradients of :func:`forward`."""
-    readable = may_read(call)
+    """Gradients of :func:`forward` with ``for_grad=True``."""
+    assert saved.lse is not None
+    readable, lse = may_read(call), saved.lse
 
     def run(plan: TilePlan) -> Gradients:
         return tiled_backward(
             call,
             plan,
             grad_out,
-            out,
+            saved.out,
             lse,
+            log_sum=saved.log_sum,
             grad_lse=grad_lse,
-            seed=seed,
+            seed=saved.seed,
             wants_mask=wants_mask,
             trim_masks=config.trim_masks,
             readable=readable,
         )
 
-    return _within_memory(call, config, run, backward=True)
+    return _within_memory(call, config, run, TiledStats(), backward=True)
 
 
 class TiledFunction(torch.autograd.Function):
@@ -141,11 +174,11 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
         call, config, stats = rest
-        out, lse, seed = forward(call, config, with_lse=True, stats=stats)
-        ctx.save_for_backward(query, key, value, attn_mask, out, lse, seed)
+        result = forward(call, config, for_grad=True, stats=stats)
+        ctx.save_for_backward(query, key, value, attn_mask, *result)
         ctx.call, ctx.config = call.without_tensors(), config
         ctx.set_materialize_grads(False)
-        return out, lse
+        return result.out, result.lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
@@ -154,20 +187,11 @@ class TiledFunction(torch.autograd.Function):
                 "gradients of gradients must be taken with route='math', got a tiled call; "
                 "pass config=AttentionConfig(route='math', math_limit_mib=...)"
             )
-        query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
-        call = ctx.call.with_tensors(query, key, value, attn_mask)
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        grads = backward(
-            call,
-            ctx.config,
-            grad_out,
-            out,
-            lse,
-            grad_lse=grad_lse,
-            seed=seed,
-            wants_mask=ctx.needs_input_grad[3],
-        )
+        query, key, value, attn_mask, *results = ctx.saved_tensors
+        call, saved = ctx.call.with_tensors(query, key, value, attn_mask), Forward(*results)
+        grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
+        wants_mask = ctx.needs_input_grad[3]
+        grads = backward(call, ctx.config, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
         return grads.query, grads.key, grads.value, grads.attn_mask, None, None, None
 
 

@@ -39,6 +39,7 @@ class Workload:
         converts_mask: a float mask of another dtype than the sums, copied tile by tile.
         writes_mask: a bool mask, or a band, is written over the scores.
         has_band: a causal rule or window.
+        mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
         dropout, causal: whether they apply.
         window: number of keys a query sees at most, None without a window.
         backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
@@ -58,6 +59,7 @@ class Workload:
     converts_mask: bool = False
     writes_mask: bool = False
     has_band: bool = False
+    mask_keys: int = 0
     dropout: bool = False
     causal: bool = False
     window: int | None = None
@@ -67,15 +69,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Tile shape of one call: units x q_block tokens (x groups) x kv_block tokens, and the bytes that takes."""
+    """Tile shape of one call: units x q_block tokens (x groups) x kv_block tokens, and the bytes that takes.
+
+    ``scans_mask``: whether the budget allows to look at the values of the mask.
+    """
 
     units: int
     q_block: int
     kv_block: int
     extra_bytes: int
+    scans_mask: bool = True
 
     def rows(self, groups: int) -> int:
         return self.q_block * groups
+
+
+def scan_bytes(work: Workload) -> int:
+    """Extra memory in bytes of looking at a key-padding mask: copies of it as bool, and flags per key."""
+    return 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0
 
 
 def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
@@ -120,6 +131,10 @@ def plan_tiles(
         ValueError: not even the smallest tile, or not the tile asked for, fits the budget.
     """
     budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
+    scan = scan_bytes(work)
+    scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
+    if scans_mask:
+        budget -= scan
     shape = _gpu_shape(info, work, budget) if info.is_gpu else _cpu_shape(work, budget)
     units, rows, keys = shape
     if q_block is not None:
@@ -133,7 +148,7 @@ def plan_tiles(
             f"budget_mib must be at least {needed / MIB:.3f} for tiles of {rows} x {keys} tokens with head_dim "
             f"{work.head_dim}, got {budget / MIB:.3f}"
         )
-    return TilePlan(units, rows, keys, needed)
+    return TilePlan(units, rows, keys, needed + scan * scans_mask, scans_mask)
 
 
 def _fit(

@@ -161,7 +161,7 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
 
 def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Torch's own answer: is there a fused kernel for exactly this call?"""
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}  # unknown to torch 2.4
+    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
     try:
         choice = torch._fused_sdp_choice(
             query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped
@@ -277,5 +277,5 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
 
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
