@@ -1,0 +1,43 @@
+"""Shared by all tests: GPU tests are skipped without a GPU, and ``attn_support`` is importable from every test."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Under --import-mode=importlib tests are no package: what they share is one by this name.
+_support = types.ModuleType("attn_support")
+_support.__path__ = [str(Path(__file__).parent / "support")]
+sys.modules.setdefault("attn_support", _support)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    """Every test draws the same inputs, whichever tests ran before it."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    yield
+    torch.set_rng_state(state)
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_failures() -> Iterator[None]:
+    """Budgets halved by one test must not plan the next one's tiles."""
+    from pascal_attn_core.tiled_route import forget_halvings
+
+    yield
+    forget_halvings()

@@ -1,0 +1,257 @@
+"""What must hold for every call, as sentences."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from attn_support.oracle import assert_close, exact, plain
+from attn_support.table import GROUPED, ROUTES, SHAPES, Case
+
+from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core.attention import TiledStats, tiled_forward
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import device_info
+from pascal_attn_core.plan import plan_call
+from pascal_attn_core.reference import reference_sdpa
+
+TILED = AttentionConfig(route="tiled")
+ONLINE = AttentionConfig(route="tiled", softmax="online")
+TILED_ROUTES = [route for route in ROUTES if ROUTES[route].route == "tiled"]
+
+
+def _stats(*inputs: torch.Tensor, config: AttentionConfig = TILED, **options) -> TiledStats:
+    call, stats = check_call(*inputs, **options), TiledStats()
+    tiled_forward(call, plan_call(call, device_info("cpu"), config), softmax=config.softmax, stats=stats)
+    return stats
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+@pytest.mark.parametrize("tile", [(1, 1), (1, 64), (64, 1), (13, 17), (64, 64), (500, 500)])
+def test_the_tile_size_does_not_change_the_answer(case: Case, tile: tuple[int, int]) -> None:
+    inputs, options = case.build()
+    config = AttentionConfig(route="tiled", q_block=tile[0], kv_block=tile[1])
+    oracle, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
+    assert_close(sdpa(*inputs, **options, config=config), oracle, similar, f"tile {tile}", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("route", TILED_ROUTES)
+@pytest.mark.parametrize("is_float", [False, True])
+@pytest.mark.parametrize("padding", [False, True])
+def test_masked_keys_cannot_move_a_bit(route: str, is_float: bool, padding: bool) -> None:
+    query, key, value = (torch.randn(2, 2, n, 8) for n in (70, 90, 90))
+    allowed = torch.rand(2, 1, 1, 90) < 0.5 if padding else (torch.rand(70, 90) < 0.5) & (torch.arange(90) < 80)
+    never = ~allowed.expand(2, 2, 70, 90).any(dim=-2)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf) if is_float else allowed
+    out = sdpa(query, key, value, mask, config=ROUTES[route])
+    value[never] = 1e30 if ROUTES[route].softmax == "online" else 1e15  # more is no longer provably bounded
+    assert torch.equal(sdpa(query, key, value, mask, config=ROUTES[route]), out)
+
+
+@pytest.mark.parametrize("route", TILED_ROUTES)
+@pytest.mark.parametrize("poison", [1e30, torch.inf, -torch.inf, torch.nan])
+def test_keys_forbidden_by_a_bool_mask_may_hold_anything(route: str, poison: float) -> None:
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (70, 90, 90))
+    allowed = torch.rand(70, 90) < 0.7
+    allowed[:, 17], allowed[:, 60:] = False, False
+    clean = sdpa(query, key, value, allowed, config=ROUTES[route])
+    key[:, :, 17] = poison
+    key[:, :, 80:] = poison
+    dirty = sdpa(query, key, value, allowed, config=ROUTES[route])
+    torch.testing.assert_close(dirty, clean, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", TILED_ROUTES)
+def test_keys_after_the_diagonal_may_hold_anything(route: str) -> None:
+    query, key, value = (torch.randn(1, 2, 90, 8) for _ in range(3))
+    clean = sdpa(query, key, value, is_causal=True, config=ROUTES[route])[:, :, :60]
+    key[:, :, 60:] = torch.nan
+    value[:, :, 60:] = 1e30
+    dirty = sdpa(query, key, value, is_causal=True, config=ROUTES[route])[:, :, :60]
+    torch.testing.assert_close(dirty, clean, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_two_halves_merged_by_lse_are_the_whole(is_causal: bool) -> None:
+    query, key, value = (torch.randn(2, 2, 60, 8) for _ in range(3))
+    whole = sdpa_with_lse(query, key, value, is_causal=is_causal, config=TILED)
+    first = sdpa_with_lse(query, key[:, :, :25], value[:, :, :25], is_causal=is_causal, config=TILED)
+    mask = torch.ones(60, 60, dtype=torch.bool).tril_()[:, 25:] if is_causal else None
+    second = sdpa_with_lse(query, key[:, :, 25:], value[:, :, 25:], mask, config=TILED)
+    lse = torch.logaddexp(first.lse, second.lse)
+    merged = sum(half.out * (half.lse - lse).exp()[..., None] for half in (first, second))
+    torch.testing.assert_close(lse, whole.lse, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(merged, whole.out, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_inputs_and_the_random_state_are_untouched(route: str) -> None:
+    case = GROUPED
+    for changes in ({}, {"mask": "bool [B, 1, 1, S]"}, {"layout": "columns_first"}, {"dtype": torch.bfloat16}):
+        inputs, options = Case(**{**case.__dict__, **changes}).build(requires_grad=route != "torch")
+        before = [None if t is None else t.detach().clone() for t in inputs]
+        state = torch.get_rng_state()
+        out = sdpa(*inputs, **options, config=ROUTES["auto" if route == "torch" else route])
+        if out.requires_grad:
+            out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        for tensor, old in zip(inputs, before):
+            assert tensor is None or torch.equal(tensor, old)
+
+
+def test_the_output_is_laid_out_as_the_query_is() -> None:
+    inputs, options = Case(**{**GROUPED.__dict__, "layout": "tokens_first"}).build()
+    assert sdpa(*inputs, **options, config=TILED).transpose(1, 2).is_contiguous()
+    assert sdpa(*(t if t is None else t.contiguous() for t in inputs), **options, config=TILED).is_contiguous()
+
+
+# ---- bounded blocks --------------------------------------------------------------------------------------------------
+
+
+def test_normal_inputs_take_the_bounded_path() -> None:
+    query, key, value = (torch.randn(2, 4, 256, 64) for _ in range(3))
+    stats = _stats(query, key, value)
+    assert stats.blocks == stats.bounded_blocks > 0
+    assert _stats(query, key, value, config=ONLINE).bounded_blocks == 0
+
+
+def test_huge_inputs_do_not_take_the_bounded_path() -> None:
+    query, key, value = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    assert _stats(query * 1e3, key, value).bounded_blocks == 0
+    assert _stats(query, key, value * 1e25).bounded_blocks == 0
+    broken = key.clone()
+    broken[0, 1, 3, 5] = torch.nan
+    stats = _stats(query, broken, value)
+    assert stats.bounded_blocks <= stats.blocks // 2
+
+
+def test_only_the_blocks_with_long_queries_lose_the_bound() -> None:
+    query, key, value = (torch.randn(1, 1, 256, 16) for _ in range(3))
+    query[:, :, 100] *= 1e3
+    config = AttentionConfig(route="tiled", q_block=64, kv_block=64)
+    stats = _stats(query, key, value, config=config)
+    assert (stats.blocks, stats.bounded_blocks) == (4, 3)
+
+
+def test_padding_is_bounded_and_other_biases_are_not() -> None:
+    query, key, value = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    padding = torch.zeros(1, 1, 1, 128)
+    for low in (-torch.inf, torch.finfo(torch.float32).min, -1e4):
+        padding[..., 100:] = low
+        stats = _stats(query, key, value, padding)
+        assert stats.bounded_blocks == stats.blocks > 0
+    assert _stats(query, key, value, torch.randn(128, 128)).bounded_blocks == 0
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 4.0, 6.0])
+def test_bounded_and_online_agree(magnitude: float) -> None:
+    """Up to the largest scores that the bound lets through."""
+    query, key, value = (torch.randn(1, 2, 200, 16) for _ in range(3))
+    inputs = [query * magnitude, key, value, None]
+    assert magnitude == 6.0 or _stats(*inputs).bounded_blocks
+    oracle, similar = exact(inputs, {})[0], plain(inputs, {}, torch.float32)[0]
+    assert_close(sdpa(*inputs, config=TILED), oracle, similar, "bounded", dtype=torch.float32)
+    assert_close(sdpa(*inputs, config=ONLINE), oracle, similar, "online", dtype=torch.float32)
+
+
+# ---- numbers at the edges --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["auto", *TILED_ROUTES, "math"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_float16_scores_of_ten_thousands_are_exact_work(route: str, sign: int) -> None:
+    query = torch.full((1, 1, 80, 4), 50.0 * sign, dtype=torch.float16)
+    key = torch.full((1, 1, 90, 4), 50.0, dtype=torch.float16)
+    key[:, :, 40] = 51.0
+    value = torch.randn(1, 1, 90, 4).half()
+    options = {"scale": 1.0}
+    out = sdpa(query, key, value, config=ROUTES[route], **options)
+    oracle, similar = exact([query, key, value], options)[0], plain([query, key, value], options, torch.float32)[0]
+    assert_close(out, oracle, similar, "out", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("route", ["tiled", "online", "small_tiles"])
+@pytest.mark.parametrize("size", [1e15, 1e19, 1e20, 1e25, 1e30, 1e36])
+def test_large_values_do_not_overflow(route: str, size: float) -> None:
+    query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
+    value = torch.rand(1, 1, 100, 8) * size
+    out = sdpa(query, key, value, config=ROUTES[route])
+    oracle, similar = exact([query, key, value], {})[0], plain([query, key, value], {}, torch.float32)[0]
+    assert_close(out, oracle, similar, "out", dtype=torch.float32)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the sums are divided at the end: they overflow within a factor S of the largest float"
+)
+def test_values_at_the_largest_float_do_not_overflow() -> None:
+    query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
+    out = sdpa(query, key, torch.full((1, 1, 100, 8), 3e38), config=TILED)
+    assert out.isfinite().all()
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_causal_biases_of_torch_are_understood() -> None:
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    query, key, value = (torch.randn(2, 3, n, 8) for n in (40, 70, 70))
+    for make, alignment in ((causal_lower_right, "lower_right"), (causal_upper_left, "upper_left")):
+        expected = reference_sdpa(query, key, value, is_causal=True, alignment=alignment)[0]
+        for config in (None, TILED):
+            out = sdpa(query, key, value, make(40, 70), config=config)
+            torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+        assert explain(query, key, value, make(40, 70))
+
+
+def test_a_causal_bias_beside_is_causal_is_refused() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="causal"):
+        sdpa(query, key, key, causal_lower_right(2, 4), is_causal=True)
+
+
+def test_a_causal_bias_of_another_size_is_refused() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="2"):
+        sdpa(query, key, key, causal_lower_right(2, 4))
+
+
+@pytest.mark.parametrize("route", ["auto", "tiled", "math"])
+@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.float32])
+def test_autocast_gives_the_dtype_and_answer_of_torch(route: str, mask_dtype: torch.dtype | None) -> None:
+    query, key, value = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8).bfloat16(), torch.randn(1, 2, 70, 8)
+    mask = None if mask_dtype is None else (torch.rand(70, 70) < 0.5).to(mask_dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        out = sdpa(query, key, value, mask, config=ROUTES[route])
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_many_threads_may_call_at_once() -> None:
+    jobs = [(1 + i % 3, 2 * (1 + i % 2), 20 + 7 * i, 30 + 11 * i) for i in range(16)]
+    failures: list[str] = []
+
+    def work(batch: int, heads: int, length: int, keys: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        inputs = [torch.randn(batch, heads, n, 8, generator=generator) for n in (length, keys, keys)]
+        mask = torch.rand(length, keys, generator=generator) < 0.7
+        for _ in range(3):
+            out = sdpa(*inputs, mask, config=TILED)
+            expected = reference_sdpa(*inputs, mask)[0]
+            if (out - expected).abs().max() > 1e-5:
+                failures.append(f"{length} x {keys}")
+
+    with record() as report:
+        threads = [threading.Thread(target=work, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert report.total == 3 * len(jobs)

@@ -1,0 +1,90 @@
+"""What is correct, and how far from it an answer may be: the one place with tolerances.
+
+The oracle is :func:`pascal_attn_core.reference.reference_sdpa` in float64. An answer may be twice as far from it as
+plain attention, plus some units in the last place (plain attention is exact by luck where there are few elements).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pascal_attn_core.reference import reference_sdpa
+
+FACTOR = 2.0
+ULPS = 16.0
+REFERENCE_OPTIONS = ("is_causal", "scale", "enable_gqa", "alignment", "window")
+
+
+def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A tensor in another dtype as a fresh leaf; bool stays bool."""
+    if tensor is None or tensor.dtype == torch.bool:
+        return tensor
+    return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+
+def plain(inputs: Sequence[Tensor | None], options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) of plain attention computed in ``dtype`` throughout."""
+    kept = {name: value for name, value in options.items() if name in REFERENCE_OPTIONS}
+    return reference_sdpa(*(cast(t, dtype) for t in inputs), **kept)  # type: ignore[arg-type]
+
+
+def exact(inputs: Sequence[Tensor | None], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64."""
+    return plain(inputs, options, torch.float64)
+
+
+def plain_dtype(dtype: torch.dtype, *, as_torch: bool = False) -> torch.dtype:
+    """In what plain attention is computed for inputs of ``dtype``: in float32, as we promise; ``as_torch``: in ``dtype``
+    itself, since torch's kernels round the probabilities of 16-bit inputs. In float64 plain attention is the oracle:
+    its error is that in float32, scaled to the finer type."""
+    return dtype if as_torch and dtype != torch.float64 else torch.float32
+
+
+def assert_close(
+    actual: Tensor, oracle: Tensor, plain_answer: Tensor, what: str, *, dtype: torch.dtype, scale: float = 0.0
+) -> None:
+    """``actual`` is at most FACTOR times as far from the oracle as plain attention is.
+
+    Args:
+        dtype: that of the call's query: what the work was done in, float64 or else float32.
+        scale: the size of the numbers that were summed, where the result itself is smaller.
+    """
+    assert actual.shape == oracle.shape, f"{what}: shape {tuple(actual.shape)}, want {tuple(oracle.shape)}"
+    if not oracle.numel():
+        return
+    actual_dtype = actual.dtype
+    rounded = plain_answer.detach().to(actual_dtype).double()
+    actual, oracle = actual.detach().double(), oracle.detach()
+    infinite = oracle.isinf()
+    assert torch.equal(actual[infinite], oracle[infinite]), f"{what}: infinities are elsewhere"
+    error = (actual - oracle).masked_fill(infinite, 0.0).abs().max().item()
+    plain_error = (rounded - oracle).masked_fill(infinite | ~rounded.isfinite(), 0.0).abs().max().item()
+    largest = max(scale, oracle.masked_fill(infinite, 0.0).abs().max().item())
+    allowed = FACTOR * plain_error + ULPS * torch.finfo(plain_answer.dtype).eps * largest
+    if dtype == actual_dtype == torch.float64:
+        allowed *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g} (plain attention: {plain_error:.3g})"
+
+
+def assert_gradients_close(
+    actual: Sequence[Tensor], oracle: Sequence[Tensor], plain_answer: Sequence[Tensor], lse: Tensor, dtype: torch.dtype
+) -> None:
+    """Like :func:`assert_close` for the gradients of one call. Those of different inputs are made of the same numbers,
+    and the probabilities are computed again from an lse that is rounded to the last place of its own size."""
+    finite = lse[lse.isfinite()].abs()
+    digits = 1.0 + (finite.max().item() if finite.numel() else 0.0) / ULPS
+    scale = max((g.abs().max().item() for g in oracle if g.numel()), default=0.0) * digits
+    for name, *three in zip(("query", "key", "value", "attn_mask"), actual, oracle, plain_answer):
+        assert_close(*three, f"gradient of {name}", dtype=dtype, scale=scale)
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor], grad_out: Tensor, lse: Tensor | None = None) -> list[Tensor]:
+    """Gradients of sum(out * grad_out) (+ sum of the finite lse) in the dtypes of the leaves."""
+    total = (out * grad_out.to(out.dtype)).sum()
+    if lse is not None:
+        total = total + lse[lse.isfinite()].sum().to(total.dtype)
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
