@@ -34,12 +34,14 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
     """Probabilities of ``[*batch, Hkv, G, L, S]``; rows that may look at no key are zero."""
     mask, allowed = call.attn_mask, None
     if mask is not None:
+        if mask.dtype != torch.bool:
+            mask = mask.to(scores.dtype)  # before it is expanded: its gradient is summed in this dtype
         mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
         mask = mask.unflatten(-3, (call.num_kv_heads, call.groups))
         if mask.dtype == torch.bool:
             allowed = mask
         else:
-            scores = scores + mask.to(scores.dtype)
+            scores = scores + mask
             allowed = mask.detach() != -math.inf
     if call.left is not None or call.right is not None:
         window = (-1 if call.left is None else call.left, -1 if call.right is None else call.right)

@@ -78,5 +78,5 @@ def reference_sdpa(
     row_max = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - row_max.masked_fill(row_max == -math.inf, 0.0))
     row_sum = weights.sum(dim=-1, keepdim=True)
-    probs = weights / row_sum.masked_fill(row_sum == 0, 1.0)
-    return torch.matmul(probs, value), (row_max + row_sum.log())[..., 0]
+    row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+    return torch.matmul(weights / row_sum, value), (row_max + row_sum.log())[..., 0]
