@@ -174,7 +174,8 @@ class _Group(NamedTuple):
         """Fill the outputs of these units."""
         limits = [0.0] * len(self.spans)
         if self.bounded is not None:
-            limits = query_limits(self.units, self.spans, call.scale * LOG2_E, plan.kv_block, tile_math)
+            keys = [self.bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in self.spans]
+            limits = query_limits(self.units, self.spans, keys, call.scale * LOG2_E, plan.kv_block, tile_math)
         for span, limit in zip(self.spans, limits):
             unit_range = _UnitRange(self, *span, tile_math, call, plan)
             for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
@@ -283,13 +284,13 @@ class TileMath:
             return query[:, 0] if self.groups == 1 else query[:, :, 0]
         tokens_first = query.transpose(1, 2)
         block = self.query[: query.numel()].view(tokens_first.shape).copy_(tokens_first)
-        return block.view(query.shape[0], -1, query.shape[3])
+        return block.view(query.shape[0], query.shape[1] * query.shape[2], query.shape[3])
 
     def block_acc(self, out: Tensor) -> Tensor:
         """Where the sums of a block are made: in the output itself ``[u, G, tokens, Dv]`` where that is possible."""
         if not self.copies_out:
             return out[:, 0] if self.groups == 1 else out[:, :, 0]
-        return self.acc[: out.numel()].view(out.shape[0], -1, out.shape[3])
+        return self.acc[: out.numel()].view(out.shape[0], out.shape[1] * out.shape[2], out.shape[3])
 
     def finish(self, rows: _Rows, out: Tensor, lse: Tensor | None, log_sum: Tensor | None, bias: Tensor | None) -> None:
         """Turn the sums of a block into its output, lse and log_sum. ``bias``: added to lse."""

@@ -182,9 +182,8 @@ class GradientMath(TileMath):
         if not self.copies_query:
             return part[:, 0] if self.groups == 1 else part[:, :, 0]
         tokens_first = part.transpose(1, 2)
-        return (
-            buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first).view(part.shape[0], -1, part.shape[3])
-        )
+        copied = buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first)
+        return copied.view(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
 
 
 class _UnitRange:
@@ -238,9 +237,10 @@ class _UnitRange:
         query = self.math.block_query(self.query[:, :, q0:q1])
         stat = (query.shape[0], query.shape[1], 1)
         grad_rows = self.math.rows(grad_out, self.math.grad_rows)
-        products = self.math.products[: out.numel()].view(query.shape[0], q1 - q0, self.call.groups, -1)
-        products.copy_(out.transpose(1, 2)).mul_(self.math.masks.by_token(grad_rows))
-        delta = products.view(query.shape[0], query.shape[1], -1).sum(dim=-1, keepdim=True)
+        products = self.math.products[: out.numel()].view(grad_rows.shape)
+        by_token = self.math.masks.by_token(products)
+        by_token.copy_(out.transpose(1, 2)).mul_(self.math.masks.by_token(grad_rows))
+        delta = products.sum(dim=-1, keepdim=True)
         if self.grad_lse is not None:
             delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
         shift = lse.transpose(1, 2).reshape(stat) * (1.0 if self.log_sum is not None else LOG2_E)

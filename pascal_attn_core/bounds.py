@@ -28,24 +28,33 @@ def max_norm(rows: Tensor) -> Tensor:
 
 
 def query_limits(
-    units: Units, spans: list[tuple[int, int]], factor: float, keys_at_once: int, convert: _Converter
+    units: Units,
+    spans: list[tuple[int, int]],
+    key_ranges: list[tuple[int, int]],
+    factor: float,
+    keys_at_once: int,
+    convert: _Converter,
 ) -> list[float]:
     """Per span of units: the largest |query row| for which every |score| is at most BOUNDED_BITS and no sum of
     2^score * value can overflow. 0 = no row qualifies; inf = all of its rows do.
 
     Args:
+        key_ranges: per span, the first and one-past-last key that anybody may look at.
         factor: scale * log2(e), which turns query . key into bits.
     On a GPU, where each look at a value waits for the device, the queries themselves are included and the answer is
     inf or 0, from one look for all spans.
     """
     on_gpu = units.key.device.type not in CPU_LIKE
     bits = []
-    for u0, u1 in spans:
-        most = _max_norm_in_parts(units.key[u0:u1], keys_at_once, convert) * abs(factor)
+    for (u0, u1), (j0, j1) in zip(spans, key_ranges):
+        if j1 <= j0:
+            bits.append(torch.zeros((), dtype=convert.dtype, device=units.key.device))
+            continue
+        most = _max_norm_in_parts(units.key[u0:u1, j0:j1], keys_at_once, convert) * abs(factor)
         if on_gpu:
             query = units.query[u0:u1].flatten(0, 1)
             most = most * torch.linalg.vector_norm(query, dim=-1, dtype=convert.dtype).amax()
-        bits.append(torch.where(_values_fit(units.value[u0:u1], convert.dtype), most, math.inf))
+        bits.append(torch.where(_values_fit(units.value[u0:u1, j0:j1], convert.dtype), most, math.inf))
     if on_gpu:
         return [math.inf if b <= BOUNDED_BITS else 0.0 for b in torch.stack(bits).tolist()]
     return [BOUNDED_BITS / b if b > 0 else math.inf if b == 0 else 0.0 for b in map(float, bits)]

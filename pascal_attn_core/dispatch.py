@@ -88,7 +88,8 @@ def sdpa(
         window: (left, right): query i sees keys i - left ... i + right only; -1 = no bound. Tiles outside are skipped.
         config: routes, memory budget, tiles; None = the environment's (:meth:`AttentionConfig.from_env`).
     Returns:
-        ``[*batch, Hq, L, Dv]`` in the dtype of query, laid out in memory as query is.
+        ``[*batch, Hq, L, Dv]`` in the dtype of query; in tiles laid out in memory as query is, by torch's kernels as
+        they do it.
     Raises:
         TypeError, ValueError: arguments that do not fit together; nothing has been computed.
         UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.

@@ -51,7 +51,7 @@ class MaskWriter:
 
     def by_token(self, scores: Tensor) -> Tensor:
         """``[u, rows, keys]`` as ``[u, tokens, G, keys]``."""
-        return scores.view(scores.shape[0], -1, self.groups, scores.shape[2])
+        return scores.view(scores.shape[0], scores.shape[1] // self.groups, self.groups, scores.shape[2])
 
     def _forbid_band(self, scores: Tensor, rule: Rule, value: float) -> None:
         if self.groups == 1 and self.words is not None and value == 0.0:

@@ -198,15 +198,17 @@ def _cpu_shape(work: Workload, budget: int) -> tuple[int, int, int]:
     return units, q_block, keys
 
 
-_LANES_PER_SM = 128
 _GEMM_TILE_ROWS = 128
+_GPU_STEP = 1 << 22  # scores; less does not pay for the launches of a step
 
 
 def _gpu_shape(info: DeviceInfo, work: Workload, budget: int) -> tuple[int, int, int]:
     tokens_q, tokens_kv, groups = max(1, work.seq_len_q), max(1, work.seq_len_kv), work.groups
     all_rows = max(1, work.units) * groups * tokens_q
-    # Two waves of blocks of 128 rows each for the second product, whose output is only head_dim_v wide.
-    rows_wanted = max(_GEMM_TILE_ROWS, min(all_rows, info.num_sms * 2 * _GEMM_TILE_ROWS))
+    # Two waves of blocks of 128 rows each for the second product, whose output is only head_dim_v wide; with few keys
+    # as many rows as make a step large.
+    rows_wanted = max(info.num_sms * 2 * _GEMM_TILE_ROWS, _GPU_STEP // tokens_kv)
+    rows_wanted = max(_GEMM_TILE_ROWS, min(all_rows, rows_wanted))
     if work.window is not None:
         rows_wanted = min(rows_wanted, max(1, work.units) * groups * max(128, _power_of_two_below(work.window)))
     # Few rows: let several units share the step. Many: as many tokens of few units as make up the rows.

@@ -99,7 +99,9 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
             reasons.append("torch takes attn_mask or is_causal, not both")
         if mask.requires_grad and torch.is_grad_enabled():
             reasons.append("torch's fused kernels give no gradient of attn_mask")
-        if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
+        # Under a float64 query torch's CPU kernel reads a float32 mask as if it were float64.
+        widest = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+        if mask.dtype not in (torch.bool, widest, call.query.dtype):
             reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
     if call.is_empty:
         reasons.append("the call is empty")
