@@ -1,7 +1,8 @@
 """Attention dropout without a stored mask: each score's coin is a hash of (seed, head and query row, key).
 
 The same coordinates give the same coin whatever the tiles, so the backward pass, which walks other tiles, draws the
-same mask. The mixing steps are those of MurmurHash3's 32-bit finaliser, on int32 with wrap-around.
+same mask. The mixing steps are those of MurmurHash3's 32-bit finaliser, on int32 with wrap-around, without its last
+xor, which leaves the upper bits as they are.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ def drop_(probs: Tensor, row_code: Tensor, key_code: Tensor, dropout_p: float, s
     torch.bitwise_xor(row_code[..., None], key_code, out=code)
     for shift, factor in zip((16, 13), _MIX):
         torch.bitwise_right_shift(code, shift, out=shifted)
+        shifted.bitwise_and_((1 << 32 - shift) - 1)  # int32 shifts copies of the sign in: they would cancel it
         code.bitwise_xor_(shifted).mul_(factor)
-    torch.bitwise_right_shift(code, 16, out=shifted)
-    code.bitwise_xor_(shifted)
     # The codes are uniform over the int32 range: a share dropout_p of them lies below the threshold.
     threshold = round(dropout_p * (1 << 32)) - (1 << 31)
     torch.ge(code, threshold, out=keep)
