@@ -126,7 +126,7 @@ def _padding(value: float | str, keep: str = "bs", dtype_: torch.dtype | None = 
     def make(full, dtype, generator):
         dtype = dtype_ or dtype
         mask = torch.zeros(_shape(full, keep), dtype=dtype)
-        rows = mask.view(-1, mask.shape[-1])
+        rows = mask.view(-1, mask.shape[-1]) if mask.numel() else []
         low = torch.finfo(dtype).min if value == "finfo" else float(value)
         for i, row in enumerate(rows):
             row[max(1, mask.shape[-1] * (i + 1) // (len(rows) + 1)) :] = low

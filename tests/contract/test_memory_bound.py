@@ -1,0 +1,201 @@
+"""O(N) memory, proven by counting every byte: what a call takes is what its plan says, and that is within the budget."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_support.table import MASKS
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, sdpa, tiled_route
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.device import device_info
+from pascal_attn_core.memory import Measurement, measure
+from pascal_attn_core.plan import plan_call
+from pascal_attn_core.tiles import TilePlan
+
+MIB = 1 << 20
+TILED = AttentionConfig(route="tiled")
+
+
+def _inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """[query, key, value] of (batch, heads, kv_heads, L, S, D, Dv)."""
+    batch, heads, kv_heads, length, keys, width, width_v = shape
+    sizes = ((heads, length, width), (kv_heads, keys, width), (kv_heads, keys, width_v))
+    if device == "cpu":
+        return [torch.randn(batch, *size).to(dtype) for size in sizes]
+    return [torch.empty(batch, *size, dtype=dtype, device=device) for size in sizes]
+
+
+def _plan(call: AttentionCall, config: AttentionConfig, *, backward: bool = False) -> TilePlan:
+    return plan_call(call, device_info(call.query.device), config, backward=backward)
+
+
+def _forward(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = True) -> Measurement:
+    def run(query: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t for t in tiled_route.forward(call, config, with_lse=with_lse) if isinstance(t, Tensor))
+
+    return measure(run, call.query)
+
+
+def _backward(call: AttentionCall, config: AttentionConfig) -> Measurement:
+    """Of a first pass, by autograd: everything beyond the gradients themselves."""
+    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+    mask = call.attn_mask
+    if mask is not None and mask.requires_grad:
+        leaves.append(mask)
+    wanted = replace(call, query=leaves[0], key=leaves[1], value=leaves[2], needs_grad=True)
+    out, _ = tiled_route.run_tiled(wanted, config, with_lse=False)[:2]
+    grad_out = torch.ones_like(out)
+    return measure(lambda grad: torch.autograd.grad(out, leaves, grad), grad_out)
+
+
+def _float32_sums(call: AttentionCall, plan: TilePlan) -> int:
+    """The sums of 16-bit gradients, which the budget leaves out."""
+    if call.query.dtype not in (torch.float16, torch.bfloat16):
+        return 0
+    return plan.units * call.seq_len_kv * (call.head_dim + call.head_dim_v) * 4
+
+
+def _random_call(seed: int, device: str) -> tuple[AttentionCall, AttentionConfig]:
+    """A call of any kind that the route tiled takes, of up to some thousand tokens."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    groups, kv_heads = rng.choice((1, 1, 2, 4, 8)), rng.choice((1, 2, 3))
+    shape = (rng.choice((1, 2, 5)), groups * kv_heads, kv_heads, rng.choice((1, 17, 300, 1100)),
+             rng.choice((1, 65, 700, 3000)), rng.choice((8, 40, 64)), rng.choice((8, 40)))  # fmt: skip
+    dtype = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64))
+    tensors = _inputs(shape, device, dtype)
+    if rng.random() < 0.4:
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    if rng.random() < 0.15:
+        tensors = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors]
+    options: dict = {"enable_gqa": True, "dropout_p": rng.choice((0.0, 0.0, 0.3))}
+    options |= rng.choice(({}, {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"},
+                           {"window": (rng.choice((0, 60, 500)), 30)}))  # fmt: skip
+    mask = None
+    if rng.random() < 0.6:
+        full = (*shape[:2], *shape[3:5])
+        kinds = [kind for kind in MASKS if "everywhere" not in kind and "[B, H, L, S]" not in kind]
+        mask = MASKS[rng.choice(kinds)](full, dtype, torch.Generator().manual_seed(seed))
+        mask = None if mask is None else mask.to(device)
+    call = check_call(*tensors, mask, **options)
+    return call, AttentionConfig(route="tiled", budget_mib=rng.choice((None, 1, 0.5, 0.25)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("seed", range(40))
+def test_the_forward_pass_takes_no_byte_more_than_planned(seed: int, device: str) -> None:
+    call, config = _random_call(seed, device)
+    plan = _plan(call, config)
+    assert plan.extra_bytes <= (4 if config.budget_mib is None else config.budget_mib) * MIB
+    measured = _forward(call, config, with_lse=seed % 2 == 0)
+    assert measured.extra_bytes <= plan.extra_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_the_backward_pass_takes_no_byte_more_than_planned(seed: int, device: str) -> None:
+    call, config = _random_call(seed, device)
+    plan = _plan(call, config, backward=True)
+    assert plan.extra_bytes <= (6.5 if config.budget_mib is None else config.budget_mib) * MIB
+    measured = _backward(call, config)
+    assert measured.extra_bytes <= plan.extra_bytes + _float32_sums(call, plan)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_plan_is_not_far_above_what_is_taken(masked: bool) -> None:
+    """A plan that asks for too much would waste the budget."""
+    query, key, value = _inputs((1, 4, 4, 2048, 2048, 64, 64), "meta")
+    call = check_call(query, key, value, torch.ones(2048, 2048, dtype=torch.bool, device="meta") if masked else None)
+    assert _plan(call, TILED).extra_bytes < 1.1 * _forward(call, TILED).extra_bytes + 4096
+
+
+HEADLINE = (4, 32, 8, 2048, 2048, 64, 64)
+
+
+def test_grouped_heads_take_three_megabytes() -> None:
+    """[4, 32, 2048, 64] over 8 key/value heads: expanded K and V alone would be 134 MB, the scores 2 GiB."""
+    inputs = _inputs(HEADLINE, "meta")
+    call = check_call(*inputs, enable_gqa=True)
+    measured = _forward(call, TILED, with_lse=False)
+    assert measured.extra_bytes <= 3.1e6
+    assert measured.largest_tensor_bytes <= 3.1e6
+
+
+def test_grouped_heads_take_seven_megabytes_backward() -> None:
+    inputs = _inputs(HEADLINE, "meta")
+    call = check_call(*inputs, enable_gqa=True)
+    measured = _backward(call, TILED)
+    assert measured.extra_bytes <= 6.5 * MIB
+    assert measured.largest_tensor_bytes < 6.5 * MIB
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_extra_memory_does_not_grow_with_the_sequence(length: int) -> None:
+    call = check_call(*_inputs((1, 1, 1, length, length, 64, 64), "meta"), is_causal=True)
+    assert _forward(call, TILED, with_lse=False).extra_bytes <= 4 * MIB
+    assert _backward(call, TILED).extra_bytes <= 6.5 * MIB
+
+
+def test_a_video_of_32760_tokens_takes_four_megabytes() -> None:
+    """Wan: [1, 12, 32760, 128]; its score matrix would take 48 GiB. One head is what a step sees; all are alike."""
+    call = check_call(*_inputs((1, 2, 2, 32760, 32760, 128, 128), "meta", torch.bfloat16))
+    assert _forward(call, TILED, with_lse=False).extra_bytes <= 4 * MIB
+
+
+def test_values_that_are_read_are_within_the_budget_too() -> None:
+    """On real tensors masks and norms are looked at; each look is planned."""
+    query, key, value = _inputs((4, 2, 2, 128, 20000, 16, 16), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("bool [B, 1, 1, S]", "bool padding", "-inf padding", "-1e4 padding", "float [B, 1, 1, S]"):
+        mask = MASKS[kind]((4, 2, 128, 20000), torch.float32, generator)
+        call = check_call(query, key, value, mask)
+        for config in (TILED, AttentionConfig(route="tiled", budget_mib=1)):
+            plan = _plan(call, config)
+            assert _forward(call, config).extra_bytes <= plan.extra_bytes, kind
+
+
+@pytest.mark.parametrize("route", ["auto", "tiled"])
+def test_keys_and_values_are_never_expanded(route: str) -> None:
+    query, key, value = _inputs((2, 16, 2, 64, 2048, 64, 64), "cpu")
+    config = AttentionConfig(route=route, math_limit_mib=0)
+    expanded = query.shape[1] * key.shape[2] * key.shape[3] * 4 * 2
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [t.to(dtype) for t in (query, key, value)]
+        measured = measure(lambda *t: sdpa(*t, enable_gqa=True, config=config), *inputs)
+        assert measured.largest_tensor_bytes < expanded / 4
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out = sdpa(*leaves, enable_gqa=True, config=TILED)
+    measured = measure(lambda grad: torch.autograd.grad(out, leaves, grad), torch.ones_like(out))
+    assert measured.largest_tensor_bytes < expanded / 4
+
+
+def _kinds() -> dict[str, Callable[[], list[Tensor | None]]]:
+    query, key, value = _inputs((1, 8, 8, 1024, 1024, 64, 64), "cpu")
+    return {
+        "none": lambda: [query, key, value, None],
+        "bool": lambda: [query, key, value, torch.rand(1024, 1024) < 0.5],
+        "float": lambda: [query, key, value, torch.randn(1024, 1024)],
+        "other float": lambda: [query, key, value, torch.randn(1024, 1024, dtype=torch.float64)],
+        "bfloat16": lambda: [t.bfloat16() for t in (query, key, value)] + [None],
+        "columns first": lambda: [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (query, key, value)] + [None],
+    }
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "other float", "bfloat16", "columns first"])
+def test_whatever_route_is_chosen_the_default_takes_four_megabytes_on_a_cpu(kind: str) -> None:
+    inputs = _kinds()[kind]()
+    measured = measure(sdpa, *inputs)
+    assert measured.extra_bytes <= 4 * MIB, f"{measured.extra_bytes / MIB:.2f} MiB"
+
+
+def test_a_tile_that_does_not_fit_the_budget_is_refused() -> None:
+    query, key, value = _inputs((1, 1, 1, 4096, 4096, 64, 64), "cpu")
+    config = AttentionConfig(route="tiled", budget_mib=1, q_block=4096, kv_block=4096)
+    with pytest.raises(ValueError, match="budget_mib must be at least"):
+        sdpa(query, key, value, config=config)
