@@ -37,7 +37,7 @@ from torch import Tensor
 from .bounds import max_norm, query_limits
 from .call import AttentionCall
 from .device import CPU_LIKE
-from .dropout import BYTES_PER_SCORE, block_row_codes, drop_, key_codes
+from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
 from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
 from .masking import MaskWriter
 from .masks import Band, Rule, Rules, diagonal_schedule, padding_as_bool
@@ -200,7 +200,7 @@ class TileMath:
         self.acc = self.buffer(rows * call.head_dim_v if self.copies_out and not for_backward else 0)
         widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
         self.kv = self.buffer(keys * widest if self.copies_kv else 0)
-        self.coins = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
+        self.scratch = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
         masked = call.attn_mask is not None or not Band.of(call).is_everything
         self.masks = MaskWriter(call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel())
 
@@ -259,7 +259,9 @@ class TileMath:
             torch.sum(probs, dim=-1, keepdim=True, out=rows.row_sum)
         else:
             rows.row_sum.add_(probs.sum(dim=-1, keepdim=True))
-        self.drop(probs, rows.code, first_key)
+        coins = self.coins(probs.shape, rows.code, first_key)
+        if coins is not None:
+            probs.mul_(coins)
         value = self.converted(value)
         if fresh:
             torch.bmm(probs, value, out=rows.acc)
@@ -272,11 +274,12 @@ class TileMath:
             return None
         return block_row_codes(self.seed, first_unit, query.shape, self.groups, seq_len_q, q0)
 
-    def drop(self, probs: Tensor, row_code: Tensor | None, first_key: int) -> None:
-        """Set the dropped probabilities to zero; the others are not scaled."""
-        if row_code is not None and self.seed is not None:
-            keys = key_codes(self.seed, first_key, first_key + probs.shape[2])
-            drop_(probs, row_code, keys, self.dropout_p, self.coins)
+    def coins(self, shape: torch.Size, row_code: Tensor | None, first_key: int) -> Tensor | None:
+        """Dropout's zeros and ones for a tile, None without dropout; valid until the next tile."""
+        if row_code is None or self.seed is None:
+            return None
+        keys = key_codes(self.seed, first_key, first_key + shape[2])
+        return draw_coins(shape, row_code, keys, self.dropout_p, self.scratch)
 
     def block_query(self, query: Tensor) -> Tensor:
         """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""

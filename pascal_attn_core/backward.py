@@ -136,6 +136,7 @@ class GradientMath(TileMath):
         super().__init__(call, plan, seed, for_backward=True)
         rows = plan.units * plan.q_block * call.groups
         self.grad_probs = torch.empty_like(self.scores)
+        self.kept_factor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1 else 0.0
         self.query_sum = self.buffer(rows * call.head_dim)
         self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
         self.products = self.buffer(rows * call.head_dim_v)
@@ -151,19 +152,16 @@ class GradientMath(TileMath):
         probs = self._probs(block, key, rule)
         grad_probs = self.grad_probs[: probs.numel()].view(probs.shape)
         torch.bmm(block.grad_out, value.transpose(1, 2), out=grad_probs)
-        if block.code is None:
-            torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
-            grad_scores = probs.mul_(grad_probs.sub_(block.delta))
-        else:
-            # dS = P * (Z * dO V^T - delta) = (P * Z) * dO V^T - P * delta, with the coins drawn once.
-            share = probs * block.delta
-            self.drop(probs, block.code, j0)
-            probs.div_(1.0 - self.dropout_p if self.dropout_p < 1 else math.inf)
-            torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
-            grad_scores = probs.mul_(grad_probs).sub_(share)
-        torch.baddbmm(block.grad_query, grad_scores, key, alpha=self.scale, out=block.grad_query)
-        torch.baddbmm(key_sum, grad_scores.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
-        return grad_scores
+        coins = self.coins(probs.shape, block.code, j0)
+        if coins is not None:
+            grad_probs.mul_(coins).mul_(self.kept_factor)
+        grad_probs.sub_(block.delta).mul_(probs)
+        if coins is not None:
+            probs.mul_(coins).mul_(self.kept_factor)
+        torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
+        torch.baddbmm(block.grad_query, grad_probs, key, alpha=self.scale, out=block.grad_query)
+        torch.baddbmm(key_sum, grad_probs.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
+        return grad_probs  # by now the gradient of the scores
 
     def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
         """exp(scores - lse), ``[u, rows, keys]``."""

@@ -18,7 +18,7 @@ from .attention import TiledStats
 from .call import AttentionCall, check_call
 from .config import ROUTES, AttentionConfig, UnsupportedAttention, default_config
 from .device import MIB, device_info
-from .layout import without_autocast
+from .layout import autocast_on, without_autocast
 from .math_route import run_math
 from .tiled_route import run_tiled
 from .torch_route import TorchForm, find_form, fused_takes, run_as_it_is, run_form
@@ -261,7 +261,7 @@ def _is_short(call: AttentionCall, config: AttentionConfig) -> bool:
     do with it as it likes. Decided in a few comparisons, since such a call takes microseconds."""
     if call.num_scores * 4 > config.math_limit_mib * MIB or config.route != "auto" or call.query.dim() != 4:
         return False
-    if call.left is not None or (call.right is not None and not call.plain_causal):
+    if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
     mask = call.attn_mask
     if mask is not None and (
@@ -318,7 +318,7 @@ def _prepared(
     """The arguments after what torch itself does to them first: its causal bias objects, and autocast."""
     if attn_mask is not None and type(attn_mask) not in _PLAIN and isinstance(attn_mask, Tensor):
         attn_mask, is_causal, alignment = _unwrap_causal_bias(query, key, attn_mask, is_causal, alignment)
-    if type(query) in _PLAIN and torch.is_autocast_enabled(query.device.type) and query.device.type != "meta":
+    if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
         attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _ROW_STEP, _KEY_STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # odd 64-bit constants
 _MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
-BYTES_PER_SCORE = 9  # two int32 and one bool
+BYTES_PER_SCORE = 8  # two int32
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -52,23 +52,22 @@ def key_codes(seed: Tensor, first: int, last: int) -> Tensor:
     return _mix64(keys * _KEY_STEP - seed).to(torch.int32)
 
 
-def drop_(probs: Tensor, row_code: Tensor, key_code: Tensor, dropout_p: float, scratch: Tensor) -> None:
-    """Set the dropped elements of ``probs [U, R, T]`` to zero in place (the kept ones are not scaled).
+def draw_coins(shape: torch.Size, row_code: Tensor, key_code: Tensor, dropout_p: float, scratch: Tensor) -> Tensor:
+    """float32 ``[U, R, T]`` in the scratch memory: 0 where an element is dropped, 1 where it is kept.
 
     Args:
         row_code: int32 ``[U, R]``; key_code: int32 ``[T]``.
-        scratch: uint8, at least ``BYTES_PER_SCORE * probs.numel()`` bytes, a multiple of 4 bytes.
+        scratch: uint8, at least ``BYTES_PER_SCORE * U * R * T`` bytes.
     """
-    count = probs.numel()
-    words = scratch[: 8 * count].view(torch.int32)
-    code, shifted = words[:count].view(probs.shape), words[count:].view(probs.shape)
-    keep = scratch[8 * count : 9 * count].view(torch.bool).view(probs.shape)
+    count = shape.numel()
+    words = scratch[: BYTES_PER_SCORE * count].view(torch.int32)
+    code, shifted = words[:count].view(shape), words[count:].view(shape)
     torch.bitwise_xor(row_code[..., None], key_code, out=code)
     for shift, factor in zip((16, 13), _MIX):
         torch.bitwise_right_shift(code, shift, out=shifted)
         shifted.bitwise_and_((1 << 32 - shift) - 1)  # int32 shifts copies of the sign in: they would cancel it
         code.bitwise_xor_(shifted).mul_(factor)
     # The codes are uniform over the int32 range: a share dropout_p of them lies below the threshold.
-    threshold = round(dropout_p * (1 << 32)) - (1 << 31)
-    torch.ge(code, threshold, out=keep)
-    probs.mul_(keep)
+    threshold = min(round(dropout_p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+    torch.ge(code, threshold, out=shifted)
+    return code.view(torch.float32).copy_(shifted)

@@ -151,7 +151,8 @@ def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
 
 def autocast_on(tensor: Tensor) -> bool:
     """Whether autocast is on for the device of a tensor."""
-    return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
+    kind = tensor.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager:

@@ -8,6 +8,7 @@ bits of the scores as integers, which is exact for every value, NaN included.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class MaskWriter:
     def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, masked: bool, max_scores: int):
         """
         Args:
-            masked: the call has a bool mask, or a band over several heads of a group; max_scores: of one tile.
+            masked: the call has a mask or a band; max_scores: of one tile.
         """
         self.groups, self.dtype, self.device = groups, dtype, device
         on_cpu = device.type in CPU_LIKE
@@ -45,9 +46,14 @@ class MaskWriter:
         if rule.mask is not None and rule.mask.dtype == torch.bool:
             self._write(scores, rule.mask.transpose(1, 2), value)
 
-    def add(self, scores: Tensor, bias: Tensor, factor: float = 1.0) -> None:
-        """Add a float mask ``[u, G, tokens, keys]`` times a factor."""
-        self.by_token(scores).add_(bias.transpose(1, 2), alpha=factor)
+    def add(self, scores: Tensor, bias: Tensor) -> None:
+        """Add a float mask ``[u, G, tokens, keys]`` of any float dtype."""
+        by_token, bias = self.by_token(scores), bias.transpose(1, 2)
+        if self.words is None or bias.dtype == self.dtype:
+            by_token.add_(bias)
+            return
+        for part, room, (span, tokens, keys) in self._parts(by_token, self.words.view(self.dtype)):
+            part.add_(room.copy_(bias.expand(by_token.shape)[span, tokens, :, keys]))
 
     def by_token(self, scores: Tensor) -> Tensor:
         """``[u, rows, keys]`` as ``[u, tokens, G, keys]``."""
@@ -78,19 +84,22 @@ class MaskWriter:
             torch.where(keep, by_token, self.fills[value], out=by_token)
             return
         bits, ones = by_token.view(_WORD[self.dtype]), keep.view(torch.uint8).expand(by_token.shape)
-        units, tokens, groups, keys = bits.shape
-        # As much at a time as the buffer holds: all units or one, some of their tokens, and of one token some keys.
-        room = self.words.numel()
+        for part, words, (span, tokens, keys) in self._parts(bits, self.words):
+            part.mul_(words.copy_(ones[span, tokens, :, keys]))  # the bits times one or zero
+            if value:
+                part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
+
+    def _parts(self, tile: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[slice, slice, slice]]]:
+        """Parts of ``[u, tokens, G, keys]`` that fit the buffer, each with as much of it, and its slices of units,
+        tokens and keys: all units or one, some of their tokens, and where one token is too long some of its keys."""
+        units, tokens, groups, keys = tile.shape
+        room = buffer.numel()
         together = units * groups * keys <= room
-        spans = [slice(None)] if together else [slice(u, u + 1) for u in range(units)]
+        spans = [slice(0, units)] if together else [slice(u, u + 1) for u in range(units)]
         step = max(1, room // ((units if together else 1) * groups * keys))
         key_step = keys if groups * keys <= room else max(1, room // groups)
         for span in spans:
-            for first in range(0, tokens, step):
-                for key in range(0, keys, key_step):
-                    part = bits[span, first : first + step, :, key : key + key_step]
-                    words = self.words[: part.numel()].view(part.shape)
-                    words.copy_(ones[span, first : first + step, :, key : key + key_step])
-                    part.mul_(words)  # the bits times one or zero
-                    if value:
-                        part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
+            for token in (slice(t, t + step) for t in range(0, tokens, step)):
+                for key in (slice(j, j + key_step) for j in range(0, keys, key_step)):
+                    part = tile[span, token, :, key]
+                    yield part, buffer[: part.numel()].view(part.shape), (span, token, key)

@@ -194,7 +194,7 @@ class Rule(NamedTuple):
     """What restricts one tile.
 
     upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
-    ``[u, G, tokens, keys]``, bool, or float in the dtype of the sums. None = nothing.
+    ``[u, G, tokens, keys]``, bool or float. None = nothing.
     """
 
     upper: int | None
@@ -239,10 +239,7 @@ class Rules:
             return None
         if state is TileState.FULL:
             return Rule(upper, lower, None)
-        tile = self.mask.tile(u0, u1, q0, q1, j0, j1)
-        if not self.mask.is_bool and tile.dtype != self.dtype:
-            tile = distinct(tile).to(self.dtype)
-        return Rule(upper, lower, tile)
+        return Rule(upper, lower, self.mask.tile(u0, u1, q0, q1, j0, j1))
 
 
 def diagonal_schedule(

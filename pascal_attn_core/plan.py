@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from .call import AttentionCall
 from .config import AttentionConfig
 from .device import MIB, DeviceInfo
@@ -34,7 +32,6 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         copies_query=copies_query,
         copies_kv=copies_kv,
         copies_out=copies_out,
-        converts_mask=mask is not None and mask.dtype not in (torch.bool, acc_dtype),
         writes_mask=has_band or mask is not None,
         has_band=has_band,
         mask_keys=math.prod(distinct(mask).shape) if mask is not None and same_for_rows else 0,

@@ -36,8 +36,7 @@ class Workload:
         acc_size: bytes per element of scores and sums (4, or 8 for float64).
         copies_query, copies_kv, copies_out: blocks that have to be copied to or from a buffer, because they are of
             another dtype than the sums or cannot be viewed as one matrix.
-        converts_mask: a float mask of another dtype than the sums, copied tile by tile.
-        writes_mask: a bool mask, or a band, is written over the scores.
+        writes_mask: a mask, or a band, is written over the scores through a buffer.
         has_band: a causal rule or window.
         mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
         dropout, causal: whether they apply.
@@ -56,7 +55,6 @@ class Workload:
     copies_query: bool = False
     copies_kv: bool = False
     copies_out: bool = False
-    converts_mask: bool = False
     writes_mask: bool = False
     has_band: bool = False
     mask_keys: int = 0
@@ -93,16 +91,17 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     """Extra memory in bytes of steps of this shape, everything together."""
     rows, acc = units * work.groups * q_block, work.acc_size
     scores = rows * kv_block
-    per_score = acc * (1 + work.converts_mask) + (BYTES_PER_SCORE if work.dropout else 0)
+    per_score = acc + (BYTES_PER_SCORE if work.dropout else 0)
     total = scores * per_score + q_block * kv_block * work.has_band
     if work.writes_mask:
         total += acc * min(MASK_WORDS, scores)
     total += _ROW_STATS * rows * acc + _SCALAR_BYTES
     if work.dropout:
-        total += 8 * 4 * (rows + kv_block)
+        # 64-bit numbers and codes of rows and keys; a causal diagonal's tiles may be wider than the others.
+        total += 8 * 5 * (rows + max(kv_block, q_block * kv_block // 128))
     widest = max(work.head_dim, work.head_dim_v)
     if work.backward:
-        total += scores * acc * (1 + work.mask_grad)
+        total += scores * acc * (1 + work.mask_grad) + 3 * rows * acc
         copied = work.copies_query * (work.head_dim + work.head_dim_v)
         total += rows * (copied + work.head_dim + work.head_dim_v) * acc
         total += units * kv_block * (work.head_dim + work.head_dim_v) * acc * work.copies_kv
@@ -218,7 +217,7 @@ def _gpu_shape(info: DeviceInfo, work: Workload, budget: int) -> tuple[int, int,
     keys = score_bytes // (work.acc_size * units * q_block * groups)
     if keys >= tokens_kv:
         return units, q_block, tokens_kv
-    return units, q_block, max(128, keys // 128 * 128)
+    return units, q_block, min(tokens_kv, max(128, keys // 128 * 128))
 
 
 def even_ranges(first: int, last: int, longest: int, align: int = 64) -> list[tuple[int, int]]:

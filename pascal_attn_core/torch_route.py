@@ -93,6 +93,9 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's function has no sliding window")
     elif call.is_causal and not call.plain_causal:
         reasons.append("torch's is_causal is upper-left only")
+    if call.scale <= 0:
+        # Its kernels take the maximum, or mask with -inf, before they scale.
+        reasons.append(f"torch's fused kernels need a positive scale, got {call.scale:g}")
     mask = call.attn_mask
     if mask is not None:
         if call.is_causal:
@@ -113,9 +116,9 @@ def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
     mask = call.attn_mask
     query, key, value = call.query, call.key, call.value
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    if query.dim() == 4 and mask is None:
+    if mask is None and query.dim() == key.dim() == value.dim() == 4:
         query, key, value = (
-            t if t.shape[:2] == shape else t.expand(*shape, *t.shape[-2:])
+            t if t.shape[:-2] == shape else t.expand(*shape, *t.shape[-2:])
             for t, shape in zip((query, key, value), lead)
         )
         return TorchForm(query, key, value, None)
