@@ -49,7 +49,10 @@ def test_lse_config_and_dropout_can_be_compiled() -> None:
         return sdpa_with_lse(query, key, value, None, p, is_causal=True, config=config)
 
     torch.testing.assert_close(
-        tuple(attend(query, key, value, 0.0)), tuple(sdpa_with_lse(query, key, value, is_causal=True)), atol=1e-6, rtol=1e-5
+        tuple(attend(query, key, value, 0.0)),
+        tuple(sdpa_with_lse(query, key, value, is_causal=True)),
+        atol=1e-6,
+        rtol=1e-5,
     )
     torch.manual_seed(5)
     compiled = attend(query, key, value, 0.5).out

@@ -15,7 +15,9 @@ TILED = AttentionConfig(route="tiled")
 SMALL = AttentionConfig(route="tiled", q_block=7, kv_block=13)
 
 
-def _kept(config: AttentionConfig, p: float, shape: tuple[int, int, int, int] = (2, 3, 40, 50), **options) -> torch.Tensor:
+def _kept(
+    config: AttentionConfig, p: float, shape: tuple[int, int, int, int] = (2, 3, 40, 50), **options
+) -> torch.Tensor:
     """Which probabilities [B, H, L, S] a call keeps, read off through an identity as value."""
     batch, heads, length, keys = shape
     query, key = torch.zeros(batch, heads, length, 4), torch.zeros(batch, heads, keys, 4)
@@ -44,7 +46,13 @@ def test_kept_probabilities_are_scaled_up() -> None:
 def test_neighbouring_coins_are_independent() -> None:
     kept = _kept(TILED, 0.5, (2, 4, 128, 128)).double() - 0.5
     count = kept.numel()
-    shifts = {"keys": (0, 0, 0, 1), "rows": (0, 0, 1, 0), "heads": (0, 1, 0, 0), "batch": (1, 0, 0, 0), "both": (0, 0, 1, 1)}
+    shifts = {
+        "keys": (0, 0, 0, 1),
+        "rows": (0, 0, 1, 0),
+        "heads": (0, 1, 0, 0),
+        "batch": (1, 0, 0, 0),
+        "both": (0, 0, 1, 1),
+    }
     for name, shift in shifts.items():
         correlation = (kept * kept.roll(shift, (0, 1, 2, 3))).mean().item() / 0.25
         assert abs(correlation) < 5 / math.sqrt(count), name

@@ -260,6 +260,8 @@ def _rules() -> list[Case]:
         "scale 0": {"scale": 0.0},
         "scale -0.7": {"scale": -0.7},
         "scale 1": {"scale": 1.0},
+        "scale 0 causal": {"scale": 0.0, "is_causal": True},
+        "scale -0.7 causal": {"scale": -0.7, "is_causal": True},
     }
     cases = [_with(base, what, options=options) for base in SHAPES for what, options in rules.items()]
     both = ("bool [B, H, L, S]", "float [1, H, L, S]", "-inf padding", "bool padding", "-finfo.max padding")

@@ -1,0 +1,66 @@
+"""What is known about a device, without asking a driver that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from pascal_attn_core import device as device_module
+from pascal_attn_core.device import DeviceInfo, device_info, free_bytes
+
+
+def test_the_cpu_is_described_without_cuda() -> None:
+    info = device_info("cpu")
+    assert (info.kind, info.is_gpu, info.capability) == ("cpu", False, None)
+    assert info.num_sms >= 1
+
+
+def test_meta_is_planned_like_the_cpu() -> None:
+    assert device_info("meta") == device_info("cpu")
+
+
+def test_facts_are_frozen_and_can_be_made_by_hand() -> None:
+    info = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
+    assert info.is_gpu
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.num_sms = 30  # type: ignore[misc]
+
+
+def test_other_device_types_are_gpus_with_unknown_facts() -> None:
+    info = device_info(torch.device("mps"))
+    assert (info.kind, info.is_gpu, info.l2_bytes, info.total_bytes) == ("mps", True, 0, 0)
+
+
+def _properties(**changes: object) -> types.SimpleNamespace:
+    facts = {"name": "Tesla P40", "major": 6, "minor": 1, "multi_processor_count": 30, "total_memory": 24 << 30,
+             "L2_cache_size": 3 << 20, "gcnArchName": "gfx906:sramecc+:xnack-"}  # fmt: skip
+    return types.SimpleNamespace(**{**facts, **changes})
+
+
+def test_a_cuda_device_is_read_once_from_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: _properties())
+    monkeypatch.setattr(torch.version, "hip", None)
+    info = device_module._cuda_info(0)
+    assert info == DeviceInfo("cuda", "Tesla P40", (6, 1), 30, 3 << 20, 24 << 30, "sm_61")
+
+
+def test_an_amd_device_has_an_architecture_and_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: _properties(name="MI50"))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    info = device_module._cuda_info(0)
+    assert (info.kind, info.capability, info.arch) == ("hip", None, "gfx906")
+
+
+def test_old_torch_without_l2_size_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = _properties()
+    del properties.L2_cache_size
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert device_module._cuda_info(0).l2_bytes == 0
+
+
+def test_free_memory_is_unknown_without_cuda() -> None:
+    assert free_bytes("cpu") is None
+    assert free_bytes("meta") is None

@@ -1,0 +1,86 @@
+"""One reversible change to a host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from pascal_attn_core import Patch
+from pascal_attn_core.patching import PatchGroup
+
+
+def test_a_patch_is_active_until_it_is_removed_once() -> None:
+    undone = []
+    patch = Patch("change", lambda: undone.append(1), sites=3)
+    assert patch.active
+    assert patch.sites == 3
+    patch.remove()
+    patch.remove()
+    assert undone == [1]
+    assert not patch.active
+
+
+def test_with_removes_it_even_after_an_error() -> None:
+    patch = Patch("change", lambda: None)
+    with pytest.raises(KeyError), patch:
+        assert patch.active
+        raise KeyError
+    assert not patch.active
+
+
+def test_applying_and_removing_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pascal_attn"):
+        Patch("change", lambda: ["one place was left as it is"], sites=2).remove()
+    assert [record.getMessage() for record in caplog.records] == [
+        "change: applied at 2 places",
+        "change: one place was left as it is",
+        "change: removed",
+    ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
+
+
+def test_many_threads_remove_it_once() -> None:
+    undone = []
+    patch = Patch("change", lambda: undone.append(1))
+    threads = [threading.Thread(target=patch.remove) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert undone == [1]
+
+
+def test_forgetting_a_patch_leaves_it_in_force() -> None:
+    undone = []
+    Patch("change", lambda: undone.append(1))
+    assert undone == []
+
+
+def test_its_repr_says_whether_it_is_in_force() -> None:
+    patch = Patch("change", lambda: None)
+    assert repr(patch) == "Patch('change', sites=1, active)"
+    patch.remove()
+    assert repr(patch) == "Patch('change', sites=1, removed)"
+
+
+def test_a_group_that_fails_half_way_undoes_itself_backwards() -> None:
+    undone = []
+    with pytest.raises(ZeroDivisionError), PatchGroup("change") as group:
+        for site in (1, 2):
+            group.add(lambda site=site: undone.append(site))
+        raise ZeroDivisionError
+    assert undone == [2, 1]
+
+
+def test_a_finished_group_is_one_patch() -> None:
+    undone = []
+    with PatchGroup("change") as group:
+        for site in (1, 2, 3):
+            group.add(lambda site=site: undone.append(site) or [f"left {site}"])
+    patch = group.patch()
+    assert patch.sites == 3
+    assert undone == []
+    patch.remove()
+    assert undone == [3, 2, 1]
