@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
-from attn_support.table import BY_TORCH, LAYOUTS, MASKS, ROUTES, Case
+from attn_support.table import BY_TORCH, LAYOUTS, MASKS, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,9 +59,7 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=2500, **FUZZ)
-@given(case=legal_cases(), config=CONFIGS)
-def test_random_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
+def _check_forward(case: Case, config: AttentionConfig) -> None:
     inputs, options = case.build()
     before = [None if t is None else t.clone() for t in inputs]
     oracle, oracle_lse = exact(inputs, options)
@@ -77,6 +75,19 @@ def test_random_legal_calls_give_the_answer_of_the_definition(case: Case, config
     similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=config.route in BY_TORCH))
     assert_close(out, oracle, similar, "out", dtype=case.dtype, scale=1.0)
     assert all(t is None or torch.equal(t, old) for t, old in zip(inputs, before))
+
+
+@settings(max_examples=700, **FUZZ)
+@given(case=legal_cases(), config=CONFIGS)
+def test_random_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
+    _check_forward(case, config)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, **FUZZ)
+@given(case=legal_cases(), config=CONFIGS)
+def test_thousands_of_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
+    _check_forward(case, config)
 
 
 @settings(max_examples=500, **FUZZ)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
 from attn_support.table import GRADIENT_TABLE, ROUTES, Case
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
@@ -91,13 +90,16 @@ def test_only_the_wanted_gradients_appear() -> None:
     assert value.grad is not None
 
 
+def _second_derivative(out: torch.Tensor, leaf: torch.Tensor) -> None:
+    torch.autograd.grad(out.sum(), leaf, create_graph=True)[0].sum().backward()
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_gradients_of_gradients_say_what_to_do(is_compiled: bool) -> None:
     query, key, value = (torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3))
     attend = torch.compile(sdpa, backend="aot_eager") if is_compiled else sdpa
     with pytest.raises(RuntimeError, match=r"gradients of gradients|double backward"):
-        (first,) = torch.autograd.grad(attend(query, key, value, config=TILED).sum(), query, create_graph=True)
-        first.sum().backward()
+        _second_derivative(attend(query, key, value, config=TILED), query)
 
 
 def test_gradients_of_gradients_by_the_route_math() -> None:

@@ -84,7 +84,8 @@ def _random_call(seed: int, device: str) -> tuple[AttentionCall, AttentionConfig
         mask = MASKS[rng.choice(kinds)](full, dtype, torch.Generator().manual_seed(seed))
         mask = None if mask is None else mask.to(device)
     call = check_call(*tensors, mask, **options)
-    return call, AttentionConfig(route="tiled", budget_mib=rng.choice((None, 1, 0.5, 0.25)))
+    budgets = (None, 1, 0.5, 0.25) if call.num_scores < 1 << 24 else (None, 4, 2)  # small tiles of much work are slow
+    return call, AttentionConfig(route="tiled", budget_mib=rng.choice(budgets))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -92,7 +93,7 @@ def _random_call(seed: int, device: str) -> tuple[AttentionCall, AttentionConfig
 def test_the_forward_pass_takes_no_byte_more_than_planned(seed: int, device: str) -> None:
     call, config = _random_call(seed, device)
     plan = _plan(call, config)
-    assert plan.extra_bytes <= (4 if config.budget_mib is None else config.budget_mib) * MIB
+    assert plan.extra_bytes <= (4.0 if config.budget_mib is None else config.budget_mib) * MIB
     measured = _forward(call, config, with_lse=seed % 2 == 0)
     assert measured.extra_bytes <= plan.extra_bytes
 

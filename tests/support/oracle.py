@@ -38,7 +38,7 @@ def exact(inputs: Sequence[Tensor | None], options: dict[str, Any]) -> tuple[Ten
 
 
 def plain_dtype(dtype: torch.dtype, *, as_torch: bool = False) -> torch.dtype:
-    """In what plain attention is computed for inputs of ``dtype``: in float32, as we promise; ``as_torch``: in ``dtype``
+    """In what plain attention is computed for inputs of ``dtype``: float32, as we promise; ``as_torch``: ``dtype``
     itself, since torch's kernels round the probabilities of 16-bit inputs. In float64 plain attention is the oracle:
     its error is that in float32, scaled to the finer type."""
     return dtype if as_torch and dtype != torch.float64 else torch.float32

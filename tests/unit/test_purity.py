@@ -15,7 +15,16 @@ ROOT = Path(pascal_attn_core.__file__).parent
 CORE = ("attention", "backward", "bounds", "call", "config", "device", "dispatch", "dropout", "layout", "masking",
         "masks", "math_route", "memory", "ops", "patching", "plan", "reference", "report", "tiled_route", "tiles",
         "torch_route", "compat")  # fmt: skip
-HOSTS = ("diffusers", "transformers", "flash_attn", "sdpa_patch", "capture", "cli", "_diffusers_redirect", "_diffusers_sites")
+HOSTS = (
+    "diffusers",
+    "transformers",
+    "flash_attn",
+    "sdpa_patch",
+    "capture",
+    "cli",
+    "_diffusers_redirect",
+    "_diffusers_sites",
+)
 # Module -> what it may import of this package; the arithmetic knows nothing of tensors that flow or routes.
 LAYERS = {
     "config": set(),
@@ -59,7 +68,7 @@ def _run(code: str, **environ: str) -> str:
 
 
 def test_importing_loads_no_host_and_starts_no_cuda() -> None:
-    hosts = "diffusers transformers comfy triton safetensors matplotlib rich numpy.testing".split()
+    hosts = ["diffusers", "transformers", "comfy", "triton", "safetensors", "matplotlib", "rich", "numpy.testing"]
     code = f"""
 import sys, torch
 import torch.nn.functional as F

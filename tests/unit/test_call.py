@@ -1,0 +1,96 @@
+"""The arguments of one call, checked once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pascal_attn_core.call import check_call
+
+
+def _call(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...] | None = None, **options):
+    return check_call(torch.empty(query), torch.empty(key), torch.empty(value or key), **options)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "gqa", "batch", "heads", "kv_heads"),
+    [
+        ((2, 4, 5, 8), (2, 4, 7, 8), False, (2,), 4, 4),
+        ((2, 4, 5, 8), (2, 2, 7, 8), True, (2,), 4, 2),
+        ((2, 4, 5, 8), (2, 4, 7, 8), True, (2,), 4, 4),
+        ((2, 4, 5, 8), (2, 1, 7, 8), False, (2,), 4, 1),
+        ((2, 1, 5, 8), (2, 4, 7, 8), False, (2,), 4, 4),
+        ((2, 4, 5, 8), (1, 4, 7, 8), False, (2,), 4, 4),
+        ((4, 5, 8), (4, 7, 8), False, (), 4, 4),
+        ((5, 8), (7, 8), False, (), 1, 1),
+        ((3, 2, 4, 5, 8), (4, 7, 8), False, (3, 2), 4, 4),
+        ((2, 0, 5, 8), (2, 0, 7, 8), False, (2,), 0, 0),
+    ],
+)
+def test_leading_dimensions_and_heads(query, key, gqa, batch, heads, kv_heads) -> None:
+    call = _call(query, key, enable_gqa=gqa)
+    assert (call.batch, call.num_heads, call.num_kv_heads) == (batch, heads, kv_heads)
+    assert (call.seq_len_q, call.seq_len_kv, call.head_dim, call.head_dim_v) == (5, 7, 8, 8)
+    expected = torch.matmul(torch.empty(query), torch.empty(key).transpose(-2, -1)) if not gqa else torch.empty(query)
+    assert call.out_shape == (*expected.shape[:-1], 8)
+
+
+def test_sizes_that_follow_from_it() -> None:
+    call = _call((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6), enable_gqa=True)
+    assert (call.groups, call.batch_size, call.num_scores, call.out_shape) == (2, 2, 2 * 4 * 5 * 7, (2, 4, 5, 6))
+    assert not call.is_empty
+    assert _call((2, 4, 0, 8), (2, 4, 7, 8)).is_empty
+    assert _call((2, 4, 5, 8), (2, 4, 0, 8)).is_empty
+    assert not _call((2, 4, 5, 0), (2, 4, 7, 0), (2, 4, 7, 6)).is_empty
+
+
+def test_scale_is_that_of_the_head_unless_given() -> None:
+    assert _call((1, 1, 5, 64), (1, 1, 5, 64)).scale == 0.125
+    assert _call((1, 1, 5, 64), (1, 1, 5, 64), scale=0).scale == 0.0
+    assert _call((1, 1, 5, 0), (1, 1, 5, 0), (1, 1, 5, 8)).scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "band"),
+    [
+        ({}, (None, None, 0)),
+        ({"is_causal": True}, (None, 0, 0)),
+        ({"is_causal": True, "alignment": "lower_right"}, (None, 0, 3)),
+        ({"window": (2, 1)}, (2, 1, 0)),
+        ({"window": (-1, 1), "alignment": "lower_right"}, (None, 1, 3)),
+        ({"window": (2, -1)}, (2, None, 0)),
+        ({"window": (2, 5), "is_causal": True}, (2, 0, 0)),
+        ({"window": (-1, -1)}, (None, None, 0)),
+    ],
+    ids=str,
+)
+def test_causal_rule_and_window_are_one_band(options: dict, band: tuple) -> None:
+    call = _call((1, 1, 5, 8), (1, 1, 8, 8), **options)
+    assert (call.left, call.right, call.offset) == band
+
+
+def test_only_torchs_own_causal_rule_is_plain() -> None:
+    assert _call((1, 1, 5, 8), (1, 1, 8, 8), is_causal=True).plain_causal
+    assert not _call((1, 1, 5, 8), (1, 1, 8, 8), is_causal=True, alignment="lower_right").plain_causal
+    assert not _call((1, 1, 5, 8), (1, 1, 8, 8), is_causal=True, window=(3, 0)).plain_causal
+    assert not _call((1, 1, 5, 8), (1, 1, 8, 8), window=(-1, 0)).plain_causal
+
+
+def test_gradients_are_needed_where_any_input_asks_and_nobody_forbids() -> None:
+    query, key = torch.empty(1, 1, 5, 8), torch.empty(1, 1, 7, 8)
+    bias = torch.zeros(7, requires_grad=True)
+    assert not check_call(query, key, key).needs_grad
+    assert check_call(query, key, key, bias).needs_grad
+    assert check_call(query, key.requires_grad_(), key).needs_grad
+    with torch.no_grad():
+        assert not check_call(query, key, key, bias).needs_grad
+
+
+def test_a_call_without_tensors_remembers_sizes_only() -> None:
+    call = _call((2, 4, 5, 8), (2, 4, 7, 8))
+    sizes = call.without_tensors()
+    assert sizes.query is None
+    query = torch.empty(2, 4, 5, 8)
+    again = sizes.with_tensors(query, call.key, call.value, None)
+    assert again.query is query
+    assert again.out_shape == call.out_shape

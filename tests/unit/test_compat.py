@@ -1,0 +1,83 @@
+"""The names and layouts of pascal-attn 0.1.0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pascal_attn_core import TiledAttention, recommended_tile_size, record, tiled_attention
+from pascal_attn_core.reference import reference_sdpa
+
+
+@pytest.mark.parametrize("tile_size", [64, 16, None, 1000])
+def test_tiled_attention_returns_tokens_before_heads(tile_size: int | None) -> None:
+    query, key, value = torch.randn(2, 6, 50, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 16)
+    with record() as report:
+        out = tiled_attention(query, key, value, tile_size=tile_size)
+    assert report.routes() == {"tiled": 1}
+    expected = reference_sdpa(query, key, value, enable_gqa=True)[0].transpose(1, 2)
+    assert out.shape == (2, 50, 6, 16)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_are_added_or_select(dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
+    mask = (torch.rand(20, 30) < 0.7).to(dtype)
+    expected = reference_sdpa(query, key, value, mask, scale=0.5)[0].transpose(1, 2)
+    torch.testing.assert_close(tiled_attention(query, key, value, 0.5, mask), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_dropout_drops() -> None:
+    query = torch.zeros(1, 1, 40, 4)
+    value = torch.eye(40)[None, None]
+    out = tiled_attention(query, query, value, dropout_p=0.5)
+    assert 0.4 < (out == 0).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tile_size", ["auto", 16])
+def test_the_module_answers_in_the_form_of_its_query(packed: bool, tile_size: int | str) -> None:
+    query, key, value = torch.randn(2, 20, 4, 8), torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    inputs = [t.flatten(2) if packed else t for t in (query, key, value)]
+    out = TiledAttention(4, 2, tile_size=tile_size)(*inputs)
+    expected = reference_sdpa(*(t.transpose(1, 2) for t in (query, key, value)), enable_gqa=True)[0].transpose(1, 2)
+    assert out.shape == inputs[0].shape
+    torch.testing.assert_close(out.view(2, 20, 4, 8), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_module_drops_in_training_only() -> None:
+    module, x = TiledAttention(1, dropout=0.5), torch.randn(1, 30, 8)
+    assert not torch.equal(module(x, x, x), module(x, x, x))
+    module.eval()
+    assert torch.equal(module(x, x, x), module(x, x, x))
+    assert not list(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: TiledAttention(6, 4), "multiple of n_kv_heads, got 6 and 4"),
+        (lambda: TiledAttention(6, 0), "got 6 and 0"),
+        (lambda: TiledAttention(6, tile_size="big"), "'auto', got 'big'"),
+        (lambda: TiledAttention(4, head_dim=16)(*[torch.randn(1, 5, 4, 8)] * 3), r"4 \* 16"),
+        (lambda: TiledAttention(4)(*[torch.randn(1, 5, 30)] * 3), r"got \(1, 5, 30\)"),
+        (lambda: TiledAttention(4)(*[torch.randn(5, 32)] * 3), r"got \(5, 32\)"),
+        (lambda: tiled_attention(torch.randn(1, 6, 5, 8), *[torch.randn(1, 4, 5, 8)] * 2), "multiple"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_the_module_shows_its_choices() -> None:
+    assert repr(TiledAttention(8, 2)) == (
+        "TiledAttention(n_heads=8, n_kv_heads=2, head_dim=None, tile_size='auto', dropout=0.0)"
+    )
+
+
+def test_the_recommended_tile_is_256_where_the_cache_is_unknown() -> None:
+    assert recommended_tile_size("cpu") == 256
+    if not torch.cuda.is_available():
+        assert recommended_tile_size() == recommended_tile_size(0) == 256
