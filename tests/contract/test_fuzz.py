@@ -77,7 +77,7 @@ def _check_forward(case: Case, config: AttentionConfig) -> None:
     assert all(t is None or torch.equal(t, old) for t, old in zip(inputs, before))
 
 
-@settings(max_examples=700, **FUZZ)
+@settings(max_examples=300, **FUZZ)
 @given(case=legal_cases(), config=CONFIGS)
 def test_random_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
     _check_forward(case, config)
@@ -115,8 +115,8 @@ ILLEGAL: list[dict[str, Any]] = [
     {"query": None}, {"query": [[1.0]]}, {"query": 3}, {"key": None}, {"value": "value"}, {"attn_mask": [[True]]},
     {"attn_mask": 1}, {"query": QUERY.int()}, {"query": QUERY.double()}, {"key": KEY.half()},
     {"query": QUERY.to(torch.complex64)}, {"value": VALUE.bfloat16()}, {"query": _tensor(8)}, {"key": _tensor(8)},
-    {"query": torch.tensor(1.0)}, {"key": torch.tensor(1.0)}, {"query": _tensor(2, 4, 5, 9)}, {"key": _tensor(2, 4, 7, 9)},
-    {"value": _tensor(2, 4, 8, 6)}, {"query": _tensor(3, 4, 5, 8)}, {"key": _tensor(3, 4, 7, 8)},
+    {"query": torch.tensor(1.0)}, {"key": torch.tensor(1.0)}, {"query": _tensor(2, 4, 5, 9)},
+    {"key": _tensor(2, 4, 7, 9)}, {"value": _tensor(2, 4, 8, 6)}, {"query": _tensor(3, 4, 5, 8)}, {"key": _tensor(3, 4, 7, 8)},
     {"query": _tensor(2, 6, 5, 8)}, {"key": _tensor(2, 3, 7, 8)}, {"value": _tensor(2, 3, 7, 6), "enable_gqa": True},
     {"query": _tensor(2, 6, 5, 8), "enable_gqa": True}, {"query": _tensor(5, 8)}, {"query": QUERY.to("meta")},
     {"value": VALUE.to("meta")}, {"attn_mask": _tensor(5, 8)}, {"attn_mask": _tensor(4, 7)},

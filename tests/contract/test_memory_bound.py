@@ -1,4 +1,4 @@
-"""O(N) memory, proven by counting every byte: what a call takes is what its plan says, and that is within the budget."""
+"""O(N) memory, proven by counting every byte: a call takes what its plan says, and that is within the budget."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_the_environment_changes_the_default() -> None:
         ("TRIM_MASKS", "perhaps"),
         ("MATH_LIMIT_MIB", ""),
         ("SOFTMAX", ""),
-    ],  # fmt: skip
+    ],
 )
 def test_an_unusable_variable_is_named(name: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"PASCAL_ATTN_{name} is not usable"):

@@ -103,7 +103,8 @@ def test_short_calls_are_handed_to_torch_as_they_are(monkeypatch: pytest.MonkeyP
     sdpa(query, query, query)
     sdpa(query, query, query, is_causal=True)
     assert len(seen) == 2
-    for options in ({"window": (1, 1)}, {"is_causal": True, "alignment": "lower_right", "window": (1, 1)},
-                    {"config": AttentionConfig(route="tiled")}, {"config": AttentionConfig(math_limit_mib=0)}):  # fmt: skip
+    others = [{"window": (1, 1)}, {"is_causal": True, "alignment": "lower_right", "window": (1, 1)}, {"scale": -1.0}]
+    others += [{"config": AttentionConfig(route="tiled")}, {"config": AttentionConfig(math_limit_mib=0)}]
+    for options in others:
         sdpa(query, query, query, **options)
     assert len(seen) == 2

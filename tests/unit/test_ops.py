@@ -12,13 +12,6 @@ TILED = AttentionConfig(route="tiled")
 class Tagged(torch.Tensor):
     """A tensor subclass: its calls go through the operator, so that others may see them."""
 
-    seen: list[str] = []
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(getattr(func, "__name__", str(func)))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
 
 def test_the_operator_is_registered_under_its_name() -> None:
     assert torch.ops.pascal_attn.sdpa.default is not None

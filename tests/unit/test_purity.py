@@ -89,7 +89,12 @@ def test_importing_writes_nothing() -> None:
 
 
 def test_importing_does_not_touch_the_random_state() -> None:
-    code = "import torch; torch.manual_seed(1); s = torch.get_rng_state()\nimport pascal_attn_core\nprint(bool((s == torch.get_rng_state()).all()))"
+    code = """
+import torch
+before = torch.get_rng_state()
+import pascal_attn_core
+print(torch.equal(before, torch.get_rng_state()))
+"""
     assert _run(code) == "True"
 
 
@@ -137,7 +142,8 @@ def test_no_error_is_swallowed() -> None:
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else ""
                 silent = all(isinstance(line, ast.Pass) for line in node.body)
-                assert caught and not (silent and "Exception" in caught.split(".")[-1:]), f"{name}:{node.lineno}"
+                assert caught, f"{name}:{node.lineno}: a bare except"
+                assert not (silent and caught.endswith("Exception")), f"{name}:{node.lineno}: {caught} ignored"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

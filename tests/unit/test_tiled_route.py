@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -44,7 +45,7 @@ def test_out_of_memory_means_half_the_memory_until_it_fits(monkeypatch, qkv, cap
     torch.testing.assert_close(out, reference_sdpa(*qkv)[0], atol=1e-6, rtol=1e-5)
     tried = device.tried["forward"]
     assert len(tried) >= 2
-    assert all(later <= earlier / 2 for earlier, later in zip(tried, tried[1:]))
+    assert all(later <= earlier / 2 for earlier, later in itertools.pairwise(tried))
     assert tried[-1] > device.free / 8
     (stats,) = report.calls.values()
     assert stats.budget_halvings == len(tried) - 1 == len(caplog.records)

@@ -1,0 +1,181 @@
+"""The contract on a GPU: every route, every kind of call, memory by the allocator, and graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.table import BY_TORCH, GRADIENT_TABLE, ROUTES, TABLE, Case
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse, tiled_route
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import MIB, device_info
+from pascal_attn_core.dispatch import why_not
+from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core.plan import plan_call
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.gpu
+
+TILED = AttentionConfig(route="tiled")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The allocator hands out whole blocks: 512 bytes for each tensor, up to 2 MiB for each size class it opens.
+ALLOCATOR_MIB = 4
+
+
+@pytest.fixture(autouse=True)
+def _full_float32():
+    """TF32 is a choice of the user, not of this library: off here."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _in(case: Case, dtype: torch.dtype) -> Case:
+    return replace(case, dtype=dtype) if case.dtype == torch.float32 else case
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "fused"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("case", TABLE[::2], ids=lambda case: case.name)
+def test_every_route_gives_the_answer_of_the_definition(case: Case, dtype: torch.dtype, route: str) -> None:
+    case = _in(case, dtype)
+    inputs, options = case.build(device="cuda")
+    config = ROUTES.get(route) or AttentionConfig(route=route)
+    if config.route != "auto":
+        reasons = why_not(config.route, check_call(*inputs, **options), config)
+        if reasons:
+            with pytest.raises(UnsupportedAttention):
+                sdpa(*inputs, **options, config=config)
+            return
+    out = sdpa(*inputs, **options, config=config)
+    similar = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in (*BY_TORCH, "fused")))[0]
+    assert_close(out, exact(inputs, options)[0], similar, "out", dtype=case.dtype, scale=1.0)
+
+
+@pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)
+def test_lse_is_the_log_of_the_denominator(case: Case) -> None:
+    inputs, options = case.build(device="cuda")
+    lse = sdpa_with_lse(*inputs, **options).lse
+    assert_close(lse, exact(inputs, options)[1], plain(inputs, options, plain_dtype(case.dtype))[1], "lse",
+                 dtype=case.dtype, scale=1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ["auto", "tiled"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("case", GRADIENT_TABLE[::3], ids=lambda case: case.name)
+def test_gradients_are_those_of_the_definition(case: Case, dtype: torch.dtype, route: str) -> None:
+    case = _in(case, dtype)
+    inputs, options = case.build(requires_grad=True, device="cuda")
+    wide = [cast(t, torch.float64) for t in inputs]
+    similar = [cast(t, plain_dtype(case.dtype, as_torch=True)) for t in inputs]
+    leaves = [[t for t in some if t is not None and t.requires_grad] for some in (inputs, wide, similar)]
+    oracle, lse = reference_sdpa(*wide, **options)
+    outs = (sdpa(*inputs, **options, config=ROUTES[route]), oracle, reference_sdpa(*similar, **options)[0])
+    grad_out = torch.randn(oracle.shape, dtype=torch.float64, device="cuda")
+    assert_gradients_close(*(gradients(o, some, grad_out) for o, some in zip(outs, leaves)), lse, case.dtype)
+
+
+def _large(dtype: torch.dtype = torch.float32, kv_heads: int = 8) -> list[torch.Tensor]:
+    shapes = ((4, 32, 4096, 64), (4, kv_heads, 4096, 64), (4, kv_heads, 4096, 64))
+    return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("budget_mib", [1, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_allocator_sees_no_more_than_the_plan(budget_mib: int, dtype: torch.dtype, is_causal: bool) -> None:
+    query, key, value = _large(dtype)
+    config = AttentionConfig(route="tiled", budget_mib=budget_mib)
+    call = check_call(query, key, value, is_causal=is_causal, enable_gqa=True)
+    plan = plan_call(call, device_info("cuda"), config)
+    tiled_route.forward(call, config, with_lse=False)  # cuBLAS takes its workspace once
+    with PeakMemory("cuda", follow=False) as peak:
+        out = tiled_route.forward(call, config, with_lse=False)
+    extra = peak.peak_bytes - out[0].numel() * out[0].element_size()
+    assert plan.extra_bytes <= budget_mib * MIB
+    assert extra <= plan.extra_bytes + ALLOCATOR_MIB * MIB
+
+
+def test_no_route_takes_more_than_the_default_budget() -> None:
+    for dtype in DTYPES:
+        inputs = _large(dtype)
+        sdpa(*inputs, enable_gqa=True)
+        with PeakMemory("cuda", follow=False) as peak:
+            out = sdpa(*inputs, enable_gqa=True)
+        assert peak.peak_bytes - out.numel() * out.element_size() <= (64 + ALLOCATOR_MIB) * MIB
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+def test_a_captured_graph_repeats_the_call_on_new_numbers(mask: torch.dtype | None) -> None:
+    query, key, value = (torch.randn(1, 4, 200, 32, device="cuda") for _ in range(3))
+    bias = None if mask is None else (torch.rand(200, 200, device="cuda") < 0.7).to(mask)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            sdpa(query, key, value, bias, config=TILED)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(query, key, value, bias, config=TILED)
+    for tensor in (query, key, value):
+        tensor.copy_(torch.randn_like(tensor) * 3)
+    graph.replay()
+    torch.testing.assert_close(out, reference_sdpa(query, key, value, bias)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_real_lack_of_memory_is_survived() -> None:
+    query, key, value = (torch.randn(1, 8, 4096, 64, device="cuda") for _ in range(3))
+    expected = sdpa(query, key, value, config=TILED)
+    free, total = torch.cuda.mem_get_info()
+    used = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    # Room for the output and some MiB.
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + (28 << 20)) / total))
+    try:
+        config = AttentionConfig(route="tiled", budget_mib=512)
+        torch.testing.assert_close(sdpa(query, key, value, config=config), expected, atol=1e-5, rtol=1e-4)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert free + used > 0
+
+
+def test_dropout_is_the_same_in_the_backward_pass() -> None:
+    leaves = [torch.randn(1, 2, 300, 16, device="cuda", requires_grad=True) for _ in range(3)]
+    torch.manual_seed(1)
+    out = sdpa(*leaves, None, 0.4, config=TILED)
+    (grad,) = torch.autograd.grad(out.sum(), leaves[2])
+    torch.manual_seed(1)
+    identity = torch.eye(300, device="cuda").expand(1, 2, 300, 300)
+    probs = sdpa(*leaves[:2], identity, None, 0.4, config=TILED)
+    torch.testing.assert_close(grad, probs.sum(-2)[..., None].expand_as(grad), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_gives_the_dtype_of_torch(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 100, 16, device="cuda") for _ in range(3))
+    with torch.autocast("cuda", dtype):
+        out = sdpa(query, key, value, config=TILED)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert out.dtype == expected.dtype == dtype
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_compiled_call_is_one_graph() -> None:
+    query, key, value = (torch.randn(1, 2, 100, 16, device="cuda", requires_grad=True) for _ in range(3))
+    compiled = torch.compile(lambda *t: sdpa(*t, is_causal=True), fullgraph=True, backend="aot_eager")
+    out = compiled(query, key, value)
+    torch.testing.assert_close(out, reference_sdpa(query, key, value, is_causal=True)[0], atol=1e-5, rtol=1e-4)
+    out.sum().backward()
+    assert query.grad is not None
+
+
+def test_every_architecture_that_torch_reports_is_described() -> None:
+    info = device_info("cuda")
+    assert info.is_gpu
+    assert info.num_sms > 1
+    assert info.total_bytes > 1 << 30
