@@ -34,26 +34,19 @@ def _full_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _in(case: Case, dtype: torch.dtype) -> Case:
-    return replace(case, dtype=dtype) if case.dtype == torch.float32 else case
-
-
-@pytest.mark.parametrize("route", [*ROUTES, "fused"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("route", ["auto", "tiled", "online", "small_tiles", "torch", "math", "fused"])
 @pytest.mark.parametrize("case", TABLE[::2], ids=lambda case: case.name)
-def test_every_route_gives_the_answer_of_the_definition(case: Case, dtype: torch.dtype, route: str) -> None:
-    case = _in(case, dtype)
-    inputs, options = case.build(device="cuda")
+def test_every_route_gives_the_answer_of_the_definition(case: Case, route: str) -> None:
     config = ROUTES.get(route) or AttentionConfig(route=route)
-    if config.route != "auto":
-        reasons = why_not(config.route, check_call(*inputs, **options), config)
-        if reasons:
+    for dtype in DTYPES if case.dtype == torch.float32 else (case.dtype,):
+        inputs, options = replace(case, dtype=dtype).build(device="cuda")
+        if config.route != "auto" and why_not(config.route, check_call(*inputs, **options), config):
             with pytest.raises(UnsupportedAttention):
                 sdpa(*inputs, **options, config=config)
-            return
-    out = sdpa(*inputs, **options, config=config)
-    similar = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in (*BY_TORCH, "fused")))[0]
-    assert_close(out, exact(inputs, options)[0], similar, "out", dtype=case.dtype, scale=1.0)
+            continue
+        out = sdpa(*inputs, **options, config=config)
+        similar = plain(inputs, options, plain_dtype(dtype, as_torch=route in (*BY_TORCH, "fused")))[0]
+        assert_close(out, exact(inputs, options)[0], similar, f"out {dtype}", dtype=dtype, scale=1.0)
 
 
 @pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)
@@ -65,18 +58,17 @@ def test_lse_is_the_log_of_the_denominator(case: Case) -> None:
 
 
 @pytest.mark.parametrize("route", ["auto", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", GRADIENT_TABLE[::3], ids=lambda case: case.name)
-def test_gradients_are_those_of_the_definition(case: Case, dtype: torch.dtype, route: str) -> None:
-    case = _in(case, dtype)
-    inputs, options = case.build(requires_grad=True, device="cuda")
-    wide = [cast(t, torch.float64) for t in inputs]
-    similar = [cast(t, plain_dtype(case.dtype, as_torch=True)) for t in inputs]
-    leaves = [[t for t in some if t is not None and t.requires_grad] for some in (inputs, wide, similar)]
-    oracle, lse = reference_sdpa(*wide, **options)
-    outs = (sdpa(*inputs, **options, config=ROUTES[route]), oracle, reference_sdpa(*similar, **options)[0])
-    grad_out = torch.randn(oracle.shape, dtype=torch.float64, device="cuda")
-    assert_gradients_close(*(gradients(o, some, grad_out) for o, some in zip(outs, leaves)), lse, case.dtype)
+def test_gradients_are_those_of_the_definition(case: Case, route: str) -> None:
+    for dtype in DTYPES if case.dtype == torch.float32 else (case.dtype,):
+        inputs, options = replace(case, dtype=dtype).build(requires_grad=True, device="cuda")
+        wide = [cast(t, torch.float64) for t in inputs]
+        similar = [cast(t, plain_dtype(dtype, as_torch=True)) for t in inputs]
+        leaves = [[t for t in some if t is not None and t.requires_grad] for some in (inputs, wide, similar)]
+        oracle, lse = reference_sdpa(*wide, **options)
+        outs = (sdpa(*inputs, **options, config=ROUTES[route]), oracle, reference_sdpa(*similar, **options)[0])
+        grad_out = torch.randn(oracle.shape, dtype=torch.float64, device="cuda")
+        assert_gradients_close(*(gradients(o, some, grad_out) for o, some in zip(outs, leaves)), lse, dtype)
 
 
 def _large(dtype: torch.dtype = torch.float32, kv_heads: int = 8) -> list[torch.Tensor]:
@@ -131,17 +123,15 @@ def test_a_captured_graph_repeats_the_call_on_new_numbers(mask: torch.dtype | No
 def test_a_real_lack_of_memory_is_survived() -> None:
     query, key, value = (torch.randn(1, 8, 4096, 64, device="cuda") for _ in range(3))
     expected = sdpa(query, key, value, config=TILED)
-    free, total = torch.cuda.mem_get_info()
-    used = torch.cuda.memory_reserved()
+    total = torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
-    # Room for the output and some MiB.
+    # Room for the output and some MiB, far less than the budget.
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + (28 << 20)) / total))
     try:
         config = AttentionConfig(route="tiled", budget_mib=512)
         torch.testing.assert_close(sdpa(query, key, value, config=config), expected, atol=1e-5, rtol=1e-4)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert free + used > 0
 
 
 def test_dropout_is_the_same_in_the_backward_pass() -> None:
