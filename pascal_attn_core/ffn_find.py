@@ -1,0 +1,161 @@
+"""Which modules of a model are feed-forward networks: by name and structure, without knowing any host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+Selector = str | type | Callable[[str, nn.Module], Any]
+
+_FFN_NAME = re.compile(
+    r"(?:^|\.)(?:\w+_)?(?:ff|ffn|mlp|feed_forward|feedforward|fc_block)(?:_(?:in|context|i|t|c|img|txt|\d+))?$"
+)
+_FFN_CLASS = re.compile(r"FeedForward|SwiGLU|GE?GLU|Mlp|MLP|FFN|Dense(?:Gated)?ActDense|FFLayer")
+_NOT_FFN_CLASS = re.compile(
+    r"Conv(?!1D$)|GLUMB|Embed|Norm|Router|Gate$|Attention|Block|MoE|MoBA|Experts|Pooler|Pooling"
+)
+_NOT_FFN_NAME = re.compile(
+    r"time_?(?:step)?s?_?(?:mlp|embed|emb|proj)|t_embedder|embedder|embedding|adaln|modulation|(?:^|\.)norm|router"
+    r"|(?:^|\.)gate$|time_mlp|pooler"
+)
+_EXPERTS = re.compile(r"(?:^|\.)(?:experts|local_experts)\.")
+_ATTENTION_CHILDREN = {"to_q", "to_k", "to_v", "q_proj", "k_proj", "v_proj", "qkv", "to_qkv", "query", "key", "value",
+                       "qkv_proj", "c_attn", "q", "k", "v", "wq", "wk", "wv"}  # fmt: skip
+_SINGLE_STREAM_CLASS = re.compile(r"Single(?:Stream)?(?:DiT|Transformer)?\w*Block|ParallelBlock")
+_EXPANSION = 1.5
+
+
+class Found(NamedTuple):
+    """One module: its qualified name ("" for the model itself), and if it cannot be run in slices, why."""
+
+    name: str
+    module: nn.Module
+    why_not: str = ""
+
+
+def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
+    """The feed-forward modules of ``model``, outermost first, each once, and what looks like one but cannot be one.
+
+    Args:
+        include: exactly these instead of what is recognised: a shell pattern for the qualified name (``"*.ff"``), a
+            class, a predicate ``(name, module) -> bool``, or several of them.
+        exclude: never these; likewise.
+    """
+    chosen, dropped = _selectors("include", include), _selectors("exclude", exclude)
+    taken: list[str] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
+            continue
+        if dropped and _matches(dropped, name, module):
+            taken.append(name)
+            continue
+        if include is None and (reason := _fused_reason(module)):
+            yield Found(name, module, reason)
+        elif _matches(chosen, name, module) if include is not None else looks_like_ffn(name, module):
+            seen.add(id(module))
+            taken.append(name)
+            yield Found(name, module)
+
+
+def looks_like_ffn(name: str, module: nn.Module) -> bool:
+    """Whether ``module`` is named or built like a feed-forward network: wide inside, no attention, no convolution."""
+    kind = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _NOT_FFN_CLASS.search(kind) or _EXPERTS.search(name):
+        return False
+    children = {child.rpartition(".")[2] for child, _ in module.named_modules() if child}
+    if children & _ATTENTION_CHILDREN or any(_is_convolution(child) for child in module.modules()):
+        return False
+    sizes = _linear_sizes(module)
+    if len(sizes) < 2:
+        return False
+    if _NOT_FFN_NAME.search(name):
+        return False
+    if _FFN_NAME.search(name) or _FFN_CLASS.search(kind):
+        return True
+    widest = max(out for _, out in sizes)
+    return len(sizes) <= 3 and widest >= _EXPANSION * sizes[0][0] and sizes[-1][1] < widest
+
+
+def _fused_reason(module: nn.Module) -> str:
+    """Why the feed-forward work of ``module`` cannot be reached as a module of its own; "" if nothing is known."""
+    children = dict(module.named_children())
+    kind = type(module).__name__
+    if {"intermediate", "output"} <= set(children) and "attention" in children:
+        return (
+            "cannot be: its feed-forward network is the pair intermediate/output, two modules with the wide tensor "
+            "between them; set the model's config.chunk_size_feed_forward instead"
+        )
+    if {"fc1", "fc2", "self_attn"} <= set(children) and all(_sizes(children[name]) for name in ("fc1", "fc2")):
+        return "cannot be: its feed-forward layers fc1 and fc2 are parts of the block's own forward"
+    fused = {"proj_mlp", "proj_out"} <= set(children) or {"linear1", "linear2"} <= set(children)
+    parallel = any("qkv_mlp" in name for name in _grandchildren(module))
+    own_ffn = any(_FFN_NAME.search(name) and len(_linear_sizes(child)) >= 2 for name, child in children.items())
+    if (fused and (_SINGLE_STREAM_CLASS.search(kind) or _attends(children))) or (parallel and not own_ffn):
+        return (
+            "cannot be: a fused single-stream block, whose wide tensor is joined with the attention output outside any "
+            "feed-forward module"
+        )
+    return ""
+
+
+def _attends(children: dict[str, nn.Module]) -> bool:
+    return any("attn" in name or "attention" in name.lower() for name in children)
+
+
+def _grandchildren(module: nn.Module) -> Iterator[str]:
+    for name, child in module.named_children():
+        yield name
+        if "attn" in name:
+            yield from (inner for inner, _ in child.named_children())
+
+
+def _linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
+    """(in, out) of each linear layer, in order; the small ones that LoRA adds are left out."""
+    found = [(name, sizes) for name, child in module.named_modules() if (sizes := _sizes(child))]
+    return [sizes for name, sizes in found if "lora_" not in name]
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    if any(True for _ in module.children()):
+        return None
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and weight is not None and weight.dim() == 2:  # GPT-2's linear layer
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _selectors(what: str, given: Any) -> list[Selector]:
+    if given is None:
+        return []
+    several = [given] if isinstance(given, (str, type)) or callable(given) else given
+    if not isinstance(several, Iterable):
+        raise TypeError(f"{what} must be a pattern, a class, a predicate or several of them, got {given!r}")
+    several = list(several)
+    for one in several:
+        if not (isinstance(one, (str, type)) or callable(one)):
+            raise TypeError(f"{what} must hold patterns, classes and predicates, got {one!r}")
+    return several
+
+
+def _matches(selectors: list[Selector], name: str, module: nn.Module) -> bool:
+    for selector in selectors:
+        if isinstance(selector, str):
+            if fnmatchcase(name, selector):
+                return True
+        elif isinstance(selector, type):
+            if isinstance(module, selector):
+                return True
+        elif selector(name, module):
+            return True
+    return False

@@ -1,0 +1,206 @@
+"""How a feed-forward call runs: whole, or in the fewest slices that keep the budget, once it is proven."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from .ffn_rules import NotTokenwise
+from .ffn_run import SCALARS, Inputs, inputs_of, sliced_is_view
+from .ffn_state import fingerprint, hooked_children
+from .ffn_verify import Trace, prove, trace
+
+MIB = 1 << 20
+DEFAULT_BUDGET_MIB = 64.0
+_LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
+
+
+@dataclass(eq=False)
+class Settings:
+    """What one patch was asked for; shared by all its modules and by deep copies of them."""
+
+    budget_mib: float | None = None
+    chunk_tokens: int | None = None
+    min_tokens: int = 256
+    verify: bool = True
+    checkpoint: bool = True
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_tokens", 2), ("min_tokens", 2)):
+            value = getattr(self, name)
+            if value is None and name == "chunk_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.budget_mib is not None:
+            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
+                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
+            if not 0 < self.budget_mib < float("inf"):
+                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
+        for name in ("verify", "checkpoint"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    @property
+    def budget_bytes(self) -> float:
+        return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
+
+    def __deepcopy__(self, memo: dict) -> Settings:
+        return self
+
+
+class Plan(NamedTuple):
+    """How calls of one kind run.
+
+    Attributes:
+        sizes: tokens of each slice; empty = whole.
+        why: one sentence for the report.
+        proof: the module's fingerprint when it was proven; it must still be the same.
+        recompute: each slice is checkpointed.
+        refused: the module does not work token by token, or was not proven to.
+    """
+
+    sizes: tuple[int, ...]
+    why: str
+    proof: tuple | None = None
+    recompute: bool = False
+    refused: bool = False
+
+
+@dataclass(eq=False)
+class Site:
+    """One module under one patch: its settings, and what was decided for the kinds of calls seen so far."""
+
+    settings: Settings
+    plans: dict[Any, Plan] = field(default_factory=dict)
+    refusals: dict[Any, str] = field(default_factory=dict)
+
+    def copy(self) -> Site:
+        return Site(self.settings)
+
+
+WHOLE = Plan((), "")
+"""Run whole and decide again next time."""
+
+
+def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
+    """All that one plan may depend on, but for the module's attributes; cheap, since every call asks."""
+    device = x.device
+    kind = device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key = (x.shape, x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
+    if len(args) + len(kwargs) == 1:
+        return key
+    rest = [*enumerate(args[1:]), *kwargs.items()] if args else list(kwargs.items())[1:]
+    return *key, *((place, _kind_of_value(value)) for place, value in rest)
+
+
+def _kind_of_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    leaves = tree_leaves(value)
+    return type(value), tuple((type(leaf), leaf if isinstance(leaf, SCALARS) else None) for leaf in leaves)
+
+
+def make_plan(fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict) -> Plan:
+    """Decide for this kind of call.
+
+    Args:
+        fn: the module's forward without us.
+    """
+    try:
+        inputs = inputs_of(args, kwargs)
+    except NotTokenwise as reason:
+        return Plan((), str(reason), refused=True)
+    x = inputs.x
+    mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
+    known = site.refusals.get(mode)
+    if known is not None:
+        return Plan((), known, refused=True)
+    wants_grad = torch.is_grad_enabled() and _any_requires_grad(module, inputs)
+    if wants_grad and not site.settings.checkpoint:
+        return Plan((), "gradients are wanted and checkpoint=False")
+    if _cannot_decide_now(x, site.settings):
+        return WHOLE
+    proof = fingerprint(module)
+    try:
+        return _decide(fn, module, site.settings, inputs, wants_grad)._replace(proof=proof)
+    except torch.OutOfMemoryError:
+        return WHOLE
+    except NotTokenwise as reason:
+        site.refusals[mode] = str(reason)
+        return Plan((), str(reason), refused=True)
+
+
+def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool) -> Plan:
+    tokens = inputs.x.shape[-2]
+    if settings.verify and (hooked := hooked_children(module)):
+        raise NotTokenwise(f"a hook on {hooked[0]} would see slices of its tokens")
+    if settings.chunk_tokens is not None and not settings.verify:
+        return _sliced(tokens, math.ceil(tokens / settings.chunk_tokens), wants_grad, "not verified, as asked")
+    full = trace(fn, module, inputs, tokens, strict=settings.verify)
+    out_bytes = full.out.numel() * full.out.element_size()
+    extra = full.peak_bytes - out_bytes
+    if settings.chunk_tokens is not None:
+        count = math.ceil(tokens / settings.chunk_tokens)
+    elif extra <= settings.budget_bytes:
+        return Plan((), f"fits the budget: {extra / MIB:.1f} MiB beside input and output")
+    else:
+        count = _fewest_slices(fn, module, inputs, full, settings, wants_grad)
+    plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
+    if settings.verify and plan.sizes:
+        prove(fn, module, inputs, sorted(set(plan.sizes)), full)
+    return plan
+
+
+def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
+    """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
+    count = min(count, tokens // 2)
+    if count < 2:
+        return Plan((), "one slice is enough")
+    short, longer = divmod(tokens, count)
+    sizes = (short + 1,) * longer + (short,) * (count - longer)
+    return Plan(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
+
+
+def _fewest_slices(
+    fn: Callable, module: nn.Module, inputs: Inputs, full: Trace, settings: Settings, wants_grad: bool
+) -> int:
+    """Memory is a constant plus so much per token: two lengths tell both."""
+    tokens = inputs.x.shape[-2]
+    budget = settings.budget_bytes / (2 if wants_grad else 1)  # backward, gradients lie beside what they belong to
+    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
+    probe = max(least, int(tokens * budget / (2 * full.peak_bytes)))
+    part = trace(fn, module, inputs, probe, strict=settings.verify)
+    per_token = (full.peak_bytes - part.peak_bytes) / (tokens - probe)
+    constant = full.peak_bytes - per_token * tokens
+    if not sliced_is_view(inputs):
+        per_token += sum(t.numel() // t.shape[-2] * t.element_size() for t in inputs.tokens.values())
+    longest = max(least, int((budget - constant) / per_token))
+    return math.ceil(tokens / longest)
+
+
+def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    return any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)) or any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:
+    """Nothing can be proven without values, or while a CUDA graph is being recorded."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    if x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return settings.verify and x.is_meta
