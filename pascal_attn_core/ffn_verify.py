@@ -181,9 +181,8 @@ class _Follow(TorchDispatchMode):
     def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if not isinstance(func, OpOverload):
             raise NotTokenwise(f"operator {func} cannot be followed")
-        if func.namespace == "prim":  # asks for a device or a layout: no data
-            with self.fake:
-                return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return _device_of(args[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._check_effects(func, args, kwargs, tensors)
         axis = None
@@ -236,7 +235,7 @@ class _Follow(TorchDispatchMode):
         address = storage._cdata
         if address in self._storages or (address in known and not is_literal):
             return
-        nbytes = storage.nbytes() if tensor.device == self.device else 0
+        nbytes = storage.nbytes() if _device_of(tensor) == self.device else 0
 
         def freed(_: Any) -> None:
             del self._storages[address]
@@ -268,8 +267,12 @@ class _Follow(TorchDispatchMode):
         if address in self._storages:
             return "made", self._storages[address][1], where
         self.kept.append(leaf)
-        literal = leaf.tolist() if leaf.numel() <= _LITERAL_SIZE and leaf.device.type == "cpu" else None
+        literal = leaf.tolist() if leaf.numel() <= _LITERAL_SIZE and _device_of(leaf).type == "cpu" else None
         return "given", address if literal is None else literal, where
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device  # .device is an operator there
 
 
 def _value_of(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
