@@ -85,16 +85,12 @@ _proof_lock = threading.RLock()
 class SlicedForward:
     """Stands in a module's ``forward``. A callable with slots: hooks that wrap it copy no attributes from it."""
 
-    __slots__ = ("__weakref__", "inner", "module", "sites")
+    __slots__ = ("__weakref__", "inner", "module", "sites", "whole")
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
         self.module, self.inner = module, inner
+        self.whole = inner or types.MethodType(type(module).forward, module)  # the module's forward without us
         self.sites: list[Site] = []
-
-    @property
-    def whole(self) -> Callable[..., Any]:
-        """The module's forward without us."""
-        return self.inner or types.MethodType(type(self.module).forward, self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -132,6 +128,7 @@ class SlicedForward:
         memo[id(self)] = copied
         copied.module = copy.deepcopy(self.module, memo)
         copied.inner = copy.deepcopy(self.inner, memo)
+        copied.whole = copied.inner or types.MethodType(type(copied.module).forward, copied.module)
         copied.sites = [site.copy() for site in self.sites]
         return copied
 

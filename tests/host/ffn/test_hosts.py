@@ -1,0 +1,305 @@
+"""Feed-forward slicing beside the libraries that also lay hands on a module: peft, accelerate, diffusers, Transformers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pascal_attn_core.ffn import FfnPatch, patch_ffn
+
+attention = pytest.importorskip("diffusers.models.attention")
+
+
+class Block(nn.Module):
+    """A feed-forward module inside a model, as hosts see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.ff = attention.FeedForward(16, activation_fn="gelu-approximate")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ff(self.norm(x))
+
+
+def _patch(model: nn.Module, **options: object) -> FfnPatch:
+    return patch_ffn(model, **{"chunk_tokens": 16, "min_tokens": 8, **options})  # type: ignore[arg-type]
+
+
+def _states(patch: FfnPatch) -> list[str]:
+    return [line.state for line in patch.report().lines]
+
+
+def _lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["proj", "2"], lora_alpha=4))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return adapted
+
+
+def test_lora_added_before_or_after_gives_the_same_and_unloads() -> None:
+    x, model = torch.randn(2, 64, 16), Block().eval()
+    before = _lora(copy.deepcopy(model)).eval()
+    after_patch = copy.deepcopy(model)
+    with torch.no_grad(), _patch(after_patch) as patch:
+        after_patch(x)  # proven without LoRA
+        after = _lora(after_patch).eval()
+        after.load_state_dict(before.state_dict())
+        expected = before(x)
+        assert not torch.allclose(expected, model(x), atol=1e-3)
+        torch.testing.assert_close(after(x), expected)
+        assert _states(patch) == ["chunked"]
+        with _patch(before) as other:
+            torch.testing.assert_close(before(x), expected)
+            assert _states(other) == ["chunked"]
+        unloaded = after.unload()
+        torch.testing.assert_close(unloaded(x), model(x))
+    assert "forward" not in unloaded.ff.__dict__
+
+
+def test_lora_trains_through_slices() -> None:
+    x, plain = torch.randn(2, 64, 16), _lora(Block())
+    sliced = copy.deepcopy(plain)
+    plain(x).square().sum().backward()
+    with _patch(sliced) as patch:
+        sliced(x).square().sum().backward()
+    assert _states(patch) == ["chunked"]
+    for (name, one), two in zip(plain.named_parameters(), sliced.parameters()):
+        if "lora_" in name:
+            torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_accelerate_hooks_come_and_go(patched_first: bool) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    calls = []
+
+    class Counting(hooks.ModelHook):
+        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:
+            calls.append(args[0].shape)  # type: ignore[attr-defined]
+            return args, kwargs
+
+    with torch.no_grad():
+        expected = model(x)
+        if patched_first:
+            patch = _patch(model)
+            hooks.add_hook_to_module(model.ff, Counting())
+        else:
+            hooks.add_hook_to_module(model.ff, Counting())
+            patch = _patch(model)
+        assert torch.equal(model(x), expected)
+        assert calls == [x.shape]  # once for the call, not once for each slice
+        assert _states(patch) == ["chunked"]
+        hooks.remove_hook_from_module(model.ff)
+        count = _count_slices(model.ff, lambda: model(x))
+        assert count == 4
+        patch.remove()
+        assert torch.equal(model(x), expected)
+        assert _count_slices(model.ff, lambda: model(x)) == 1
+
+
+def test_a_patch_removed_below_an_accelerate_hook_is_gone() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    patch = _patch(model)
+    hooks.add_hook_to_module(model.ff, hooks.ModelHook())
+    with torch.no_grad():
+        model(x)
+        patch.remove()
+        assert _count_slices(model.ff, lambda: model(x)) == 1
+        hooks.remove_hook_from_module(model.ff)
+        assert _count_slices(model.ff, lambda: model(x)) == 1
+
+
+def test_weights_offloaded_by_accelerate_are_brought_for_each_slice() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    with torch.no_grad():
+        expected = model(x)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        with _patch(model) as patch:
+            torch.testing.assert_close(model(x), expected)
+            torch.testing.assert_close(model(x), expected)
+            assert _states(patch) == ["chunked"], patch.report().text()
+            assert all(parameter.is_meta for parameter in model.ff.parameters())
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_diffusers_hooks_come_and_go(patched_first: bool) -> None:
+    hooks = pytest.importorskip("diffusers.hooks.hooks")
+    x, model = torch.randn(1, 64, 16), Block().eval()
+
+    class Nothing(hooks.ModelHook):
+        pass
+
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(model.ff)
+    with torch.no_grad():
+        expected = model(x)
+        if not patched_first:
+            registry.register_hook(Nothing(), "nothing")
+        patch = _patch(model)
+        if patched_first:
+            registry.register_hook(Nothing(), "nothing")
+        assert torch.equal(model(x), expected)
+        assert _states(patch) == ["chunked"], patch.report().text()
+        registry.remove_hook("nothing")
+        assert _count_slices(model.ff, lambda: model(x)) == 4
+        patch.remove()
+        assert _count_slices(model.ff, lambda: model(x)) == 1
+
+
+def test_group_offloading_and_layerwise_casting_keep_working() -> None:
+    hooks = pytest.importorskip("diffusers.hooks")
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    hooks.apply_layerwise_casting(
+        model, storage_dtype=torch.bfloat16, compute_dtype=torch.float32, skip_modules_pattern=("norm",)
+    )
+    with torch.no_grad():
+        expected = model(x)
+        with _patch(model) as patch:
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), expected)
+        assert _states(patch) in (["chunked"], ["refused"])
+        assert torch.equal(model(x), expected)
+
+
+def test_compiled_models_run_slices_that_were_proven_before() -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    with torch.no_grad(), _patch(model) as patch:
+        expected = model(x)
+        assert _states(patch) == ["chunked"]
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(x), expected)
+        assert sum("linear" in str(node.target) for node in graphs[0].graph.nodes) == 2 * 4
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_that_was_never_proven_runs_whole() -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    with torch.no_grad():
+        expected = model(x)
+        with _patch(model) as patch:
+            torch._dynamo.reset()
+            assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(x), expected)
+            assert _states(patch) == ["waiting"]
+    torch._dynamo.reset()
+
+
+def test_state_dict_keys_stay_and_pickles_hold_the_plain_model() -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    keys, expected = list(model.state_dict()), model(x)
+    with _patch(model):
+        model(x)
+        assert list(model.state_dict()) == keys
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+    assert b"pascal_attn_core" not in buffer.getvalue()
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded(x), expected)
+    assert loaded.ff.forward.__self__ is loaded.ff
+
+
+def test_deep_copies_are_sliced_by_themselves_until_the_patch_goes() -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    with torch.no_grad():
+        expected = model(x)
+        patch = _patch(model)
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in copied.ff.parameters():
+                parameter.zero_()
+        assert torch.equal(model(x), expected)
+        assert torch.equal(copied(x), x)
+        assert _count_slices(copied.ff, lambda: copied(x)) >= 4
+        patch.remove()
+        assert _count_slices(copied.ff, lambda: copied(x)) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_around_the_block(use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = Block()
+    plain = copy.deepcopy(model)
+    one = torch.randn(2, 64, 16, requires_grad=True)
+    two = one.detach().clone().requires_grad_()
+    checkpoint(plain, one, use_reentrant=use_reentrant).square().sum().backward()
+    with _patch(model) as patch:
+        checkpoint(model, two, use_reentrant=use_reentrant).square().sum().backward()
+        assert _states(patch) == ["chunked"]
+    torch.testing.assert_close(two.grad, one.grad)
+    for mine, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_two_patches_may_be_removed_in_any_order() -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    with torch.no_grad():
+        expected = model(x)
+        first, second = _patch(model), _patch(model, chunk_tokens=8)
+        assert _count_slices(model.ff, lambda: model(x)) > 0
+        assert _count_slices(model.ff, lambda: model(x)) == 8  # the newest decides, and they do not multiply
+        first.remove()
+        assert _count_slices(model.ff, lambda: model(x)) == 8
+        second.remove()
+        assert _count_slices(model.ff, lambda: model(x)) == 1
+        assert torch.equal(model(x), expected)
+    assert "forward" not in model.ff.__dict__
+
+
+def test_somebody_elses_later_swap_lives_on(caplog: pytest.LogCaptureFixture) -> None:
+    x, model = torch.randn(1, 64, 16), Block().eval()
+    patch = _patch(model)
+    ours = model.ff.forward
+    model.ff.forward = lambda hidden: ours(hidden) * 2
+    with torch.no_grad():
+        model(x)
+        patch.remove()
+        assert "replaced while patched" in caplog.text
+        torch.testing.assert_close(model(x) - x, 2 * (_without(model)(x) - x))
+
+
+def _without(model: nn.Module) -> nn.Module:
+    plain = Block().eval()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def _count_slices(ff: nn.Module, call: Callable[[], object]) -> int:
+    """How often the last linear layer is called."""
+    lengths: list[int] = []
+    last = ff.net[2]
+    own = last.__dict__.get("forward")
+    inner = last.forward
+
+    def counting(x: Tensor) -> Tensor:
+        lengths.append(x.shape[-2])
+        return inner(x)
+
+    last.forward = counting
+    try:
+        call()
+        lengths.clear()
+        call()
+    finally:
+        if own is None:
+            del last.forward
+        else:
+            last.forward = own
+    return len(lengths)
