@@ -17,7 +17,8 @@ torch refuses. ``torch.jit.script`` compiles torch's function.
 
 In evaluation ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native path that never calls the function.
 ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. There is no double backward in the routes that
-torch has no kernel for: take the patch off for a gradient penalty.
+torch has no kernel for: take the patch off for a gradient penalty. A model with activation checkpoints needs the patch
+in its backward pass too; what it took by name is not served there, since torch leaves modes while it runs backward.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 from torch.overrides import TorchFunctionMode
@@ -472,6 +473,20 @@ class Block(nn.Module):
         q, k, v = x.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y + taken_by_name(q, k, y, scale=0.1)
+
+
+def test_checkpointed_models_recompute_by_the_same() -> None:
+    x = torch.randn(1, 2, 20, 24, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*x.chunk(3, dim=-1), is_causal=True)
+
+    (expected,) = torch.autograd.grad(attend(x).square().sum(), x)
+    with patch_sdpa(TILED), record() as seen:
+        out = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
+        (actual,) = torch.autograd.grad(out.square().sum(), x)
+    assert seen.routes() == {"tiled": 2}
+    torch.testing.assert_close(actual, expected)
 
 
 def test_compiled_models_follow_the_switch() -> None:
