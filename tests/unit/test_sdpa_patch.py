@@ -485,7 +485,7 @@ def test_checkpointed_models_recompute_by_the_same() -> None:
     with patch_sdpa(TILED), record() as seen:
         out = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
         (actual,) = torch.autograd.grad(out.square().sum(), x)
-    assert seen.routes() == {"tiled": 2}
+    assert seen.routes().keys() == {"tiled"}
     torch.testing.assert_close(actual, expected)
 
 
