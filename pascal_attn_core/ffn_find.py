@@ -16,7 +16,7 @@ _FFN_NAME = re.compile(
 )
 _FFN_CLASS = re.compile(r"FeedForward|SwiGLU|GE?GLU|Mlp|MLP|FFN|Dense(?:Gated)?ActDense|FFLayer")
 _NOT_FFN_CLASS = re.compile(
-    r"Conv(?!1D$)|GLUMB|Embed|Norm|Router|Gate$|Attention|Block|MoE|MoBA|Experts|Pooler|Pooling"
+    r"Conv(?!1D$)|GLUMB|Embed|Norm|Router|Gate$|Attention|Block|M[oO][eE]|Experts|Pool|(?:Out|Final)Layer"
 )
 _NOT_FFN_NAME = re.compile(
     r"time_?(?:step)?s?_?(?:mlp|embed|emb|proj)|t_embedder|embedder|embedding|adaln|modulation|(?:^|\.)norm|router"
@@ -26,6 +26,7 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:experts|local_experts)\.")
 _ATTENTION_CHILDREN = {"to_q", "to_k", "to_v", "q_proj", "k_proj", "v_proj", "qkv", "to_qkv", "query", "key", "value",
                        "qkv_proj", "c_attn", "q", "k", "v", "wq", "wk", "wv"}  # fmt: skip
 _SINGLE_STREAM_CLASS = re.compile(r"Single(?:Stream)?(?:DiT|Transformer)?\w*Block|ParallelBlock")
+_MOE_CLASS = re.compile(r"M[oO][eE]|[Rr]outer|FeedForward|MLP|Mlp")
 _EXPANSION = 1.5
 
 
@@ -47,6 +48,7 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
     """
     chosen, dropped = _selectors("include", include), _selectors("exclude", exclude)
     taken: list[str] = []
+    named: list[str] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
@@ -54,8 +56,10 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         if dropped and _matches(dropped, name, module):
             taken.append(name)
             continue
-        if include is None and (reason := _fused_reason(module)):
-            yield Found(name, module, reason)
+        if include is None and (reason := _why_not(name, module)):
+            if not any(name.startswith(f"{block}.") for block in named):
+                named.append(name)
+                yield Found(name, module, reason)
         elif _matches(chosen, name, module) if include is not None else looks_like_ffn(name, module):
             seen.add(id(module))
             taken.append(name)
@@ -81,10 +85,14 @@ def looks_like_ffn(name: str, module: nn.Module) -> bool:
     return len(sizes) <= 3 and widest >= _EXPANSION * sizes[0][0] and sizes[-1][1] < widest
 
 
-def _fused_reason(module: nn.Module) -> str:
-    """Why the feed-forward work of ``module`` cannot be reached as a module of its own; "" if nothing is known."""
+def _why_not(name: str, module: nn.Module) -> str:
+    """Why the feed-forward work of ``module`` cannot be run in slices by a module's forward; "" if nothing is known."""
     children = dict(module.named_children())
     kind = type(module).__name__
+    if _FFN_NAME.search(name) and len(children) > 1 and any(map(_is_convolution, children.values())):
+        return "cannot be: it mixes neighbouring tokens by a convolution"
+    if "experts" in children and _MOE_CLASS.search(kind):
+        return "cannot be: it routes tokens to experts"
     if {"intermediate", "output"} <= set(children) and "attention" in children:
         return (
             "cannot be: its feed-forward network is the pair intermediate/output, two modules with the wide tensor "

@@ -96,13 +96,16 @@ WHOLE = Plan((), "")
 def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
     """All that one plan may depend on, but for the module's attributes; cheap, since every call asks."""
     device = x.device
-    kind = device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    cast = _autocast_dtype(device.type) if torch._C._is_any_autocast_enabled() else None
     key = (x.shape, x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
     if len(args) + len(kwargs) == 1:
         return key
     rest = [*enumerate(args[1:]), *kwargs.items()] if args else list(kwargs.items())[1:]
     return *key, *((place, _kind_of_value(value)) for place, value in rest)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _kind_of_value(value: Any) -> Any:

@@ -127,7 +127,7 @@ def _reshape(call: Call) -> TokenAxis:
     below = 1
     for place in range(len(sizes) - 1, -1, -1):
         here = below * sizes[place]
-        if below <= faster < here or (faster == here == below):
+        if below <= faster < here:
             if faster % below or here % (faster * call.tokens):
                 break
             return TokenAxis(place, faster // below)
@@ -277,7 +277,10 @@ def _factors(call: Call) -> tuple[str, str]:
 
 def _product_axis(call: Call, left: str, right: str) -> TokenAxis:
     if left in call.axes and right in call.axes:
-        raise NotTokenwise(f"multiplies tokens with each other ({call.name})")
+        axis, batch = call.axes[left], call.arguments[left].dim() - 2
+        if axis != call.axes[right] or axis.dim >= batch:  # else each token has a product of its own
+            raise NotTokenwise(f"multiplies tokens with each other ({call.name})")
+        return axis
     holder = left if left in call.axes else right
     if holder not in call.axes:
         raise NotTokenwise(f"adds tokens to something else ({call.name})")

@@ -1,4 +1,4 @@
-"""Feed-forward slicing beside the libraries that also lay hands on a module: peft, accelerate, diffusers, Transformers."""
+"""Feed-forward slicing beside others who lay hands on a module: peft, accelerate, diffusers, torch.compile, pickle."""
 
 from __future__ import annotations
 
