@@ -294,12 +294,6 @@ def _product_axis(call: Call, left: str, right: str) -> TokenAxis:
     return axis
 
 
-def _vector_product(call: Call) -> TokenAxis:
-    if list(call.axes) != ["self"] or call.axis.dim != 0:
-        raise NotTokenwise(f"sums over the tokens ({call.name})")
-    return call.axis
-
-
 def _linear(call: Call) -> TokenAxis:
     if list(call.axes) != ["input"]:
         raise NotTokenwise(f"multiplies tokens with each other ({call.name})")
@@ -363,7 +357,6 @@ _RULES: dict[str, Callable[[Call], TokenAxis]] = {
     ),
     **dict.fromkeys(("cat", "stack"), _join),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_addmm_activation"), _product),
-    "mv": _vector_product,
     "linear": _linear,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(

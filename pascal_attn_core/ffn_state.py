@@ -80,6 +80,8 @@ def _print_of(value: Any, depth: int = _DEPTH) -> Any:
         return tuple((key, _print_of(item, depth - 1)) for key, item in value.items() if isinstance(key, _PLAIN))
     if depth and isinstance(value, (list, tuple)) and len(value) <= 32:
         return tuple(_print_of(item, depth - 1) for item in value)
+    if depth == _DEPTH and not isinstance(value, _OPAQUE) and isinstance(getattr(value, "__dict__", None), dict):
+        return id(value), tuple((k, v) for k, v in value.__dict__.items() if isinstance(v, _PLAIN))  # a config
     return id(value)
 
 

@@ -108,7 +108,22 @@ def _checked_output(mode: _Follow, out: Any, x: Tensor) -> Tensor:
         raise NotTokenwise("returns its input")
     if mode.strict and mode.axis_of(out) != TokenAxis(out.dim() - 2):
         raise NotTokenwise("moves the tokens to another dimension")
+    if mode.strict:
+        _check_backward(out)
     return out
+
+
+def _check_backward(out: Tensor) -> None:
+    """A backward pass written in Python may mix tokens, and none of the operators seen would show it."""
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise NotTokenwise(f"has a backward pass of its own ({node.name()})")
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _one_line(error: Exception) -> str:

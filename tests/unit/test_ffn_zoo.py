@@ -7,6 +7,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -132,6 +133,54 @@ def test_a_switch_that_is_turned_after_the_proof_is_seen() -> None:
         assert patch.report().lines[0].state == "refused"
         patch.remove()
         assert torch.equal(out, module(x))
+
+
+def test_a_switch_in_a_config_object_is_seen() -> None:
+    config = types.SimpleNamespace(mix=False)
+    module = With(lambda m, x: x + x.mean(1, keepdim=True) if m.config.mix else x, config=config).eval()
+    x = torch.randn(1, TOKENS, WIDTH)
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
+        module(x)
+        assert patch.report().lines[0].state == "chunked"
+        config.mix = True
+        out = module(x)
+        patch.remove()
+        assert torch.equal(out, module(x))
+
+
+class _MixesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+
+def test_a_backward_pass_that_mixes_tokens_is_refused_where_gradients_are_wanted() -> None:
+    module, x = With(lambda m, x: _MixesBackward.apply(x)), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
+        module(x).sum().backward()
+        assert "backward pass of its own" in patch.report().lines[0].why
+
+
+def _by_name(name: str) -> nn.Module:
+    return next(case for case in BAD if case.name == name).make().eval()
+
+
+def test_the_trial_on_real_tokens_catches_what_a_wrong_rule_lets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pascal_attn_core import ffn_rules
+
+    x = torch.randn(1, TOKENS, WIDTH)
+    monkeypatch.setitem(ffn_rules._RULES, "cumsum", lambda call: call.axis)
+    assert "mixes tokens" in _run(_by_name("cumulative sum"), x)[1].why
+    monkeypatch.setattr(ffn_rules, "_varies", lambda tensor, place: False)
+    position = With(lambda m, x: x + m.where, where=torch.zeros(0))
+    position.where = torch.randn(TOKENS, 1)
+    assert _run(position.eval(), x)[1].state == "refused"
+    monkeypatch.setitem(ffn_rules._RULES, "flip", lambda call: call.axis)
+    assert "mixes tokens" in _run(_by_name("reversed tokens"), x)[1].why
 
 
 def test_longer_inputs_are_proven_anew() -> None:
