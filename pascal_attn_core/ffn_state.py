@@ -57,6 +57,12 @@ def fingerprint(module: nn.Module) -> tuple:
     return tuple(_fingerprint_of(child) for child in module.modules())
 
 
+def movable_parameters(module: nn.Module) -> set[int]:
+    """Identities of the parameters whose memory a host's hook exchanges around each call: offloading, casting."""
+    hosts = [child for child in module.modules() if any(hook in child.__dict__ for hook in _HOOKS)]
+    return {id(parameter) for child in hosts for parameter in child.parameters(recurse=False)}
+
+
 def hooked_children(module: nn.Module) -> list[str]:
     """Names of modules inside on which somebody has registered a forward or backward hook: it would see slices."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -93,12 +99,22 @@ class _Snapshot:
 
     def __init__(self, module: nn.Module):
         self._moves_weights = any(hook in module.__dict__ for hook in _HOOKS)
+        own = (
+            ()
+            if self._moves_weights
+            else (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        )
+        self._data = [(name, tensor, tensor.data) for name, tensor in own if type(tensor) in (Tensor, nn.Parameter)]
         self._levels: list[tuple[str, Any, Any]] = []
         self._take("", module.__dict__, _DEPTH)
 
     def put_back(self) -> list[str]:
         """Restores and names what had changed."""
         changed = []
+        for name, tensor, data in self._data:
+            if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata:
+                tensor.data = data
+                changed.append(name)
         for name, holder, old in self._levels:
             if self._moves_weights and name in ("_parameters", "_buffers"):
                 if any(isinstance(value, FakeTensor) for value in holder.values()):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from .ffn_rules import NotTokenwise, TokenAxis, token_axis_of_output
 from .ffn_run import Inputs
-from .ffn_state import undisturbed
+from .ffn_state import movable_parameters, undisturbed
 
 _PROBE_TOKENS = 24
 # Sums over the same numbers in another order differ by this much of the largest value. The operators have been proven
@@ -65,6 +65,7 @@ def trace(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, tokens: int
     """
     mode = _Follow(tokens, inputs.x.device, strict)
     fakes = [mode.fake_input(tensor, tokens) for tensor in inputs.tokens.values()]
+    mode.movable = movable_parameters(module)
     wants_grad = torch.is_grad_enabled()  # leaving inference mode would turn it on
     with undisturbed(module), _as_plain_autograd(wants_grad), _NoPeeking(), mode:
         try:
@@ -164,6 +165,7 @@ class _Follow(TorchDispatchMode):
         self.live = self.peak = 0
         self._storages: dict[int, tuple[weakref.ref, int]] = {}  # made in this run: address -> in which step
         self._literals: set[int] = set()
+        self.movable: set[int] = set()
 
     def fake_input(self, tensor: Tensor, tokens: int) -> Tensor:
         shape = (*tensor.shape[:-2], tokens, tensor.shape[-1])
@@ -279,6 +281,8 @@ class _Follow(TorchDispatchMode):
             return "made", shape, leaf.dtype
         address = leaf.untyped_storage()._cdata
         where = leaf.storage_offset(), shape, leaf.stride(), leaf.dtype
+        if id(leaf) in self.movable:
+            return "given", id(leaf), where
         if address in self._storages:
             return "made", self._storages[address][1], where
         self.kept.append(leaf)

@@ -152,6 +152,11 @@ def _count_in_buffer(module: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _exchanged_data(module: Any, x: Tensor) -> Tensor:
+    module.count.data = module.count.data + 1
+    return x
+
+
 def _new_buffer(module: Any, x: Tensor) -> Tensor:
     module.count = module.count + 1
     return x
@@ -312,6 +317,7 @@ BAD = [
     Case("in-place activation first", lambda: nn.Sequential(nn.ReLU(inplace=True), Ffn()), "writes to its input"),
     Case("writes to its input's data", lambda: With(lambda m, x: x.data.mul_(2)), "writes to its input"),
     Case("counts in a buffer", lambda: With(_count_in_buffer, count=torch.zeros(1)), "state"),
+    Case("counts by exchanged memory", lambda: With(_exchanged_data, count=torch.zeros(1)), "state"),
     Case("counts by a new buffer", lambda: With(_new_buffer, count=torch.zeros(1)), "state"),
     Case("counts in Python", lambda: With(_count_in_python, calls=0), "state"),
     Case("counts in a list", lambda: With(_count_in_list, seen=[]), "state"),

@@ -183,6 +183,27 @@ def test_the_trial_on_real_tokens_catches_what_a_wrong_rule_lets_through(monkeyp
     assert "mixes tokens" in _run(_by_name("reversed tokens"), x)[1].why
 
 
+def test_channels_that_are_as_many_as_tokens_confuse_nobody() -> None:
+    module, x = With(lambda m, x: x + x.mT if x.shape[1] == x.shape[2] else x).eval(), torch.randn(1, WIDTH, WIDTH)
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=8, min_tokens=2) as patch:
+        module(x)
+        assert "different tokens" in patch.report().lines[0].why
+
+
+def test_a_refusal_is_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pascal_attn_core import ffn_plan
+
+    traces = []
+    trace = ffn_plan.trace
+    monkeypatch.setattr(ffn_plan, "trace", lambda *args, **options: traces.append(1) or trace(*args, **options))
+    module = _by_name("token shift")
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
+        for tokens in (64, 80, 96):
+            module(torch.randn(1, tokens, WIDTH))
+        assert len(traces) == 1
+        assert patch.report().lines[0].state == "refused"
+
+
 def test_longer_inputs_are_proven_anew() -> None:
     module = With(lambda m, x: x + x.mean(1, keepdim=True) if x.shape[1] > 100 else x).eval()
     x = torch.randn(1, 128, WIDTH)
