@@ -1,0 +1,225 @@
+"""flash_attn_with_kvcache against plain float64 attention over caches that are written out by hand."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+F64 = torch.float64
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64)
+
+
+def caches(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return rand(rows, tokens, KV_HEADS, DIM), rand(rows, tokens, KV_HEADS, DIM)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def each_alone(q: Tensor, keys: list[Tensor], values: list[Tensor], **flags: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of sequences ``[S_b, Hkv, D]`` one by one."""
+    parts = [
+        flash_attn_func(one[None], k[None], v[None], return_attn_probs=True, **flags)
+        for one, k, v in zip(q, keys, values)
+    ]
+    return torch.cat([out for out, _, _ in parts]), torch.cat([lse for _, lse, _ in parts])
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window_size": (4, 0)}, {"softmax_scale": 0.2}], ids=str)
+@pytest.mark.parametrize("lengths", [7, [7, 7], [3, 11], None], ids=str)
+def test_a_cache_is_read_up_to_its_length(flags: dict[str, Any], lengths: Any) -> None:
+    q, (k, v) = rand(2, 3, HEADS, DIM), caches(2, 12)
+    given = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, list) else lengths
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=given, return_softmax_lse=True, **flags)
+    each = [12, 12] if lengths is None else [lengths] * 2 if isinstance(lengths, int) else lengths
+    expected, expected_lse = each_alone(
+        q, [k[b, :n] for b, n in enumerate(each)], [v[b, :n] for b, n in enumerate(each)], **flags
+    )
+    assert_same(out, expected)
+    assert_same(lse, expected_lse)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [2, 9]], ids=str)
+def test_new_tokens_are_written_in_place_and_seen(lengths: list[int]) -> None:
+    q, (k, v) = rand(2, 3, HEADS, DIM), caches(2, 12)
+    new_k, new_v = caches(2, 3)
+    before_k, before_v, seqlens = k.clone(), v.clone(), torch.tensor(lengths, dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=seqlens, causal=True)
+    for b, n in enumerate(lengths):
+        before_k[b, n : n + 3], before_v[b, n : n + 3] = new_k[b], new_v[b]
+    assert torch.equal(k, before_k)
+    assert torch.equal(v, before_v)
+    assert seqlens.tolist() == lengths
+    keys, values = ([t[b, : n + 3] for b, n in enumerate(lengths)] for t in (before_k, before_v))
+    assert_same(out, each_alone(q, keys, values, causal=True)[0])
+
+
+def test_decoding_step_by_step_is_the_whole_at_once() -> None:
+    q, k, v = rand(2, 9, HEADS, DIM), rand(2, 9, KV_HEADS, DIM), rand(2, 9, KV_HEADS, DIM)
+    k_cache, v_cache = (
+        torch.full((2, 9, KV_HEADS, DIM), 1e9, dtype=F64),
+        torch.full((2, 9, KV_HEADS, DIM), 1e9, dtype=F64),
+    )
+    steps, start = [], 0
+    for size in (4, 1, 1, 3):
+        part = slice(start, start + size)
+        steps.append(
+            flash_attn_with_kvcache(
+                q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_seqlens=start, causal=True
+            )
+        )
+        start += size
+    assert_same(torch.cat(steps, 1), flash_attn_func(q, k, v, causal=True))
+    assert torch.equal(k_cache, k)
+
+
+def test_sequences_may_have_any_row_of_the_cache() -> None:
+    q, (k, v), rows, lengths = rand(3, 1, HEADS, DIM), caches(6, 10), [4, 0, 4], [6, 3, 2]
+    expected, _ = each_alone(q, [k[r, :n] for r, n in zip(rows, lengths)], [v[r, :n] for r, n in zip(rows, lengths)])
+    out = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=torch.tensor(lengths), cache_batch_idx=torch.tensor(rows, dtype=torch.int32)
+    )
+    assert_same(out, expected)
+    new_k, new_v = caches(2, 2)
+    flash_attn_with_kvcache(
+        q[:2], k, v, new_k, new_v, cache_seqlens=torch.tensor([6, 3]), cache_batch_idx=torch.tensor([5, 1])
+    )
+    assert torch.equal(k[5, 6:8], new_k[0])
+    assert torch.equal(v[1, 3:5], new_v[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding_is_never_seen(causal: bool) -> None:
+    q, (k, v), pads, lengths = rand(2, 2, HEADS, DIM), caches(2, 10), [3, 0], [8, 8]
+    new_k, new_v = caches(2, 2)
+    out = flash_attn_with_kvcache(
+        q, k, v, new_k, new_v, cache_seqlens=8, cache_leftpad=torch.tensor(pads, dtype=torch.int32), causal=causal
+    )
+    keys, values = ([t[b, p : n + 2] for b, (p, n) in enumerate(zip(pads, lengths))] for t in (k, v))
+    assert_same(out, each_alone(q, keys, values, causal=causal)[0])
+    assert torch.equal(k[:, 8:], new_k)
+
+
+@settings(max_examples=25, deadline=None)
+@given(page=st.integers(1, 5), lengths=st.lists(st.integers(0, 8), min_size=1, max_size=3), new=st.integers(0, 3))
+def test_pages_are_the_same_cache(page: int, lengths: list[int], new: int) -> None:
+    batch, pages = len(lengths), -(-11 // page)
+    q, (k, v) = rand(batch, 2, HEADS, DIM), caches(batch, pages * page)
+    table = torch.randperm(batch * pages).view(batch, pages)
+    paged = [torch.empty(batch * pages, page, KV_HEADS, DIM, dtype=F64) for _ in range(2)]
+    for whole, parts in zip((k, v), paged):
+        parts[table.flatten()] = whole.reshape(batch * pages, page, KV_HEADS, DIM)
+    fresh = caches(batch, new) if new else (None, None)
+    flags: dict[str, Any] = {"cache_seqlens": torch.tensor(lengths), "causal": True, "return_softmax_lse": True}
+    expected = flash_attn_with_kvcache(q, k, v, *fresh, **flags)
+    out = flash_attn_with_kvcache(q, *paged, *fresh, block_table=table.int(), **flags)
+    assert_same(out[0], expected[0])
+    assert_same(out[1], expected[1])
+    assert torch.equal(paged[0][table.flatten()].reshape(k.shape), k)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, places: list[int], interleaved: bool) -> Tensor:
+    """``[N, H, D]`` turned pair by pair."""
+    out, half = x.clone(), cos.shape[1]
+    for token, place in enumerate(places):
+        for pair in range(half):
+            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
+            c, s = cos[place, pair], sin[place, pair]
+            out[token, :, a] = x[token, :, a] * c - x[token, :, b] * s
+            out[token, :, b] = x[token, :, a] * s + x[token, :, b] * c
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [4, DIM])
+@pytest.mark.parametrize("flags", [{"causal": True}, {"window_size": (6, 6)}, {}], ids=str)
+def test_rotary_embedding_turns_by_place(flags: dict[str, Any], rotary_dim: int, interleaved: bool) -> None:
+    q, (k, v), (new_k, new_v), lengths = rand(2, 3, HEADS, DIM), caches(2, 12), caches(2, 3), [4, 7]
+    angle = torch.arange(12, dtype=F64)[:, None] * torch.rand(rotary_dim // 2, dtype=F64)
+    cos, sin = angle.cos(), angle.sin()
+    old_k = k.clone()
+    out = flash_attn_with_kvcache(
+        q, k, v, new_k, new_v, cos, sin, torch.tensor(lengths), rotary_interleaved=interleaved, **flags
+    )
+    queries, keys, values = [], [], []
+    for b, n in enumerate(lengths):
+        places = list(range(n, n + 3))
+        queries.append(turned(q[b], cos, sin, places if flags else [n] * 3, interleaved))
+        keys.append(torch.cat([old_k[b, :n], turned(new_k[b], cos, sin, places, interleaved)]))
+        values.append(torch.cat([v[b, :n], new_v[b]]))
+        assert_same(k[b, : n + 3], keys[b])
+    assert_same(out, each_alone(torch.stack(queries), keys, values, **flags)[0])
+
+
+def test_rotary_embedding_keeps_the_dtype_of_the_cache() -> None:
+    q, k, v, new = (torch.randn(1, n, 2, 8, dtype=torch.bfloat16) for n in (1, 4, 4, 1))
+    cos, sin = torch.ones(8, 4).bfloat16(), torch.zeros(8, 4).bfloat16()
+    out = flash_attn_with_kvcache(q, k, v, new, new, cos, sin, cache_seqlens=3)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(k[:, 3:], new)
+
+
+@pytest.mark.skipif(find_spec("pascal_attn_core.lazy_mask") is None, reason="needs lazy masks")
+def test_alibi_counts_from_the_end_of_each_sequence() -> None:
+    q, (k, v), lengths = rand(2, 2, HEADS, DIM), caches(2, 9), [4, 8]
+    slopes = torch.rand(2, HEADS)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor(lengths), alibi_slopes=slopes, causal=True)
+    for b, n in enumerate(lengths):
+        alone = flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True, alibi_slopes=slopes[b])
+        assert_same(out[b : b + 1], alone)
+
+
+def test_a_sequence_without_keys_gives_zeros() -> None:
+    q, (k, v) = rand(2, 1, HEADS, DIM), caches(2, 4)
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([0, 3]), return_softmax_lse=True)
+    assert not out[0].any()
+    assert lse[0].max() == -torch.inf
+    assert out[1].any()
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with k and v"),
+    ({"cache_seqlens": 11}, ValueError, r"room for 2 new tokens behind \[11, 11\], got 12"),
+    ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to 12"),
+    ({"cache_seqlens": torch.tensor([1.0, 2.0])}, TypeError, "cache_seqlens must be whole numbers"),
+    ({"cache_seqlens": torch.tensor([1])}, ValueError, r"cache_seqlens must be \[2\], got \[1\]"),
+    ({"cache_batch_idx": torch.tensor([0, 9])}, ValueError, "cache_batch_idx must be from 0 to 2"),
+    ({"cache_leftpad": torch.tensor([9, 0])}, ValueError, "cache_leftpad must be from 0 to cache_seqlens"),
+    ({"block_table": torch.zeros(2, 1).int(), "cache_leftpad": torch.zeros(2).int()}, ValueError, "must be None"),
+    ({"block_table": torch.zeros(2, 1)}, ValueError, "block_table must be whole numbers"),
+    ({"v": None}, TypeError, "v must be a tensor"),
+    ({"k": rand(2, 2, 1, DIM)}, ValueError, "k"),
+    ({"k": None, "v": None, "rotary_cos": rand(12, 4)}, ValueError, "rotary_cos and rotary_sin must come with k"),
+    ({"rotary_cos": rand(12, 4)}, TypeError, "rotary_sin must be a tensor"),
+    ({"rotary_cos": rand(4, 4), "rotary_sin": rand(4, 4)}, ValueError, "rotary_cos must have"),
+    ({"rotary_cos": rand(12, 5), "rotary_sin": rand(12, 5)}, ValueError, r"\[tokens, at most 4\]"),
+    ({"q": rand(2, 2, HEADS, DIM).requires_grad_()}, NotImplementedError, "no backward pass"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), BAD, ids=[words for _, _, words in BAD])
+def test_what_cannot_be_is_refused_before_the_cache_is_touched(
+    change: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    k_cache, v_cache = caches(3, 12)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = caches(2, 2)
+    arguments = {"q": rand(2, 2, HEADS, DIM), "k": k, "v": v, "cache_seqlens": 5} | change
+    with pytest.raises(kind, match=words):
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **arguments)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
