@@ -1,0 +1,171 @@
+"""Attention to look at: the softmax rows of chosen queries, and what a causal rule or window saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import AttentionCall, check_call
+from .layout import accumulate_dtype
+from .masks import Band
+
+if TYPE_CHECKING:
+    from .lazy_mask import LazyMask
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    *,
+    rows: Sequence[int] | Tensor,
+    attn_mask: Tensor | LazyMask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    alignment: str = "upper_left",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The probabilities with which chosen queries look at all keys: exact softmax rows, without the full matrix.
+
+        weights = attention_map(query, key, rows=[0, 17, -1], is_causal=True)     # [*batch, Hq, 3, S]
+
+    Args:
+        query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``.
+        rows: numbers of query tokens, -L ... L - 1, in any order.
+        others: as in :func:`pascal_attn_core.sdpa`. With ``sinks`` a row sums to less than 1.
+    Returns:
+        ``[*batch, Hq, len(rows), S]`` in float32 (float64 for float64), zero in a row that may look at no key.
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, or a row that does not exist.
+    """
+    mask = attn_mask if isinstance(attn_mask, Tensor) else None
+    call = check_call(
+        query, key, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
+        window=window,
+    )  # fmt: skip
+    chosen = _row_numbers(rows, call)
+    scores = _scores(call, chosen)
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"softcap must be greater than 0, got {softcap}")
+        scores = torch.tanh(scores / softcap) * softcap
+    for part in (_mask_rows(attn_mask, call, chosen), _band_rows(call, chosen)):
+        if part is not None:
+            scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+    return _softmax(scores, sinks)
+
+
+def _row_numbers(rows: Sequence[int] | Tensor, call: AttentionCall) -> Tensor:
+    numbers = torch.as_tensor(rows)
+    if numbers.dim() != 1 or (numbers.numel() and (numbers.is_floating_point() or numbers.dtype == torch.bool)):
+        raise TypeError(f"rows must be whole numbers in one dimension, got {rows!r}")
+    length = call.seq_len_q
+    if any(not -length <= row < length for row in numbers.tolist()):
+        raise ValueError(f"rows must be from {-length} to {length - 1}, got {numbers.tolist()}")
+    numbers = numbers.long().to(call.query.device)
+    return torch.where(numbers < 0, numbers + length, numbers)
+
+
+def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
+    """``[*batch, Hq, R, S]`` scaled scores of the chosen rows; the heads of a group share one product."""
+    dtype = accumulate_dtype(call.query.dtype)
+    query, key = call.query.index_select(-2, rows).to(dtype), call.key.to(dtype).transpose(-2, -1)
+    if call.groups == 1:
+        return query @ key * call.scale
+    grouped = query.unflatten(-3, (-1, call.groups)).flatten(-3, -2)  # [*batch, Hkv, G * R, D]
+    return (grouped @ key * call.scale).unflatten(-2, (call.groups, -1)).flatten(-4, -3)
+
+
+def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        sizes = call.batch_size, call.num_heads, call.seq_len_kv
+        batch, heads, keys = (torch.arange(size, device=rows.device) for size in sizes)
+        return mask.rule(batch[:, None, None, None], heads[:, None, None], rows[:, None], keys)
+    return mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask.index_select(-2, rows)
+
+
+def _band_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
+    if Band.of(call).is_everything:
+        return None
+    distance = torch.arange(call.seq_len_kv, device=rows.device) - rows[:, None] - call.offset
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if call.left is not None:
+        allowed &= distance >= -call.left
+    if call.right is not None:
+        allowed &= distance <= call.right
+    return allowed
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if not scores.shape[-1]:
+        return scores
+    extra = None
+    if sinks is not None:
+        if sinks.shape != scores.shape[-3:-2]:
+            raise ValueError(f"sinks must be [{scores.shape[-3]}], got {list(sinks.shape)}")
+        extra = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return probs if extra is None else probs[..., :-1]
+
+
+# ---- what a rule saves ---------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """Shares from 0 to 1 of the work on L * S scores.
+
+    scores: those that the rule forbids; tiles: tiles of which it forbids every score, so that they are skipped.
+    """
+
+    scores: float
+    tiles: float
+
+
+def saved_by_band(
+    seq_len_q: int,
+    seq_len_kv: int,
+    *,
+    is_causal: bool = False,
+    alignment: str = "upper_left",
+    window: tuple[int, int] | None = None,
+    q_block: int = 128,
+    kv_block: int = 128,
+) -> Saved:
+    """How much of the work a causal rule or sliding window saves, by arithmetic alone.
+
+    >>> saved_by_band(4096, 4096, is_causal=True)
+    Saved(scores=0.4998779296875, tiles=0.484375)
+
+    Args:
+        is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`.
+        q_block, kv_block: tokens of a tile; the causal diagonal runs through tiles that cannot be skipped.
+    Raises:
+        TypeError, ValueError: a size that is none, or a rule that :func:`pascal_attn_core.sdpa` would refuse.
+    """
+    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    tokens = torch.empty(seq_len_q, 0), torch.empty(seq_len_kv, 0)
+    call = check_call(tokens[0], tokens[1], tokens[1], is_causal=is_causal, alignment=alignment, window=window)
+    band, total = Band.of(call), seq_len_q * seq_len_kv
+    if not total:
+        return Saved(0.0, 0.0)
+    visible = visited = 0
+    for query in range(seq_len_q):
+        first, last = band.key_range(query, query + 1, seq_len_kv)
+        visible += max(0, last - first)
+    for q0 in range(0, seq_len_q, q_block):
+        first, last = band.key_range(q0, min(q0 + q_block, seq_len_q), seq_len_kv)
+        if last > first:
+            visited += (last - 1) // kv_block - first // kv_block + 1
+    tiles = -(-seq_len_q // q_block) * -(-seq_len_kv // kv_block)
+    return Saved(1 - visible / total, 1 - visited / tiles)

@@ -1,0 +1,147 @@
+"""Softmax rows to look at, and what a causal rule or window saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pascal_attn_core.attention_map import Saved, attention_map, saved_by_band
+from pascal_attn_core.reference import allowed_keys, reference_sdpa
+
+F64 = torch.float64
+
+
+def whole_map(query: Tensor, key: Tensor, **options) -> Tensor:
+    """All rows: attention over one-hot values."""
+    eye = torch.eye(key.shape[-2], dtype=F64).expand(*key.shape[:-1], key.shape[-2])
+    return reference_sdpa(query.double(), key.double(), eye, **options)[0]
+
+
+BOOL = torch.rand(2, 1, 7, 9, generator=torch.Generator().manual_seed(0)) < 0.6
+BIAS = torch.randn(7, 9, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (2, 1)},
+        {"window": (3, -1), "is_causal": True, "alignment": "lower_right"},
+        {"attn_mask": BOOL},
+        {"attn_mask": BOOL[:, :, :1], "is_causal": True},
+        {"attn_mask": BIAS, "scale": 0.2},
+        {"attn_mask": BIAS[0]},
+    ],
+    ids=lambda options: " ".join(options),
+)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_rows_are_those_of_the_whole_map(options: dict, kv_heads: int) -> None:
+    query, key = torch.randn(2, 4, 7, 8, dtype=F64), torch.randn(2, kv_heads, 9, 8, dtype=F64)
+    rows = [0, 6, 3, -1, 3]
+    found = attention_map(query, key, rows=rows, enable_gqa=True, **options)
+    torch.testing.assert_close(found, whole_map(query, key, enable_gqa=True, **options)[:, :, rows])
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 2, 3, 5, 4)])
+def test_any_number_of_leading_dimensions(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(shape), torch.randn(shape)
+    found = attention_map(query, key, rows=torch.tensor([1, 4]))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), whole_map(query, key)[..., [1, 4], :], rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    query, key = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
+    found = attention_map(query, key, rows=range(5))
+    torch.testing.assert_close(found.double(), whole_map(query, key), rtol=1e-5, atol=1e-6)
+
+
+def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
+    LazyMask = pytest.importorskip("pascal_attn_core.lazy_mask").LazyMask
+    query, key, sinks = (
+        torch.randn(1, 4, 5, 8, dtype=F64),
+        torch.randn(1, 2, 6, 8, dtype=F64),
+        torch.randn(4, dtype=F64),
+    )
+    scores = query @ key.repeat_interleave(2, 1).transpose(-2, -1) * 8**-0.5
+    distance = torch.arange(5)[:, None] - torch.arange(6)
+    scores = 2.0 * torch.tanh(scores / 2.0) - 0.1 * distance.abs()
+    logits = torch.cat([scores, sinks[:, None, None].expand(1, 4, 5, 1)], dim=-1)
+    lazy = LazyMask((1, 1, 5, 6), lambda b, h, q, k: -0.1 * (q - k).abs(), dtype=F64)
+    found = attention_map(query, key, rows=[4, 0], enable_gqa=True, softcap=2.0, sinks=sinks, attn_mask=lazy)
+    torch.testing.assert_close(found, logits.softmax(-1)[:, :, [4, 0], :-1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_that_may_look_at_no_key_is_zero() -> None:
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
+    found = attention_map(query, key, rows=[0, 3], is_causal=True, alignment="lower_right")
+    assert not found[0, 0, 0].any()
+    assert found[0, 0, 1].sum() == pytest.approx(1.0)
+    assert attention_map(query, key[:, :, :0], rows=[0]).shape == (1, 1, 1, 0)
+    assert attention_map(query, key, rows=[]).shape == (1, 1, 0, 2)
+
+
+def test_the_full_matrix_is_never_made() -> None:
+    query, key = torch.randn(1, 2, 100_000, 4), torch.randn(1, 2, 100_000, 4)
+    found = attention_map(query, key, rows=[99_999], is_causal=True)
+    torch.testing.assert_close(found.sum(-1), torch.ones(1, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"rows": [5]}, ValueError, r"rows must be from -5 to 4, got \[5\]"),
+        ({"rows": [0.5]}, TypeError, "rows must be whole numbers"),
+        ({"rows": 3}, TypeError, "rows must be whole numbers in one dimension"),
+        ({"key": torch.ones(1, 2, 5, 3)}, ValueError, "head_dim"),
+        ({"softcap": 0.0}, ValueError, "softcap must be greater than 0"),
+        ({"sinks": torch.ones(3)}, ValueError, r"sinks must be \[2\], got \[3\]"),
+        ({"attn_mask": torch.ones(4, 5)}, ValueError, "attn_mask must broadcast"),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_wrong_arguments_are_named(change: dict, kind: type[Exception], words: str) -> None:
+    arguments = {"query": torch.ones(1, 2, 5, 4), "key": torch.ones(1, 2, 5, 4), "rows": [0]} | change
+    with pytest.raises(kind, match=words):
+        attention_map(**arguments)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    length=st.integers(1, 24),
+    keys=st.integers(1, 24),
+    is_causal=st.booleans(),
+    alignment=st.sampled_from(["upper_left", "lower_right"]),
+    window=st.none() | st.tuples(st.integers(-1, 8), st.integers(-1, 8)),
+    q_block=st.integers(1, 9),
+    kv_block=st.integers(1, 9),
+)
+def test_what_a_rule_saves_is_what_counting_finds(
+    length: int,
+    keys: int,
+    is_causal: bool,
+    alignment: str,
+    window: tuple[int, int] | None,
+    q_block: int,
+    kv_block: int,
+) -> None:
+    rule = {"is_causal": is_causal, "alignment": alignment, "window": window}
+    allowed = allowed_keys(length, keys, **rule)
+    tiles = [part.any() for rows in allowed.split(q_block) for part in rows.split(kv_block, dim=1)]
+    saved = saved_by_band(length, keys, q_block=q_block, kv_block=kv_block, **rule)
+    assert saved.scores == pytest.approx(1 - allowed.double().mean().item())
+    assert saved.tiles == pytest.approx(1 - sum(map(bool, tiles)) / len(tiles))
+
+
+def test_causal_attention_saves_about_half() -> None:
+    saved = saved_by_band(4096, 4096, is_causal=True)
+    assert saved == Saved(scores=0.4998779296875, tiles=0.484375)
+    assert saved_by_band(4096, 4096) == (0.0, 0.0)
+    assert saved_by_band(0, 5) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="q_block must be at least 1, got 0"):
+        saved_by_band(4, 4, q_block=0)
