@@ -10,6 +10,8 @@ from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
 from .dispatch import AttentionOutput, explain, sdpa, sdpa_with_lse
+from .ffn import patch_ffn
+from .lazy_mask import LazyMask
 from .patching import Patch
 from .report import Report, record
 from .version import __version__
@@ -17,6 +19,7 @@ from .version import __version__
 __all__ = [
     "AttentionConfig",
     "AttentionOutput",
+    "LazyMask",
     "Patch",
     "Report",
     "TiledAttention",
@@ -24,6 +27,7 @@ __all__ = [
     "__version__",
     "capture",
     "explain",
+    "patch_ffn",
     "record",
     "recommended_tile_size",
     "sdpa",

@@ -34,13 +34,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bounds import max_norm, query_limits
+from .bounds import BOUNDED_BITS, max_norm, query_limits
 from .call import AttentionCall
 from .device import CPU_LIKE
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
 from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
+from .lazy_mask import LazyMask
 from .masking import MaskWriter
-from .masks import Band, Rule, Rules, diagonal_schedule, padding_as_bool
+from .masks import Band, LazyTiles, Rule, Rules, diagonal_schedule, padding_as_bool
 from .tiles import TilePlan, even_ranges
 
 LOG2_E = math.log2(math.e)
@@ -122,8 +123,7 @@ def tiled_forward(
     out = empty_output(call)
     acc_dtype = accumulate_dtype(out.dtype)
     lse = out.new_empty(out.shape[:-1], dtype=acc_dtype) if with_lse or for_grad else None
-    has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
-    log_sum = out.new_empty(out.shape[:-1], dtype=acc_dtype) if for_grad and has_bias else None
+    log_sum = out.new_empty(out.shape[:-1], dtype=acc_dtype) if for_grad and has_bias(call) else None
     if call.is_empty:
         out.zero_()
         for rows in (lse, log_sum):
@@ -131,6 +131,8 @@ def tiled_forward(
                 rows.fill_(NEG_INF)
         return TiledOutput(out, lse, log_sum)
     may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
+    if may_bound and call.sinks is not None:
+        may_bound = float(call.sinks.detach().abs().amax()) * LOG2_E <= BOUNDED_BITS
     look = readable and trim_masks and plan.scans_mask
     groups = [
         _Group.of(units, call, plan, look, may_bound) for units in unit_views(call, per_query=(out, lse, log_sum))
@@ -157,8 +159,11 @@ class _Group(NamedTuple):
 
     @staticmethod
     def of(units: Units, call: AttentionCall, plan: TilePlan, look: bool, may_bound: bool) -> _Group:
-        spans = [(u, min(u + plan.units, len(units))) for u in range(0, len(units), plan.units)]
-        rules = Rules(Band.of(call), units.mask, accumulate_dtype(call.query.dtype), look=look)
+        spans = unit_spans(units, call, plan.units)
+        dtype = accumulate_dtype(call.query.dtype)
+        rules = Rules(Band.of(call), units.mask, dtype, look=look, lazy=lazy_tiles(call, units))
+        if has_bias(call) and (units.mask is None or call.sinks is not None):
+            may_bound = False
         bounded, bias = rules if may_bound else None, None
         if may_bound and units.mask is not None and units.mask.dtype != torch.bool:
             # A bounded block knows bool masks only: a float mask must be the padding of keys in disguise.
@@ -191,7 +196,8 @@ class TileMath:
         self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
         # Scores are counted in bits, so that exp2 serves. But a bias may be as low as -finfo.max, which log2(e) would
         # push to -inf: under a float mask they are counted in natural units.
-        self.unit = 1.0 if call.attn_mask is not None and call.attn_mask.dtype != torch.bool else LOG2_E
+        self.unit = 1.0 if has_bias(call) else LOG2_E
+        self.softcap, self.sinks = call.softcap, call.sinks
         self.rows_may_be_empty = call.attn_mask is not None or not Band.of(call).is_everything
         self.copies_query, self.copies_kv, self.copies_out = copies(call)
         rows, keys = plan.units * plan.q_block * call.groups, plan.units * plan.kv_block
@@ -210,14 +216,14 @@ class TileMath:
 
     def bounded_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
         """Add a tile whose scores are known to lie within +-60 bits. ``fresh``: the first one of these rows."""
-        scores = self.product(rows.query, key, self.scale * LOG2_E)
+        scores = self.capped(self.product(rows.query, key, self.factor(LOG2_E)), LOG2_E)
         scores.exp2_()
         self.masks.forbid(scores, rule, 0.0)
         self._accumulate(rows, scores, value, first_key, fresh)
 
     def online_tile(self, rows: _Rows, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
         """Add a tile under a running maximum."""
-        scores = self.product(rows.query, key, self.scale * self.unit)
+        scores = self.capped(self.product(rows.query, key, self.factor(self.unit)), self.unit)
         if rule.mask is not None and rule.mask.dtype != torch.bool:
             self.masks.add(scores, rule.mask)
         self.masks.forbid(scores, rule, NEG_INF)
@@ -245,6 +251,37 @@ class TileMath:
         shape = (query.shape[0], query.shape[1], key.shape[1])
         scores = self.scores[: math.prod(shape)].view(shape)
         return torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
+
+    def factor(self, unit: float) -> float:
+        """What query . key is multiplied by: to scores in the given unit, or to what tanh takes."""
+        return self.scale * unit if self.softcap is None else self.scale / self.softcap
+
+    def capped(self, scores: Tensor, unit: float) -> Tensor:
+        """softcap * tanh(scores / softcap) in the given unit, in place. It is no larger than the score itself, so a
+        bound for the score holds for it."""
+        return scores if self.softcap is None else scores.tanh_().mul_(self.softcap * unit)
+
+    def add_sinks(self, rows: _Rows, first_unit: int) -> None:
+        """Count the sink of each head in the sums of a block, as one more key without a value."""
+        if self.sinks is None:
+            return
+        sink = self.sink_rows(first_unit, rows.row_sum.shape)
+        if rows.row_max is None:
+            rows.row_sum.add_(sink.mul_(LOG2_E).exp2_())
+            return
+        sink.mul_(self.unit)
+        shift = torch.maximum(rows.row_max, sink)
+        rescale = self.exp2_(rows.row_max.sub_(shift))
+        rows.acc.mul_(rescale)
+        rows.row_sum.mul_(rescale).add_(self.exp2_(sink.sub_(shift)))
+        rows.row_max.copy_(shift)
+
+    def sink_rows(self, first_unit: int, shape: torch.Size) -> Tensor:
+        """The sinks of a block's rows, ``[u, rows, 1]``."""
+        assert self.sinks is not None
+        heads = self.sinks.detach().to(self.dtype).view(-1, self.groups)
+        units = torch.arange(first_unit, first_unit + shape[0], device=heads.device) % heads.shape[0]
+        return heads[units].repeat(1, shape[1] // self.groups)[..., None]
 
     def converted(self, part: Tensor) -> Tensor:
         """A slice of key or value as the products take it: in the dtype of the sums, rows contiguous."""
@@ -314,6 +351,30 @@ class TileMath:
             out.copy_(self.by_head(rows.acc))
 
 
+def has_bias(call: AttentionCall) -> bool:
+    """Whether the mask is a float one."""
+    return call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+
+
+def lazy_tiles(call: AttentionCall, units: Units) -> LazyTiles | None:
+    """The mask as these units see it, if it is a rule."""
+    if not isinstance(call.attn_mask, LazyMask):
+        return None
+    return LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.index)
+
+
+def unit_spans(units: Units, call: AttentionCall, step: int) -> list[tuple[int, int]]:
+    """Ranges of at most ``step`` units; under a mask that is a rule none crosses from one batch element to the next."""
+    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else len(units)
+    spans, first = [], 0
+    while first < len(units):
+        end = first + period - (units.index + first) % period if period < len(units) else len(units)
+        last = min(first + step, end, len(units))
+        spans.append((first, last))
+        first = last
+    return spans
+
+
 def block_schedule(
     rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, plan: TilePlan, copies_kv: bool
 ) -> list[tuple[int, int, list[tuple[int, int]]]]:
@@ -350,6 +411,7 @@ class _UnitRange:
             self._visit_tiles(rows, q0, q1, self.group.rules, self.math.online_tile)
         else:
             self._visit_tiles(rows, q0, q1, bounded, self.math.bounded_tile)
+        self.math.add_sinks(rows, self.first_unit)
         lse, log_sum = (None if t is None else t[:, :, q0:q1] for t in (self.lse, self.log_sum))
         self.math.finish(rows, out, lse, log_sum, None if bounded is None else self.bias)
         return bounded is not None

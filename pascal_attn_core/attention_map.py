@@ -85,9 +85,13 @@ def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
-        sizes = call.batch_size, call.num_heads, call.seq_len_kv
+        if tuple(mask.shape[2:]) != (call.seq_len_q, call.seq_len_kv):
+            raise ValueError(f"attn_mask must be for (L, S) = {(call.seq_len_q, call.seq_len_kv)}, got {mask.shape}")
+        sizes = mask.shape[0], mask.shape[1], call.seq_len_kv
         batch, heads, keys = (torch.arange(size, device=rows.device) for size in sizes)
-        return mask.rule(batch[:, None, None, None], heads[:, None, None], rows[:, None], keys)
+        return mask.rule(
+            batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None], keys[None, None, None]
+        )
     return mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask.index_select(-2, rows)
 
 

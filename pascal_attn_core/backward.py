@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import LOG2_E, TileMath, block_schedule
+from .attention import LOG2_E, TileMath, block_schedule, lazy_tiles, unit_spans
 from .call import AttentionCall
 from .layout import Units, accumulate_dtype, distinct, unit_views
 from .masks import Band, Rule, Rules
@@ -64,10 +64,9 @@ def tiled_backward(
         per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
         for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
             look = readable and trim_masks and plan.scans_mask
-            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look)
-            step = 1 if sums.units_share else plan.units
-            for u0 in range(0, len(units), step):
-                _UnitRange(units, u0, min(u0 + step, len(units)), tile_math, call, plan).run(rules)
+            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look, lazy=lazy_tiles(call, units))
+            for u0, u1 in unit_spans(units, call, 1 if sums.units_share else plan.units):
+                _UnitRange(units, u0, u1, tile_math, call, plan).run(rules)
     return sums.result()
 
 
@@ -83,7 +82,7 @@ class _Sums:
         self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
         self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
         self.mask = self.mask_view = None
-        if wants_mask and call.attn_mask is not None:
+        if wants_mask and isinstance(call.attn_mask, Tensor):
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
             self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
         # Units that share an element of a sum must not be added to it in one step.
@@ -137,15 +136,24 @@ class GradientMath(TileMath):
         rows = plan.units * plan.q_block * call.groups
         self.grad_probs = torch.empty_like(self.scores)
         self.kept_factor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1 else 0.0
+        self.tanh = self.buffer(self.scores.numel() if call.softcap is not None else 0)
         self.query_sum = self.buffer(rows * call.head_dim)
         self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
         self.products = self.buffer(rows * call.head_dim_v)
         self.value_tile = self.buffer(plan.units * plan.kv_block * call.head_dim_v if self.copies_kv else 0)
 
     def add_tile(
-        self, block: _Block, key: Tensor, value: Tensor, rule: Rule, j0: int, key_sum: Tensor, value_sum: Tensor
-    ) -> Tensor:
-        """Add one tile to all sums; returns the gradient of its scores ``[u, rows, keys]``."""
+        self,
+        block: _Block,
+        key: Tensor,
+        value: Tensor,
+        rule: Rule,
+        j0: int,
+        key_sum: Tensor,
+        value_sum: Tensor,
+        mask_sum: Tensor | None,
+    ) -> None:
+        """Add one tile to all sums: ``mask_sum`` is a view of the mask's gradient ``[u, G, tokens, keys]``."""
         key = self.converted(key)
         if self.copies_kv:
             value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
@@ -159,13 +167,21 @@ class GradientMath(TileMath):
         if coins is not None:
             probs.mul_(coins).mul_(self.kept_factor)
         torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
+        # From here on the gradient of the scores.
+        if mask_sum is not None:
+            _add_to_mask(mask_sum, self.by_head(grad_probs))
+        if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
+            tanh = self.tanh[: probs.numel()].view(probs.shape)
+            grad_probs.mul_(tanh.square_().neg_().add_(1.0))
         torch.baddbmm(block.grad_query, grad_probs, key, alpha=self.scale, out=block.grad_query)
         torch.baddbmm(key_sum, grad_probs.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
-        return grad_probs  # by now the gradient of the scores
 
     def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
         """exp(scores - lse), ``[u, rows, keys]``."""
-        scores = self.product(block.query, key, self.scale * self.unit, converted=True)
+        scores = self.product(block.query, key, self.factor(self.unit), converted=True)
+        if self.softcap is not None:
+            self.tanh[: scores.numel()].view(scores.shape).copy_(scores.tanh_())
+            scores.mul_(self.softcap * self.unit)
         if rule.mask is not None and rule.mask.dtype != torch.bool:
             self.masks.add(scores, rule.mask)
         scores.sub_(block.shift)
@@ -226,9 +242,9 @@ class _UnitRange:
                 if rule is None:
                     continue
                 key, value = self.key[:, j0:j1], self.value[:, j0:j1]
-                grads = self.math.add_tile(part, key, value, rule, j0, key_sum[:, j0:j1], value_sum[:, j0:j1])
-                if self.mask_sum is not None:
-                    _add_to_mask(self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1], self.math.by_head(grads))
+                mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
+                sums = key_sum[:, j0:j1], value_sum[:, j0:j1]
+                self.math.add_tile(part, key, value, rule, j0, *sums, mask_sum)
 
     def _block(self, q0: int, q1: int) -> _Block:
         grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
@@ -251,6 +267,21 @@ class _UnitRange:
         grad_query = self.math.query_sum[: query.numel()].view(query.shape).zero_()
         code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
+
+
+def sinks_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
+
+    grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``.
+    """
+    assert call.sinks is not None
+    sinks, grads = call.sinks.detach().to(lse.dtype), []
+    for head in range(call.num_heads):
+        rows = (..., head, slice(None), slice(None)), (..., head, slice(None))
+        delta = (grad_out[rows[0]].to(lse.dtype) * out[rows[0]]).sum(dim=-1)
+        delta = delta if grad_lse is None else delta - grad_lse[rows[1]]
+        grads.append(-(torch.exp(sinks[head] - lse[rows[1]]) * delta).sum())
+    return torch.stack(grads).to(call.sinks.dtype)
 
 
 def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .lazy_mask import LazyMask
+
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,6 +30,8 @@ class AttentionCall:
             ``[*batch, Hq, L, S]``.
         batch: the broadcast leading dimensions without the heads.
         scale: the factor of the scores.
+        softcap: scores become softcap * tanh(scores / softcap) before the mask; None = off.
+        sinks: ``[Hq]``, a further score per head that takes part in the softmax's denominator only; None = off.
         left, right: query i sees the keys ``i + offset - left ... i + offset + right``; None = no bound on that side.
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
     """
@@ -35,7 +39,7 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
+    attn_mask: Tensor | LazyMask | None
     batch: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
@@ -52,6 +56,8 @@ class AttentionCall:
     needs_grad: bool
     enable_gqa: bool
     scale_given: float | None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -85,16 +91,23 @@ class AttentionCall:
         """The sizes alone, to be kept while the tensors are saved elsewhere."""
         return self.with_tensors(None, None, None, None)  # type: ignore[arg-type]
 
-    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> AttentionCall:
+    def with_tensors(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | LazyMask | None,
+        sinks: Tensor | None = None,
+    ) -> AttentionCall:
         """The same call on other tensors of the same shapes."""
-        return replace(self, query=query, key=key, value=value, attn_mask=attn_mask)
+        return replace(self, query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
 
 
 def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | LazyMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -102,6 +115,8 @@ def check_call(
     *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionCall:
     """Check the arguments of a call and work out its sizes.
 
@@ -139,11 +154,16 @@ def check_call(
     if attn_mask is not None:
         heads = () if len(q_shape) == 2 else (num_heads,)
         _check_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be greater than 0 and finite, or None, got {softcap}")
+    if sinks is not None:
+        _check_sinks(sinks, query, num_heads)
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
         or (attn_mask is not None and attn_mask.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     )
     return AttentionCall(
         query,
@@ -166,6 +186,8 @@ def check_call(
         needs_grad,
         enable_gqa,
         scale,
+        softcap,
+        sinks,
     )
 
 
@@ -177,6 +199,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     except AttributeError:
         kinds = ", ".join(type(t).__name__ for t in (query, key, value))
         raise TypeError(f"query, key and value must be tensors, got {kinds}") from None
+    if any(t.is_nested or t.layout != torch.strided for t in (query, key, value)):
+        raise TypeError("query, key and value must be dense tensors, got a nested or sparse one")
     if not same:
         if device != key.device or device != value.device:
             raise ValueError(
@@ -239,8 +263,15 @@ def _band(
     return left, right, offset
 
 
-def _check_mask(attn_mask: Tensor, query: Tensor, full: tuple[int, ...]) -> None:
-    if not isinstance(attn_mask, Tensor):
+def _check_sinks(sinks: Tensor, query: Tensor, num_heads: int) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        raise TypeError(f"sinks must be a float tensor or None, got {getattr(sinks, 'dtype', type(sinks).__name__)}")
+    if sinks.shape != (num_heads,) or sinks.device != query.device:
+        raise ValueError(f"sinks must be [{num_heads}] on {query.device}, got {list(sinks.shape)} on {sinks.device}")
+
+
+def _check_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, ...]) -> None:
+    if not isinstance(attn_mask, (Tensor, LazyMask)):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise TypeError(f"attn_mask must be bool or one of {_names(FLOATS)}, got {attn_mask.dtype}")

@@ -19,6 +19,7 @@ from .call import AttentionCall, check_call
 from .config import ROUTES, AttentionConfig, UnsupportedAttention, default_config
 from .device import MIB, device_info
 from .layout import autocast_on, without_autocast
+from .lazy_mask import LazyMask
 from .math_route import run_math
 from .tiled_route import run_tiled
 from .torch_route import TorchForm, find_form, fused_takes, run_as_it_is, run_form
@@ -54,7 +55,7 @@ def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | LazyMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -62,6 +63,8 @@ def sdpa(
     *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """Scaled dot-product attention by the fastest exact route this device has, never in O(L*S) memory.
@@ -72,7 +75,8 @@ def sdpa(
         query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``; value ``[*batch, Hkv, S, Dv]``; float16, bfloat16,
             float32 or float64; leading dimensions broadcast.
         attn_mask: broadcasts to ``[*batch, Hq, L, S]``; bool (True = takes part) or float (added to the scores, any
-            float dtype). May be combined with ``is_causal`` and ``window``. A row that may look at no key gives zeros.
+            float dtype), or a :class:`~pascal_attn_core.lazy_mask.LazyMask`, evaluated tile by tile. May be combined
+            with ``is_causal`` and ``window``. A row that may look at no key gives zeros.
             torch's own ``causal_lower_right(L, S)`` is understood too.
         dropout_p: share of the probabilities that is dropped, drawn from torch's generator.
         is_causal: query i sees the keys up to i (see ``alignment``).
@@ -86,6 +90,8 @@ def sdpa(
                              1 1 0 0                   1 1 1 1
 
         window: (left, right): query i sees keys i - left ... i + right only; -1 = no bound. Tiles outside are skipped.
+        softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None = off.
+        sinks: ``[Hq]``, one further score per head that takes part in the softmax's denominator only (gpt-oss).
         config: routes, memory budget, tiles; None = the environment's (:meth:`AttentionConfig.from_env`).
     Returns:
         ``[*batch, Hq, L, Dv]`` in the dtype of query; in tiles laid out in memory as query is, by torch's kernels as
@@ -97,11 +103,34 @@ def sdpa(
     query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     if torch.compiler.is_compiling() or type(query) not in _PLAIN:
         return _traced(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            alignment,
+            window,
+            softcap,
+            sinks,
+            config,
         ).out
     config = default_config() if config is None else config
     call = check_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
     if _is_short(call, config):
         return run_as_it_is(call)
@@ -112,7 +141,7 @@ def sdpa_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | LazyMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -120,6 +149,8 @@ def sdpa_with_lse(
     *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
@@ -127,11 +158,35 @@ def sdpa_with_lse(
     query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     if torch.compiler.is_compiling() or type(query) not in _PLAIN:
         return _traced(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config, lse=True
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            alignment,
+            window,
+            softcap,
+            sinks,
+            config,
+            True,
         )
     config = default_config() if config is None else config
     call = check_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
     out, lse = run(call, config, with_lse=True)
     assert lse is not None
@@ -191,7 +246,7 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | LazyMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -199,13 +254,26 @@ def explain(
     *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others."""
     config = default_config() if config is None else config
     query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
     call = check_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=window
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        alignment=alignment,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
@@ -245,6 +313,8 @@ def _tiled_is_faster(call: AttentionCall) -> bool:
     if call.query.device.type != "cpu" or torch.get_num_threads() > _TILED_THREADS or _why_not_tiled():
         return False
     rows, keys, mask = call.groups * call.seq_len_q, call.seq_len_kv, call.attn_mask
+    if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):
+        return False  # torch has no kernel for it at all
     if mask is not None:
         if mask.dtype != torch.bool and mask.dim() > 1 and mask.shape[-2] > 1:
             return False
@@ -264,6 +334,8 @@ def _is_short(call: AttentionCall, config: AttentionConfig) -> bool:
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
     mask = call.attn_mask
+    if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):
+        return False
     if mask is not None and (
         call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO
     ):
@@ -313,15 +385,15 @@ def _note(call: AttentionCall, choice: Choice, stats: TiledStats) -> None:
 
 
 def _prepared(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, alignment: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, str]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, is_causal: bool, alignment: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, bool, str]:
     """The arguments after what torch itself does to them first: its causal bias objects, and autocast."""
     if attn_mask is not None and type(attn_mask) not in _PLAIN and isinstance(attn_mask, Tensor):
         attn_mask, is_causal, alignment = _unwrap_causal_bias(query, key, attn_mask, is_causal, alignment)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
-        attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+        attn_mask = _cast(attn_mask, dtype) if isinstance(attn_mask, Tensor) else attn_mask
     return query, key, value, attn_mask, is_causal, alignment
 
 
@@ -352,21 +424,41 @@ def _traced(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: Tensor | LazyMask | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
     alignment: str,
     window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     config: AttentionConfig | None,
     lse: bool = False,
 ) -> AttentionOutput:
     """The call as one custom operator, for torch.compile and fake tensors."""
     from . import ops
 
-    if not all(isinstance(t, Tensor) for t in (query, key, value)) or not isinstance(attn_mask, (Tensor, type(None))):
+    if isinstance(attn_mask, LazyMask):
+        attn_mask = attn_mask.dense()  # a graph can hold tensors only
+    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
         check_call(query, key, value, attn_mask)  # raises
     return AttentionOutput(
-        *ops.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, config, lse)
+        *ops.sdpa(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            alignment,
+            window,
+            softcap,
+            sinks,
+            config,
+            lse,
+        )
     )

@@ -61,7 +61,7 @@ def unit_views(
     query = _grouped(_with_lead(call.query, (*call.batch, call.num_heads)), groups)
     key, value = _with_lead(call.key, lead), _with_lead(call.value, lead)
     mask = None
-    if call.attn_mask is not None:
+    if isinstance(call.attn_mask, Tensor):
         full = (*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
         mask = _grouped(call.attn_mask.expand(full), groups)
     queries = [None if t is None else _grouped_rest(t, call, groups) for t in per_query]

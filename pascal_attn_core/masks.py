@@ -11,6 +11,7 @@ from torch import Tensor
 from .call import AttentionCall
 from .device import CPU_LIKE
 from .layout import distinct
+from .lazy_mask import LazyMask
 from .tiles import even_ranges
 
 # A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
@@ -202,16 +203,32 @@ class Rule(NamedTuple):
     mask: Tensor | None
 
 
+class LazyTiles:
+    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element."""
+
+    def __init__(self, mask: LazyMask, num_kv_heads: int, groups: int, first_unit: int):
+        self.mask, self.num_kv_heads, self.groups, self.first_unit = mask, num_kv_heads, groups, first_unit
+
+    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
+        """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says."""
+        batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
+        heads = head * self.groups, (head + u1 - u0) * self.groups
+        return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.groups))
+
+
 class Rules:
     """The band and one mask together, asked tile by tile."""
 
-    def __init__(self, band: Band, mask: Tensor | None, dtype: torch.dtype, *, look: bool):
+    def __init__(
+        self, band: Band, mask: Tensor | None, dtype: torch.dtype, *, look: bool, lazy: LazyTiles | None = None
+    ):
         """
         Args:
             mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
+            lazy: a mask that is a rule, instead.
         """
         self.band, self.dtype, self.look = band, dtype, look
-        self.mask = None
+        self.lazy, self.mask = lazy, None
         if mask is not None:
             self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
 
@@ -232,6 +249,11 @@ class Rules:
     def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
         """What restricts this tile, or None if nobody may look at any of its keys."""
         upper, lower = self.band.diagonals(q0, q1, j0, j1)
+        if self.lazy is not None:
+            tile = self.lazy.tile(u0, u1, q0, q1, j0, j1)
+            if self.look and tile.device.type in CPU_LIKE and _read(distinct(tile)) is TileState.EMPTY:
+                return None
+            return Rule(upper, lower, tile)
         if self.mask is None:
             return Rule(upper, lower, None)
         state = self.mask.state(u0, u1, q0, q1, j0, j1)

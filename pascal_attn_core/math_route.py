@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .call import AttentionCall
 from .layout import accumulate_dtype
+from .lazy_mask import LazyMask
 from .reference import allowed_keys
 
 
@@ -23,9 +24,11 @@ def run_math(call: AttentionCall) -> Tensor:
     rows = query.flatten(-3, -2).to(dtype) * call.scale
     scores = torch.matmul(rows, key.to(dtype).transpose(-2, -1)).expand(*lead, -1, -1)
     scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
-    probs = (
-        torch.dropout(_softmax(scores, call), call.dropout_p, train=True) if call.dropout_p else _softmax(scores, call)
-    )
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    probs = _softmax(scores, call)
+    if call.dropout_p:
+        probs = torch.dropout(probs, call.dropout_p, train=True)
     out = torch.matmul(probs.flatten(-3, -2), value.to(dtype)).unflatten(-2, (call.groups, call.seq_len_q))
     return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
 
@@ -33,6 +36,8 @@ def run_math(call: AttentionCall) -> Tensor:
 def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
     """Probabilities of ``[*batch, Hkv, G, L, S]``; rows that may look at no key are zero."""
     mask, allowed = call.attn_mask, None
+    if isinstance(mask, LazyMask):
+        mask = mask.dense()
     if mask is not None:
         if mask.dtype != torch.bool:
             mask = mask.to(scores.dtype)  # before it is expanded: its gradient is summed in this dtype
@@ -48,8 +53,12 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         alignment = "lower_right" if call.offset else "upper_left"
         band = allowed_keys(call.seq_len_q, call.seq_len_kv, alignment=alignment, window=window, device=scores.device)
         allowed = band if allowed is None else allowed & band
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
+        return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(dim=-1)[..., :-1]
     if allowed is None:
         return scores.softmax(dim=-1)
     empty = ~allowed.any(dim=-1, keepdim=True)
-    scores = scores.masked_fill(~allowed, -math.inf).masked_fill(empty, 0.0)
-    return scores.softmax(dim=-1).masked_fill(empty, 0.0)
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

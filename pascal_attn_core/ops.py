@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, tiled_route
+from .backward import sinks_gradient
 from .call import AttentionCall, check_call
 from .config import AttentionConfig, default_config
 from .layout import accumulate_dtype, empty_output, without_autocast
@@ -41,15 +42,17 @@ def sdpa(
     enable_gqa: bool,
     alignment: str,
     window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     config: AttentionConfig | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as one node of a graph; lse is empty unless asked for."""
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    tensors = [t for t in (query, key, value, attn_mask, sinks) if t is not None]
     for_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     sides = None if window is None else [-1 if side is None else side for side in window]
     options = (dropout_p, is_causal, scale, enable_gqa, alignment, sides, _token(config))
-    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, with_lse or for_grad, for_grad)
+    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, with_lse or for_grad, for_grad, softcap, sinks)
     return out, lse
 
 
@@ -64,10 +67,23 @@ def _call(
     enable_gqa: bool,
     alignment: str,
     window: Sequence[int] | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> AttentionCall:
     sides = None if window is None else (window[0], window[1])
     return check_call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment, window=sides
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        alignment=alignment,
+        window=sides,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -86,9 +102,13 @@ def _sdpa(
     config: str,
     with_lse: bool,
     for_grad: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, log_sum, dropout seed), the last three empty where there is none."""
-    call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
+    call = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
     settings = _config(config)
     with without_autocast(query):
         if for_grad:
@@ -129,8 +149,12 @@ def _(
     config: str,
     with_lse: bool,
     for_grad: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
+    call = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
     out = empty_output(call)
     dtype = accumulate_dtype(query.dtype)
     has_bias = attn_mask is not None and attn_mask.dtype != torch.bool
@@ -159,35 +183,48 @@ def _sdpa_backward(
     window: Sequence[int] | None,
     config: str,
     wants_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and attn_mask (or empty)."""
-    call = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window)
+    wants_sinks: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, attn_mask (or empty) and sinks (or empty)."""
+    call = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
     saved = tiled_route.Forward(out, lse, log_sum if log_sum.numel() else None, seed if seed.numel() else None)
     with without_autocast(query):
         grads = tiled_route.backward(call, _config(config), grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
-    mask = _or_empty(grads.attn_mask, query, query.dtype)
-    return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous(), mask
+        sinks_grad = None
+        if wants_sinks:
+            sinks_grad = sinks_gradient(call, grad_out, out, lse, grad_lse)
+    extras = _or_empty(grads.attn_mask, query, query.dtype), _or_empty(sinks_grad, query, query.dtype)
+    return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous(), *extras
 
 
 @_sdpa_backward.register_fake
 def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, log_sum, seed, *options):
+    *_, wants_mask, wants_sinks, _softcap, sinks = options
     grads = [t.new_empty(t.shape) for t in (query, key, value)]
-    return (*grads, attn_mask.new_empty(attn_mask.shape) if options[-1] else query.new_empty(0))
+    mask = attn_mask.new_empty(attn_mask.shape) if wants_mask else query.new_empty(0)
+    return (*grads, mask, sinks.new_empty(sinks.shape) if wants_sinks else query.new_empty(0))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, attn_mask = inputs[:4]
-    ctx.save_for_backward(query, key, value, attn_mask, *output)
-    ctx.options = inputs[4:11]
+    softcap, sinks = (*inputs[13:], None, None)[:2]
+    ctx.save_for_backward(query, key, value, attn_mask, sinks, *output)
+    ctx.options, ctx.softcap, ctx.num_inputs = inputs[4:11], softcap, len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *others: None) -> tuple:
-    query, key, value, attn_mask, out, *saved = ctx.saved_tensors
+    query, key, value, attn_mask, sinks, out, *saved = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    wants_mask = ctx.needs_input_grad[3]
-    grads = _sdpa_backward(grad_out, grad_lse, query, key, value, attn_mask, out, *saved, *ctx.options, wants_mask)
-    return (*grads[:3], grads[3] if wants_mask else None, *[None] * 9)
+    wants_mask, wants_sinks = ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[14]
+    options = (*ctx.options, wants_mask, wants_sinks, ctx.softcap, sinks)
+    grads = _sdpa_backward(grad_out, grad_lse, query, key, value, attn_mask, out, *saved, *options)
+    all_grads = [*grads[:3], grads[3] if wants_mask else None, *[None] * 10, grads[4] if wants_sinks else None]
+    return tuple(all_grads[: ctx.num_inputs])
 
 
 _sdpa.register_autograd(_backward, setup_context=_save)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from .call import AttentionCall
 from .config import AttentionConfig
 from .device import MIB, DeviceInfo
@@ -15,7 +17,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     """The sizes of a call as far as tiles depend on them."""
     acc_dtype = accumulate_dtype(call.query.dtype)
     copies_query, copies_kv, copies_out = copies(call)
-    mask = call.attn_mask
+    mask = call.attn_mask if isinstance(call.attn_mask, Tensor) else None
     same_for_rows = mask is not None and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
     has_band = call.left is not None or call.right is not None
     window = None
@@ -32,12 +34,13 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         copies_query=copies_query,
         copies_kv=copies_kv,
         copies_out=copies_out,
-        writes_mask=has_band or mask is not None,
+        writes_mask=has_band or call.attn_mask is not None,
         has_band=has_band,
         mask_keys=math.prod(distinct(mask).shape) if mask is not None and same_for_rows else 0,
         dropout=call.dropout_p > 0,
         causal=call.right is not None,
         window=window,
+        softcap=call.softcap is not None,
         backward=backward,
         mask_grad=backward and mask is not None and mask.requires_grad,
     )

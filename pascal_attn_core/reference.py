@@ -50,6 +50,8 @@ def reference_sdpa(
     *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(query @ key^T * scale + attn_mask) @ value, and the log of the softmax's denominator.
 
@@ -65,6 +67,8 @@ def reference_sdpa(
     head_dim = query.shape[-1]
     factor = (1 / math.sqrt(head_dim) if head_dim else 1.0) if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     rule = allowed_keys(
         *scores.shape[-2:], is_causal=is_causal, alignment=alignment, window=window, device=query.device
     )
@@ -73,6 +77,9 @@ def reference_sdpa(
     elif attn_mask is not None:
         scores = scores + attn_mask
     scores = scores.masked_fill(~rule, -math.inf)
+    if sinks is not None:  # one more key, whose value is zero
+        scores = torch.cat([scores, sinks[..., None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        value = torch.cat([value, torch.zeros_like(value[..., :1, :])], dim=-2)
     if scores.shape[-1] == 0:
         return torch.matmul(scores, value), scores.new_full(scores.shape[:-1], -math.inf)
     row_max = scores.amax(dim=-1, keepdim=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .lazy_mask import LazyMask
+
 MIB = 1 << 20
 
 
@@ -125,7 +127,7 @@ def note(key: CallKey, *, blocks: int = 0, bounded_blocks: int = 0, budget_halvi
             stats.budget_halvings += budget_halvings
 
 
-def mask_kind(attn_mask: Tensor | None, *, is_causal: bool, left: int | None, right: int | None) -> str:
+def mask_kind(attn_mask: Tensor | LazyMask | None, *, is_causal: bool, left: int | None, right: int | None) -> str:
     """``"none"``, ``"bool [1, 1, 1, 77]"``, ``"causal"``, ``"float32 [1, 8, 64, 64] window (8, 8)"``."""
     parts = []
     if attn_mask is not None:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .attention import TiledOutput, TiledStats, tiled_forward
-from .backward import Gradients, tiled_backward
+from .backward import Gradients, sinks_gradient, tiled_backward
 from .call import AttentionCall
 from .config import AttentionConfig
 from .device import CPU_LIKE, DeviceInfo, device_info
 from .dropout import draw_seed
+from .lazy_mask import LazyMask
 from .plan import plan_call
 from .tiles import TilePlan
 
@@ -169,13 +170,16 @@ def backward(
 
 
 class TiledFunction(torch.autograd.Function):
-    """``apply(query, key, value, attn_mask, call, config, stats) -> (out, lse)``; keeps the inputs, out and lse."""
+    """``apply(query, key, value, attn_mask, sinks, call, config, stats) -> (out, lse)``; keeps inputs, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Tensor | None, *rest: Any
+    ) -> Any:
         call, config, stats = rest
         result = forward(call, config, for_grad=True, stats=stats)
-        ctx.save_for_backward(query, key, value, attn_mask, *result)
+        ctx.rule = attn_mask if isinstance(attn_mask, LazyMask) else None
+        ctx.save_for_backward(query, key, value, None if ctx.rule is not None else attn_mask, sinks, *result)
         ctx.call, ctx.config = call.without_tensors(), config
         ctx.set_materialize_grads(False)
         return result.out, result.lse
@@ -187,12 +191,16 @@ class TiledFunction(torch.autograd.Function):
                 "gradients of gradients must be taken with route='math', got a tiled call; "
                 "pass config=AttentionConfig(route='math', math_limit_mib=...)"
             )
-        query, key, value, attn_mask, *results = ctx.saved_tensors
-        call, saved = ctx.call.with_tensors(query, key, value, attn_mask), Forward(*results)
+        query, key, value, attn_mask, sinks, *results = ctx.saved_tensors
+        call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
+        saved = Forward(*results)
         grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
         wants_mask = ctx.needs_input_grad[3]
         grads = backward(call, ctx.config, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
-        return grads.query, grads.key, grads.value, grads.attn_mask, None, None, None
+        grad_sinks = None
+        if ctx.needs_input_grad[4] and saved.lse is not None:
+            grad_sinks = sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse)
+        return grads.query, grads.key, grads.value, grads.attn_mask, grad_sinks, None, None, None
 
 
 def run_tiled(
@@ -200,5 +208,5 @@ def run_tiled(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None), with gradients where the call needs them."""
     if call.needs_grad:
-        return TiledFunction.apply(call.query, call.key, call.value, call.attn_mask, call, config, stats)
+        return TiledFunction.apply(call.query, call.key, call.value, call.attn_mask, call.sinks, call, config, stats)
     return forward(call, config, with_lse=with_lse, stats=stats)[:2]

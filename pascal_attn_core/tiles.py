@@ -39,7 +39,7 @@ class Workload:
         writes_mask: a mask, or a band, is written over the scores through a buffer.
         has_band: a causal rule or window.
         mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
-        dropout, causal: whether they apply.
+        dropout, causal, softcap: whether they apply.
         window: number of keys a query sees at most, None without a window.
         backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
         mask_grad: the gradient of a float mask is wanted.
@@ -60,6 +60,7 @@ class Workload:
     mask_keys: int = 0
     dropout: bool = False
     causal: bool = False
+    softcap: bool = False
     window: int | None = None
     backward: bool = False
     mask_grad: bool = False
@@ -101,7 +102,7 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
         total += 8 * 5 * (rows + max(kv_block, q_block * kv_block // 128))
     widest = max(work.head_dim, work.head_dim_v)
     if work.backward:
-        total += scores * acc * (1 + work.mask_grad) + 3 * rows * acc
+        total += scores * acc * (1 + work.mask_grad + work.softcap) + 3 * rows * acc
         copied = work.copies_query * (work.head_dim + work.head_dim_v)
         total += rows * (copied + work.head_dim + work.head_dim_v) * acc
         total += units * kv_block * (work.head_dim + work.head_dim_v) * acc * work.copies_kv

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .call import AttentionCall
 from .layout import empty_output
+from .lazy_mask import LazyMask
 
 # The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -96,7 +97,13 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     if call.scale <= 0:
         # Its kernels take the maximum, or mask with -inf, before they scale.
         reasons.append(f"torch's fused kernels need a positive scale, got {call.scale:g}")
+    if call.softcap is not None:
+        reasons.append("torch's function has no softcap")
+    if call.sinks is not None:
+        reasons.append("torch's function has no attention sinks")
     mask = call.attn_mask
+    if isinstance(mask, LazyMask):
+        return [*reasons, "attn_mask is a rule, not a tensor"]
     if mask is not None:
         if call.is_causal:
             reasons.append("torch takes attn_mask or is_causal, not both")
@@ -114,6 +121,7 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
 def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
     """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
     mask = call.attn_mask
+    assert not isinstance(mask, LazyMask)
     query, key, value = call.query, call.key, call.value
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
     if mask is None and query.dim() == key.dim() == value.dim() == 4:
@@ -222,7 +230,8 @@ def _heads_within(call: AttentionCall, budget_bytes: int, element_size: int, *, 
     elements = rows * call.head_dim_v
     if with_inputs:
         elements += rows * call.head_dim + call.seq_len_kv * (call.head_dim + call.head_dim_v)
-    return min(call.num_kv_heads, budget_bytes // max(1, elements * element_size))
+    lse_bytes = rows * 4  # its kernels return one whether it is wanted or not
+    return min(call.num_kv_heads, budget_bytes // max(1, elements * element_size + lse_bytes))
 
 
 def _upcast(call: AttentionCall, form: TorchForm, budget_bytes: int) -> TorchForm | list[str]:
@@ -241,6 +250,7 @@ def _upcast(call: AttentionCall, form: TorchForm, budget_bytes: int) -> TorchFor
 
 def run_as_it_is(call: AttentionCall) -> Tensor:
     """The call by torch's function, whichever kernel that takes."""
+    assert not isinstance(call.attn_mask, LazyMask)
     return _call_torch(call, call.query, call.key, call.value, call.attn_mask)
 
 
