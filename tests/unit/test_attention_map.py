@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pascal_attn_core.attention_map import Saved, attention_map, saved_by_band
+from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
 
 F64 = torch.float64
@@ -62,7 +63,6 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 
 def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
-    LazyMask = pytest.importorskip("pascal_attn_core.lazy_mask").LazyMask
     query, key, sinks = (
         torch.randn(1, 4, 5, 8, dtype=F64),
         torch.randn(1, 2, 6, 8, dtype=F64),
@@ -72,7 +72,7 @@ def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
     distance = torch.arange(5)[:, None] - torch.arange(6)
     scores = 2.0 * torch.tanh(scores / 2.0) - 0.1 * distance.abs()
     logits = torch.cat([scores, sinks[:, None, None].expand(1, 4, 5, 1)], dim=-1)
-    lazy = LazyMask((1, 1, 5, 6), lambda b, h, q, k: -0.1 * (q - k).abs(), dtype=F64)
+    lazy = LazyMask((1, 1, 5, 6), lambda b, h, q, k: -0.1 * (q - k).abs(), device="cpu", dtype=F64)
     found = attention_map(query, key, rows=[4, 0], enable_gqa=True, softcap=2.0, sinks=sinks, attn_mask=lazy)
     torch.testing.assert_close(found, logits.softmax(-1)[:, :, [4, 0], :-1], rtol=1e-6, atol=1e-6)
 
