@@ -1,0 +1,281 @@
+"""One attention call: what arrives at sdpa, biases, sinks, weights, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
+
+from pascal_attn_core.lazy_mask import LazyMask
+from transformers import masking_utils
+
+from pascal_attn_core._transformers_mask import pascal_mask
+from pascal_attn_core.transformers import make_hf_attention_fn
+
+attention = make_hf_attention_fn()
+MODULE = torch.nn.Module()
+
+
+def qkv(seq_len_q: int = 9, seq_len_kv: int = 9, heads: int = 4, kv_heads: int = 2, dim_v: int = 8) -> list[Tensor]:
+    shapes = [(2, heads, seq_len_q, 8), (2, kv_heads, seq_len_kv, 8), (2, kv_heads, seq_len_kv, dim_v)]
+    return [torch.randn(shape) for shape in shapes]
+
+
+def plain(
+    tensors: list[Tensor], allowed: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """What the host's eager functions compute, ``[B, L, Hq, Dv]``; a row without keys gives zeros."""
+    query, key, value = tensors
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
+    probs = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
+    return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+def host_mask(kind: str, q_length: int = 9, kv_length: int = 9, q_offset: int = 0) -> Any:
+    """The mask our mask function returns for this kind."""
+    padding = torch.ones(2, kv_length, dtype=torch.bool)
+    padding[0, :2] = False
+    function = {
+        "window": masking_utils.sliding_window_causal_mask_function(4),
+        "custom": masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q + k) % 5 == b),
+    }.get(kind, masking_utils.causal_mask_function)
+    padded = padding if kind in ("padding", "window", "custom") else None
+    return pascal_mask(2, q_length, kv_length, q_offset, 0, function, padded)
+
+
+KINDS = ["causal", "padding", "window", "custom"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seq_len_q", "seq_len_kv", "offset"), [(9, 9, 0), (4, 9, 5), (4, 16, 5), (1, 9, 8)])
+def test_every_mask_with_and_without_a_position_bias(kind: str, seq_len_q: int, seq_len_kv: int, offset: int) -> None:
+    tensors, bias = qkv(seq_len_q, seq_len_kv), torch.randn(1, 4, seq_len_q, seq_len_kv)
+    mask = host_mask(kind, seq_len_q, seq_len_kv, offset)
+    allowed = None if mask is None else mask.dense()
+    for each in (None, bias):
+        out, weights = attention(MODULE, *tensors, mask, position_bias=each)
+        assert weights is None
+        torch.testing.assert_close(out, plain(tensors, allowed, each))
+        assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none", "bool", "float"])
+def test_gradients_reach_the_position_bias(kind: str) -> None:
+    tensors, bias = qkv(), torch.randn(1, 4, 9, 9, requires_grad=True)
+    mask, allowed, added = None, None, torch.zeros(9, 9)
+    if kind in KINDS:
+        mask = host_mask(kind)
+        allowed = mask.dense()
+    elif kind == "none":
+        MODULE.is_causal = False
+    elif kind == "bool":
+        mask = allowed = torch.rand(2, 1, 9, 9) < 0.7
+    else:
+        mask = added = torch.randn(2, 1, 9, 9)
+    out, _ = attention(MODULE, *tensors, mask, position_bias=bias, is_causal=False if mask is None else None)
+    upstream = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, bias, upstream)
+    (expected,) = torch.autograd.grad(plain(tensors, allowed, bias + added), bias, upstream)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_bias_and_a_mask_tensor_are_never_stored_together(routed: list, dtype: torch.dtype) -> None:
+    tensors, bias = qkv(), torch.randn(1, 4, 9, 9)
+    allowed = torch.rand(2, 1, 9, 9) < 0.7
+    mask = allowed if dtype == torch.bool else torch.zeros(2, 1, 9, 9).masked_fill(~allowed, -torch.inf)
+    out, _ = attention(MODULE, *tensors, mask, position_bias=bias)
+    torch.testing.assert_close(out, plain(tensors, allowed, bias))
+    assert isinstance(routed[0]["mask"], LazyMask)
+
+
+def test_none_means_causal_from_the_first_key_unless_the_module_says_otherwise() -> None:
+    tensors, module = qkv(4, 9), torch.nn.Module()
+    causal = torch.ones(4, 9).tril().bool()
+    torch.testing.assert_close(attention(module, *tensors, None)[0], plain(tensors, causal))
+    torch.testing.assert_close(attention(module, *tensors, None, is_causal=False)[0], plain(tensors))
+    module.is_causal = False
+    torch.testing.assert_close(attention(module, *tensors, None)[0], plain(tensors))
+    one = qkv(1, 9)
+    torch.testing.assert_close(attention(torch.nn.Module(), *one, None)[0], plain(one))
+
+
+def test_a_mask_made_for_a_longer_cache_is_cut() -> None:
+    tensors, mask = qkv(), host_mask("causal", 9, 12)
+    torch.testing.assert_close(attention(MODULE, *tensors, mask)[0], plain(tensors, torch.ones(9, 9).tril().bool()))
+    with pytest.raises(ValueError, match=r"made for \(L, S\)"):
+        attention(MODULE, *qkv(5, 9), host_mask("causal"))
+
+
+def test_sinks_per_head_and_per_query() -> None:
+    tensors, mask = qkv(), host_mask("window")
+    sinks = torch.randn(4)
+    out, _ = attention(MODULE, *tensors, mask, s_aux=sinks)
+    torch.testing.assert_close(out, plain(tensors, mask.dense(), sinks=sinks.view(1, 4, 1, 1)))
+    sinks = torch.randn(2, 4, 9, 1)
+    out, _ = attention(MODULE, *tensors, mask, sinks=sinks)
+    torch.testing.assert_close(out, plain(tensors, mask.dense(), sinks=sinks))
+
+
+def test_values_may_have_a_head_size_of_their_own_and_heads_a_mask() -> None:
+    tensors, mask = qkv(dim_v=5), host_mask("padding")
+    out, _ = attention(MODULE, *tensors, mask)
+    torch.testing.assert_close(out, plain(tensors, mask.dense()))
+    head_mask = torch.tensor([1.0, 0.0, 0.5, 2.0]).view(1, 4, 1, 1)
+    out, _ = attention(MODULE, *tensors, mask, head_mask=head_mask)
+    torch.testing.assert_close(out, plain(tensors, mask.dense()) * head_mask.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "cache"])
+def test_what_would_be_silently_wrong_is_refused(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"selects keys|paged"):
+        attention(MODULE, *qkv(), None, **{name: torch.zeros(2, 9, 3)})
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
+def test_weights_that_are_asked_for_are_those_of_eager(
+    tiny: ModuleType, registered: str, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if tiny.missing(family):
+        pytest.skip(tiny.missing(family))
+    model, inputs = tiny.build(family), tiny.prompt()
+
+    def run() -> Any:
+        with torch.no_grad():
+            return model(**inputs, output_attentions=True).attentions
+
+    stock, ours = (tiny.with_attention(model, name, run) for name in ("eager", registered))
+    seen = inputs["attention_mask"][:, None, :, None].bool()
+    for mine, theirs in zip(ours, stock, strict=True):
+        torch.testing.assert_close(mine * seen, theirs * seen, atol=1e-4, rtol=1e-3)
+
+
+# ---- what arrives at sdpa ------------------------------------------------------------------------------------------
+
+
+def only(routed: list[dict[str, Any]], **wanted: Any) -> None:
+    assert routed
+    for call in routed:
+        assert {name: call[name] for name in wanted} == wanted
+
+
+def test_a_prefill_without_padding_is_plain_causal(tiny: ModuleType, registered: str, routed: list) -> None:
+    model = tiny.build("llama")
+    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
+    only(routed, mask=None, is_causal=True, window=None, alignment="upper_left", enable_gqa=True)
+
+
+def test_padding_arrives_as_one_row_of_keys(tiny: ModuleType, registered: str, routed: list) -> None:
+    model = tiny.build("llama")
+    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt()))
+    only(routed, is_causal=True, window=None)
+    assert {call["mask"].shape for call in routed} == {torch.Size((2, 1, 1, 19))}
+
+
+def test_a_sliding_window_arrives_as_a_window(tiny: ModuleType, registered: str, routed: list) -> None:
+    model = tiny.build("mistral")
+    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
+    only(routed, mask=None, is_causal=True, window=(tiny.WINDOW - 1, -1))
+
+
+def test_a_static_cache_is_cut_to_what_is_in_it(tiny: ModuleType, registered: str, routed: list) -> None:
+    model, inputs = tiny.build("llama"), tiny.prompt(padding=0)
+    options = {"cache_implementation": "static", "max_new_tokens": 3}
+    tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, **options))
+    prefill = [call for call in routed if call["query"][2] > 1]
+    only(prefill, mask=None, is_causal=True, key=torch.Size((2, 2, 19, 8)))
+
+
+def test_tokens_after_a_past_are_aligned_to_the_lower_right(tiny: ModuleType, registered: str, routed: list) -> None:
+    tensors, mask = qkv(4, 9), host_mask("causal", 4, 9, 5)
+    attention(MODULE, *tensors, mask)
+    only(routed, mask=None, is_causal=True, alignment="lower_right")
+
+
+def test_chunks_arrive_as_a_band_and_a_rule(tiny: ModuleType, registered: str, routed: list) -> None:
+    model = tiny.build("llama4")
+    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
+    assert routed[0]["window"] == (tiny.WINDOW - 1, -1)
+    assert isinstance(routed[0]["mask"], LazyMask)
+    assert routed[1]["mask"] is None
+
+
+# ---- training and compiling ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_eager(tiny: ModuleType, registered: str, family: str, checkpointing: bool) -> None:
+    if tiny.missing(family):
+        pytest.skip(tiny.missing(family))
+    model, inputs = tiny.build(family), tiny.prompt()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[0, 5] = -100  # predicted from padding, which sees nothing here and everything in eager
+
+    def run() -> dict[str, Tensor]:
+        model.zero_grad()
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+        model.gradient_checkpointing_disable()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    stock, ours = (tiny.with_attention(model, name, run) for name in ("eager", registered))
+    assert stock.keys() == ours.keys()
+    for name, grad in stock.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item() + 1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_compiled_model_gives_the_same_logits(
+    tiny: ModuleType, registered: str, differs: Callable, family: str, padding: int
+) -> None:
+    if tiny.is_older("5.0"):
+        pytest.skip("compiling is tested with Transformers 5")
+    model, inputs = tiny.build(family), tiny.prompt(padding=padding)
+    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=family != "gpt_oss")
+    tiny.use(model, registered)
+    assert differs(tiny.logits(compiled, inputs), stock) < 1e-4
+
+
+def test_a_compiled_decode_is_compiled_once(tiny: ModuleType, registered: str) -> None:
+    """With a static cache the mask of a step is a tensor of one shape: nothing is compiled anew from step to step."""
+    if tiny.is_older("5.0"):
+        pytest.skip("compiling is tested with Transformers 5")
+    model, inputs = tiny.build("llama"), tiny.prompt()
+    tiny.use(model, registered)
+    stock = tiny.tokens(model, inputs, cache_implementation="static")
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    forward = model.forward
+    step = torch.compile(forward, backend=backend)
+    model.forward = lambda *args, **kwargs: (step if kwargs["input_ids"].shape[1] == 1 else forward)(*args, **kwargs)
+    ours = tiny.tokens(model, inputs, cache_implementation="static")
+    assert torch.equal(ours, stock)
+    assert 1 <= len(graphs) <= 2

@@ -1,0 +1,196 @@
+"""The mask object says what the host's own mask tensor says, and stores nothing of its size."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
+
+from transformers import masking_utils
+
+from pascal_attn_core._transformers_mask import HostMask, pascal_mask
+from pascal_attn_core._transformers_pattern import Pattern, read_pattern
+
+WINDOW = 4
+OFFSETS = [(0, 9, 9, 0), (5, 4, 9, 0), (5, 4, 16, 0), (0, 9, 16, 0), (11, 3, 6, 8), (3, 1, 4, 0), (6, 1, 16, 0)]
+
+
+def chunked(batch: int = 2) -> Any:
+    make = masking_utils.chunked_causal_mask_function
+    return make(WINDOW, torch.tensor([2, 0])[:batch]) if len(inspect.signature(make).parameters) > 1 else make(WINDOW)
+
+
+def packed(lengths: tuple[int, ...] = (4, 2, 3), inner: Any = None) -> Any:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(2, -1)
+    inner = masking_utils.causal_mask_function if inner is None else inner
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        return masking_utils.packed_sequence_compatibility_function(inner, positions, sequences)
+    if not hasattr(masking_utils, "packed_sequence_mask_function"):
+        pytest.skip("this Transformers does not know packed sequences")
+    return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(sequences), inner)
+
+
+def own(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return (query * 3 + key * 5 + batch) % 7 < 4
+
+
+def stock(function: Any, q_offset: int, q_length: int, kv_length: int, kv_offset: int, **options: Any) -> Tensor:
+    """The host's tensor for the same arguments."""
+    positions: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+    if "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters:
+        positions = {"cache_position": torch.arange(q_offset, q_offset + q_length)}
+    return masking_utils.sdpa_mask(
+        batch_size=2, kv_length=kv_length, kv_offset=kv_offset, mask_function=function, allow_is_causal_skip=False,
+        **positions, **options,
+    )  # fmt: skip
+
+
+def ours(function: Any, q_offset: int, q_length: int, kv_length: int, kv_offset: int, **options: Any) -> Any:
+    return pascal_mask(
+        2, q_length, kv_length, q_offset, kv_offset, function, **{"allow_is_causal_skip": True, **options}
+    )
+
+
+def as_tensor(mask: Any, q_length: int, kv_length: int) -> Tensor:
+    """What a mask says; None = everything."""
+    if mask is None:
+        return torch.ones(2, 1, q_length, kv_length, dtype=torch.bool)
+    return (mask.dense() if isinstance(mask, HostMask) else mask).expand(2, 1, q_length, kv_length)
+
+
+FUNCTIONS = {
+    "causal": lambda: masking_utils.causal_mask_function,
+    "window": lambda: masking_utils.sliding_window_causal_mask_function(WINDOW),
+    "chunked": chunked,
+    "own and causal": lambda: masking_utils.and_masks(masking_utils.causal_mask_function, own),
+    "own or causal": lambda: masking_utils.or_masks(masking_utils.causal_mask_function, own),
+}
+CUSTOM = ("own and causal", "own or causal")
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_says_what_the_host_s_mask_says(name: str, padded: bool, offsets: tuple[int, int, int, int]) -> None:
+    function, (q_offset, q_length, kv_length, _) = FUNCTIONS[name](), offsets
+    options: dict[str, Any] = {"use_vmap": name in CUSTOM}
+    if padded:
+        options["attention_mask"] = torch.ones(2, q_offset + q_length, dtype=torch.bool)
+        options["attention_mask"][0, :2] = False
+    expected = stock(function, *offsets, **options).expand(2, 1, q_length, kv_length)
+    found = as_tensor(ours(function, *offsets, **options), q_length, kv_length)
+    # A host without a mask for its keys' end relies on the causal rule, and so do we: compare what is there.
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("inner", ["causal", "window"])
+def test_packed_sequences_become_a_band_and_same_sequence(inner: str) -> None:
+    function = packed(inner=FUNCTIONS[inner]())
+    assert torch.equal(as_tensor(ours(function, 0, 9, 9, 0), 9, 9), stock(function, 0, 9, 9, 0).expand(2, 1, 9, 9))
+    pattern = read_pattern(function)
+    assert (pattern.left, pattern.right) == (None if inner == "causal" else WINDOW - 1, 0)
+    assert len(pattern.rest) == 1
+
+
+def test_known_functions_are_taken_apart() -> None:
+    assert read_pattern(masking_utils.causal_mask_function) == Pattern(None, 0)
+    assert read_pattern(masking_utils.sliding_window_causal_mask_function(9)) == Pattern(8, 0)
+    assert read_pattern(own) == Pattern(None, None, (own,))
+    pattern = read_pattern(chunked())
+    assert (pattern.left, pattern.right, len(pattern.rest)) == (WINDOW - 1, 0, 1)
+    both = masking_utils.or_masks(masking_utils.causal_mask_function, own)
+    assert read_pattern(both) == Pattern(None, None, (both,))
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "sliding_window_bidirectional_mask_function"), reason="not in this Transformers"
+)
+def test_bidirectional_masks() -> None:
+    window = masking_utils.sliding_window_bidirectional_mask_function(3)
+    assert read_pattern(window) == Pattern(3, 3)
+    assert torch.equal(as_tensor(ours(window, 0, 9, 9, 0), 9, 9), stock(window, 0, 9, 9, 0).expand(2, 1, 9, 9))
+    everything = masking_utils.bidirectional_mask_function
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    assert ours(everything, 0, 9, 9, 0, **skip) is None
+    assert ours(everything, 0, 9, 9, 0, allow_is_causal_skip=False).dense().all()
+    padding = torch.tensor([[True] * 7 + [False] * 2, [True] * 9])
+    found = ours(everything, 0, 9, 9, 0, attention_mask=padding, **skip)
+    assert torch.equal(found.dense(), padding[:, None, None].expand(2, 1, 9, 9))
+    assert ours(everything, 0, 9, 9, 0, attention_mask=torch.ones(2, 9), **skip) is None
+
+
+def test_a_window_that_means_something_else_is_called_as_it_is() -> None:
+    def sliding_window_overlay(sliding_window: int) -> Any:
+        def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return key > query - sliding_window - 1  # one key more than today
+
+        return inner_mask
+
+    function = sliding_window_overlay(4)
+    function.__module__, function.__qualname__ = "transformers.masking_utils", "sliding_window_overlay.<locals>.f"
+    assert read_pattern(function) == Pattern(None, None, (function,))
+
+
+@pytest.mark.parametrize("index", [(..., slice(0, 5)), (slice(None), slice(None), slice(-3, None)), (slice(None),)])
+def test_plain_slices_stay_lazy(index: Any) -> None:
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :2] = False
+    mask = ours(masking_utils.sliding_window_causal_mask_function(WINDOW), 0, 9, 9, 0, attention_mask=padding)
+    part = mask[index]
+    assert isinstance(part, HostMask)
+    assert torch.equal(part.dense(), mask.dense()[index])
+
+
+def test_it_behaves_as_the_host_needs() -> None:
+    mask = ours(masking_utils.causal_mask_function, 0, 9, 9, 0)
+    assert mask.shape == (2, 1, 9, 9)
+    assert (mask.ndim, mask.dim(), mask.size(-1), mask.dtype) == (4, 4, 9, torch.bool)
+    assert mask.contiguous() is mask
+    assert isinstance(mask.to("cpu"), HostMask)
+    assert ours(masking_utils.causal_mask_function, 0, 9, 9, 0, attention_mask=mask) is mask
+
+
+def test_whatever_else_a_model_does_to_it_gives_the_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    mask = ours(chunked(), 0, 9, 9, 0)
+    dense = mask.dense()
+    assert torch.equal(mask.masked_fill(dense, False), torch.zeros_like(dense))
+    assert torch.equal(mask[:, 0], dense[:, 0])
+    assert torch.equal(mask & dense, dense)
+    assert torch.equal(dense & mask, dense)
+    assert torch.equal(~mask, ~dense)
+    assert torch.equal(mask == 0, ~dense)
+    assert torch.equal(mask.to(torch.float32), dense.float())
+    assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
+    assert torch.equal(torch.cat([mask, dense], dim=-1), torch.cat([dense, dense], dim=-1))
+    assert "L*S" in caplog.text
+
+
+def test_a_single_query_gets_a_row_that_a_compiled_decode_can_take() -> None:
+    """A tensor, not an object with numbers that change from step to step."""
+    row = ours(masking_utils.causal_mask_function, 5, 1, 16, 0, allow_is_causal_skip=False)
+    assert isinstance(row, Tensor)
+    assert row.shape == (2, 1, 1, 16)
+    assert row[0, 0, 0].tolist() == [True] * 6 + [False] * 10
+    assert ours(masking_utils.causal_mask_function, 5, 1, 6, 0) is None
+    assert ours(masking_utils.causal_mask_function, torch.tensor(5), 1, 6, 0) is None
+
+
+def test_added_to_scores_it_is_a_float_mask() -> None:
+    """Attention code of a model's own adds its mask: 0 and 1 would be silently wrong."""
+    mask, scores = ours(masking_utils.causal_mask_function, 0, 9, 9, 0), torch.randn(2, 4, 9, 9)
+    causal = torch.ones(9, 9).tril().bool()
+    for added in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().add_(mask)):
+        assert torch.equal(added.softmax(-1), scores.masked_fill(~causal, -torch.inf).softmax(-1))
+    with pytest.raises(TypeError, match="added to scores only"):
+        mask + 1.0
+
+
+def test_a_host_that_forbids_to_skip_gets_a_mask() -> None:
+    mask = ours(masking_utils.causal_mask_function, 0, 1, 1, 0, allow_is_causal_skip=False)
+    assert torch.equal(mask, torch.ones(2, 1, 1, 1, dtype=torch.bool))

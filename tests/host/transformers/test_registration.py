@@ -1,0 +1,131 @@
+"""Registering: names, undo, the tile, and which models do not come to us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
+
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers, unsupported_reason
+
+INTERFACES = (AttentionInterface, AttentionMaskInterface)
+
+
+def behind(name: str) -> list[object]:
+    return [interface._global_mapping.get(name) for interface in INTERFACES]
+
+
+def test_attention_and_mask_function_are_registered_and_removed_together() -> None:
+    patch = register_with_transformers()
+    assert None not in behind("pascal_chunked")
+    assert (patch.active, patch.sites) == (True, 2)
+    patch.remove()
+    patch.remove()
+    assert behind("pascal_chunked") == [None, None]
+
+
+def test_an_earlier_meaning_of_the_name_comes_back() -> None:
+    def theirs() -> None: ...
+
+    for interface in INTERFACES:
+        interface.register("pascal_chunked", theirs)
+    try:
+        with register_with_transformers():
+            assert theirs not in behind("pascal_chunked")
+        assert behind("pascal_chunked") == [theirs, theirs]
+    finally:
+        for interface in INTERFACES:
+            del interface._global_mapping["pascal_chunked"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_registrations_of_one_name_can_be_removed_in_any_order(order: tuple[int, ...]) -> None:
+    patches = [register_with_transformers(tile_size=size) for size in (None, 32, 64)]
+    meant = behind("pascal_chunked")
+    for n, index in enumerate(order):
+        patches[index].remove()
+        if 2 not in order[: n + 1]:
+            assert behind("pascal_chunked") == meant, "the latest registration must stay in force"
+    assert behind("pascal_chunked") == [None, None]
+
+
+def test_somebody_else_s_later_registration_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def theirs() -> None: ...
+
+    patch = register_with_transformers()
+    AttentionInterface.register("pascal_chunked", theirs)
+    try:
+        patch.remove()
+        assert behind("pascal_chunked") == [theirs, None]
+        assert "somebody else" in caplog.text
+    finally:
+        del AttentionInterface._global_mapping["pascal_chunked"]
+
+
+@pytest.mark.parametrize("name", ["my_sdpa", "flash2", "flex_attention_x", "paged|pascal", "me/pascal", "eager", ""])
+def test_names_that_mean_something_to_the_host_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must not"):
+        register_with_transformers(name=name)
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), ("64", ValueError), (6.5, TypeError), (True, TypeError)])
+def test_unusable_tiles_are_refused(size: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"tile_size|block"):
+        make_hf_attention_fn(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [None, "auto", 8, 64])
+def test_the_tile_does_not_change_the_answer(tiny: ModuleType, differs: Callable, size: int | str | None) -> None:
+    model, inputs = tiny.build("llama"), tiny.prompt()
+    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
+    with register_with_transformers(tile_size=size):
+        ours = tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, inputs))
+    assert differs(ours, stock) < 1e-4
+
+
+def test_a_tile_is_forced_on_the_tiled_route(tiny: ModuleType) -> None:
+    from pascal_attn_core import record
+
+    model, inputs = tiny.build("llama"), tiny.prompt()
+    with register_with_transformers(tile_size=8), record() as report:
+        tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, inputs))
+    assert report.routes() == {"tiled": 2}
+
+
+def test_models_that_do_not_ask_us_are_named(tiny: ModuleType) -> None:
+    import transformers
+
+    assert unsupported_reason(tiny.build("llama")) is None
+    assert unsupported_reason(tiny.build("gpt2")) is None
+    config = transformers.ReformerConfig(attn_layers=["local"], num_attention_heads=2, hidden_size=16, is_decoder=True)
+    config.axial_pos_embds = False
+    reason = unsupported_reason(transformers.ReformerModelWithLMHead(config))
+    assert reason is not None
+    assert "does not use AttentionInterface" in reason
+    bert = transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    )
+    assert (unsupported_reason(bert) is not None) == tiny.is_older("5.0")
+    assert "no config" in (unsupported_reason(torch.nn.Linear(2, 2)) or "")
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        unsupported_reason("llama")
+
+
+def test_importing_registers_nothing_and_loads_no_transformers() -> None:
+    code = (
+        "import sys; import pascal_attn_core; import pascal_attn_core.transformers;"
+        "assert 'transformers' not in sys.modules;"
+        "from transformers import AttentionInterface; from transformers.masking_utils import AttentionMaskInterface;"
+        "assert not any('pascal' in n for i in (AttentionInterface, AttentionMaskInterface) for n in i._global_mapping)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
