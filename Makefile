@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: setup demo test check bench clean
+
+setup: $(VENV)/.test
 
 demo: $(VENV)/.demo
 	$(BIN)/pascal-attn demo

@@ -14,6 +14,8 @@ log = logging.getLogger("pascal_attn")
 
 ROUTES = ("fused", "torch", "tiled", "math")
 ENV_PREFIX = "PASCAL_ATTN_"
+# Read by pascal_attn_core.auto, not fields of a config.
+SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE")
 _MIN_BUDGET_MIB = 1 / 16
 
 
@@ -88,6 +90,8 @@ class AttentionConfig:
         for name, text in source.items():
             if not name.startswith(ENV_PREFIX):
                 continue
+            if name in SWITCHES:
+                continue
             field_name = name[len(ENV_PREFIX) :].lower()
             if field_name not in fields:
                 _warn_unknown(name, tuple(fields))
@@ -98,6 +102,18 @@ class AttentionConfig:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{name} is not usable: {error}") from error
         return AttentionConfig(**changes)
+
+
+def switched_on(name: str) -> bool:
+    """Whether an environment variable of SWITCHES says yes; unset or empty is no.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    text = os.environ.get(name, "").strip().lower()
+    if text not in ("", *_WORDS):
+        raise ValueError(f"{name} must be one of {list(_WORDS)}, got {text!r}")
+    return bool(text) and _WORDS[text]
 
 
 class UnsupportedAttention(NotImplementedError):

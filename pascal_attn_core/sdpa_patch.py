@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 import threading
 from types import TracebackType
@@ -39,7 +38,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from . import torch_route
 from .call import check_call
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, default_config, switched_on
 from .dispatch import sdpa
 from .patching import Patch
 
@@ -54,7 +53,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _MASKS = (*_PLAIN, CausalBias)
 _KEYWORDS = frozenset(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"))
 _POSITIONAL = 6  # torch takes the last two by keyword only
-_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 _lock = threading.RLock()
 _enabled: Patch | None = None
@@ -92,9 +90,9 @@ def is_enabled() -> bool:
     return patch is not None and patch.active and patch.sites > 0
 
 
-def enable_if_asked() -> bool:
+def enable_ifswitched_on() -> bool:
     """:func:`enable` if the environment has ``PASCAL_ATTN_ENABLE=1``; returns whether it is in force."""
-    if _asked("PASCAL_ATTN_ENABLE"):
+    if switched_on("PASCAL_ATTN_ENABLE"):
         enable()
     return is_enabled()
 
@@ -116,7 +114,7 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
     scope = _Scope(default_config() if config is None else config)
-    if _asked("PASCAL_ATTN_DISABLE"):
+    if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", _NAME)
         return Patch(_NAME, lambda: None, sites=0)
     with _lock:
@@ -321,9 +319,3 @@ def _report_holders() -> None:
 def _holds_torch_sdpa(module: Any) -> bool:
     return any(value is _TORCH_SDPA for value in list(getattr(module, "__dict__", {}).values()))
 
-
-def _asked(name: str) -> bool:
-    text = os.environ.get(name, "").strip().lower()
-    if text not in (*_YES, *_NO):
-        raise ValueError(f"{name} must be one of {[*_YES, *_NO[1:]]}, got {text!r}")
-    return text in _YES
