@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
-from pascal_attn_core.lazy_mask import LazyMask
 from transformers import masking_utils
 
 from pascal_attn_core._transformers_mask import pascal_mask
+from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.transformers import make_hf_attention_fn
 
 attention = make_hf_attention_fn()
@@ -59,14 +59,17 @@ def host_mask(kind: str, q_length: int = 9, kv_length: int = 9, q_offset: int = 
 KINDS = ["causal", "padding", "window", "custom"]
 
 
+@pytest.mark.parametrize("tile", ["auto", 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seq_len_q", "seq_len_kv", "offset"), [(9, 9, 0), (4, 9, 5), (4, 16, 5), (1, 9, 8)])
-def test_every_mask_with_and_without_a_position_bias(kind: str, seq_len_q: int, seq_len_kv: int, offset: int) -> None:
+def test_every_mask_with_and_without_a_position_bias(
+    kind: str, seq_len_q: int, seq_len_kv: int, offset: int, tile: int | str
+) -> None:
     tensors, bias = qkv(seq_len_q, seq_len_kv), torch.randn(1, 4, seq_len_q, seq_len_kv)
     mask = host_mask(kind, seq_len_q, seq_len_kv, offset)
     allowed = None if mask is None else mask.dense()
     for each in (None, bias):
-        out, weights = attention(MODULE, *tensors, mask, position_bias=each)
+        out, weights = make_hf_attention_fn(tile)(MODULE, *tensors, mask, position_bias=each)
         assert weights is None
         torch.testing.assert_close(out, plain(tensors, allowed, each))
         assert out.is_contiguous()

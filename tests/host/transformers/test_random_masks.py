@@ -1,0 +1,91 @@
+"""Masks, caches' offsets, padding, sinks and softcap drawn at random: what the host's mask tensor would give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from transformers import masking_utils
+
+from pascal_attn_core._transformers_mask import pascal_mask
+from pascal_attn_core.transformers import make_hf_attention_fn
+
+BATCH = 2
+KINDS = ("causal", "window", "chunked", "packed", "bidirectional", "both sides", "custom")
+
+
+def mask_function(draw: random.Random, kind: str, window: int, tokens: int) -> Any:
+    if kind == "packed":
+        lengths = [draw.randint(1, tokens) for _ in range(tokens)]
+        starts = torch.tensor(lengths).cumsum(0)
+        sequences = torch.searchsorted(starts, torch.arange(tokens), right=True).expand(BATCH, -1)
+        first = torch.cat([torch.zeros(1, dtype=torch.long), starts])[sequences]
+        inner = masking_utils.sliding_window_causal_mask_function(window)
+        return masking_utils.packed_sequence_compatibility_function(inner, torch.arange(tokens) - first, sequences)
+    return {
+        "causal": lambda: masking_utils.causal_mask_function,
+        "window": lambda: masking_utils.sliding_window_causal_mask_function(window),
+        "chunked": lambda: masking_utils.chunked_causal_mask_function(window, torch.randint(0, 4, (BATCH,))),
+        "bidirectional": lambda: masking_utils.bidirectional_mask_function,
+        "both sides": lambda: masking_utils.sliding_window_bidirectional_mask_function(window),
+        "custom": lambda: masking_utils.or_masks(
+            masking_utils.causal_mask_function, lambda b, h, q, k: (q * 7 + k * 3 + b) % 11 == 0
+        ),
+    }[kind]()
+
+
+def plain(tensors: list[Tensor], allowed: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    query, key, value = tensors
+    scores = query @ key.repeat_interleave(2, 1).mT * query.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = (scores - scores.amax(-1, keepdim=True).detach().clamp_min(-1e30)).exp()
+    probs = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    return (probs[..., : key.shape[2]] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int) -> None:
+    draw = random.Random(f"{kind} {seed}")
+    tokens, past, window = draw.choice([1, 2, 7, 40, 130]), draw.choice([0, 0, 3, 64]), draw.choice([1, 5, 33, 200])
+    kv_offset = draw.choice([0, 0, max(0, past - window + 1)])
+    keys = past + tokens - kv_offset + draw.choice([0, 0, 20])
+    if kind == "packed":
+        past, kv_offset, keys = 0, 0, tokens
+    function, vmap = mask_function(draw, kind, window, tokens), kind == "custom"
+    padding = None
+    if draw.random() < 0.6:
+        padding = torch.ones(BATCH, past + tokens, dtype=torch.bool)
+        size = draw.randint(1, past + tokens)
+        padding[0, slice(0, size) if draw.random() < 0.7 else slice(-size, None)] = False
+    causal = kind not in ("bidirectional", "both sides")
+    where = (BATCH, tokens, keys, draw.choice([past, torch.tensor(past)]), kv_offset, function, padding)
+    skip = {"allow_is_causal_skip": causal, "allow_is_bidirectional_skip": not causal}
+    mask = pascal_mask(*where, **skip, use_vmap=vmap)
+    allowed = masking_utils.sdpa_mask(*where, allow_is_causal_skip=False, use_vmap=vmap)
+
+    shapes = [(BATCH, 4, tokens, 8), (BATCH, 2, keys, 8), (BATCH, 2, keys, 8)]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    sinks = torch.randn(4, requires_grad=True) if draw.random() < 0.3 else None
+    softcap = draw.choice([None, None, 3.0])
+    attention, module = make_hf_attention_fn(draw.choice(["auto", 16, 64])), torch.nn.Module()
+    module.is_causal = causal
+    ours, _ = attention(module, *tensors, mask, s_aux=sinks, softcap=softcap)
+    stock = plain(tensors, allowed, softcap, sinks)
+    torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-4)
+    leaves = tensors if sinks is None else [*tensors, sinks]
+    upstream = torch.randn_like(ours)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(stock, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
