@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from .config import AttentionConfig, default_config
 from .device import CPU_LIKE
 from .dispatch import sdpa, sdpa_with_lse
 from .layout import accumulate_dtype
-
-if TYPE_CHECKING:
-    from .lazy_mask import LazyMask
+from .lazy_mask import LazyMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +85,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
         raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     attention = sdpa_with_lse if with_lse else sdpa
-    softcap: dict[str, Any] = {} if options.softcap is None else {"softcap": options.softcap}
     result = attention(
         query,
         key,
@@ -100,8 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
         enable_gqa=q.shape[2] != k.shape[2],
         alignment="lower_right",
         window=options.window,
+        softcap=options.softcap,
         config=_config(options, q, k, v),
-        **softcap,
     )
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), lse
@@ -111,8 +107,6 @@ def alibi_mask(slopes: Tensor | None, q: Tensor, k: Tensor) -> LazyMask | None:
     """-slope * \\|i + S - L - j\\| as a rule, never a matrix. slopes ``[B or 1, Hq]``."""
     if slopes is None:
         return None
-    from .lazy_mask import LazyMask
-
     batch, tokens, heads = q.shape[:3]
     offset = k.shape[1] - tokens
     rows = slopes.to(accumulate_dtype(q.dtype)).expand(batch, heads)

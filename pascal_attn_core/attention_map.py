@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call import AttentionCall, check_call
 from .layout import accumulate_dtype
+from .lazy_mask import LazyMask
 from .masks import Band
-
-if TYPE_CHECKING:
-    from .lazy_mask import LazyMask
 
 
 def attention_map(
@@ -43,7 +41,7 @@ def attention_map(
     Raises:
         TypeError, ValueError: arguments that do not fit together, or a row that does not exist.
     """
-    mask = attn_mask if isinstance(attn_mask, Tensor) else None
+    mask = None if isinstance(attn_mask, LazyMask) else attn_mask
     call = check_call(
         query, key, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
         window=window,
@@ -84,7 +82,7 @@ def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
 def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor) -> Tensor | None:
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
+    if isinstance(mask, LazyMask):
         if tuple(mask.shape[2:]) != (call.seq_len_q, call.seq_len_kv):
             raise ValueError(f"attn_mask must be for (L, S) = {(call.seq_len_q, call.seq_len_kv)}, got {mask.shape}")
         sizes = mask.shape[0], mask.shape[1], call.seq_len_kv

@@ -90,7 +90,7 @@ def is_enabled() -> bool:
     return patch is not None and patch.active and patch.sites > 0
 
 
-def enable_ifswitched_on() -> bool:
+def enable_if_asked() -> bool:
     """:func:`enable` if the environment has ``PASCAL_ATTN_ENABLE=1``; returns whether it is in force."""
     if switched_on("PASCAL_ATTN_ENABLE"):
         enable()
@@ -318,4 +318,3 @@ def _report_holders() -> None:
 
 def _holds_torch_sdpa(module: Any) -> bool:
     return any(value is _TORCH_SDPA for value in list(getattr(module, "__dict__", {}).values()))
-

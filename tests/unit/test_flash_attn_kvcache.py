@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -173,7 +172,6 @@ def test_rotary_embedding_keeps_the_dtype_of_the_cache() -> None:
     assert torch.equal(k[:, 3:], new)
 
 
-@pytest.mark.skipif(find_spec("pascal_attn_core.lazy_mask") is None, reason="needs lazy masks")
 def test_alibi_counts_from_the_end_of_each_sequence() -> None:
     q, (k, v), lengths = rand(2, 2, HEADS, DIM), caches(2, 9), [4, 8]
     slopes = torch.rand(2, HEADS)
