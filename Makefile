@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/pascal-attn demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
