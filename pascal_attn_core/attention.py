@@ -36,41 +36,18 @@ from torch import Tensor
 
 from .bounds import BOUNDED_BITS, max_norm, query_limits
 from .call import AttentionCall
-from .device import CPU_LIKE
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
 from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
-from .lazy_mask import LazyMask
 from .masking import MaskWriter
-from .masks import Band, LazyTiles, Rule, Rules, diagonal_schedule, padding_as_bool
+from .masks import Band, Rule, Rules, padding_as_bool
+from .outputs import TiledOutput, TiledStats
+from .schedule import block_schedule, has_bias, lazy_tiles, unit_spans
 from .tiles import TilePlan, even_ranges
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 NEG_INF = -math.inf
 _MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
-_DIAGONAL_TOKENS = 128
-
-
-@dataclass
-class TiledStats:
-    """Query blocks worked on, how many of them were bounded, and how often the device ran out of memory on the way."""
-
-    blocks: int = 0
-    bounded_blocks: int = 0
-    budget_halvings: int = 0
-
-
-class TiledOutput(NamedTuple):
-    """What a forward pass returns.
-
-    out: ``[*batch, Hq, L, Dv]`` in the dtype of the query.
-    lse: ``[*batch, Hq, L]`` in the dtype of the sums, or None.
-    log_sum: lse - row_max, kept apart for gradients under a float mask: a bias of -finfo.max would swallow it in lse.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    log_sum: Tensor | None
 
 
 @dataclass(slots=True)
@@ -349,41 +326,6 @@ class TileMath:
         rows.acc.div_(total)
         if self.copies_out:
             out.copy_(self.by_head(rows.acc))
-
-
-def has_bias(call: AttentionCall) -> bool:
-    """Whether the mask is a float one."""
-    return call.attn_mask is not None and call.attn_mask.dtype != torch.bool
-
-
-def lazy_tiles(call: AttentionCall, units: Units) -> LazyTiles | None:
-    """The mask as these units see it, if it is a rule."""
-    if not isinstance(call.attn_mask, LazyMask):
-        return None
-    return LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.index)
-
-
-def unit_spans(units: Units, call: AttentionCall, step: int) -> list[tuple[int, int]]:
-    """Ranges of at most ``step`` units; under a mask that is a rule none crosses from one batch element to the next."""
-    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else len(units)
-    spans, first = [], 0
-    while first < len(units):
-        end = first + period - (units.index + first) % period if period < len(units) else len(units)
-        last = min(first + step, end, len(units))
-        spans.append((first, last))
-        first = last
-    return spans
-
-
-def block_schedule(
-    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, plan: TilePlan, copies_kv: bool
-) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """The tiles of one query block: see :func:`pascal_attn_core.masks.diagonal_schedule`."""
-    first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
-    # A GPU would spend more on launching the sub-blocks than it saves by them.
-    sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
-    sub_keys = plan.kv_block if copies_kv else max(1, plan.q_block * plan.kv_block // _DIAGONAL_TOKENS)
-    return diagonal_schedule(rules.band, q0, q1, first, last, plan.kv_block, sub_tokens, sub_keys)
 
 
 class _UnitRange:

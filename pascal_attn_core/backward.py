@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import LOG2_E, TileMath, block_schedule, lazy_tiles, unit_spans
+from .attention import LOG2_E, TileMath
 from .call import AttentionCall
 from .layout import Units, accumulate_dtype, distinct, unit_views
 from .masks import Band, Rule, Rules
+from .schedule import block_schedule, lazy_tiles, unit_spans
 from .tiles import TilePlan, even_ranges
 
 

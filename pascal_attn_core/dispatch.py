@@ -8,38 +8,31 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import report
-from .attention import TiledStats
+from .arguments import PLAIN, prepared
 from .call import AttentionCall, check_call
 from .config import ROUTES, AttentionConfig, UnsupportedAttention, default_config
 from .device import MIB, device_info
-from .layout import autocast_on, without_autocast
+from .layout import without_autocast
 from .lazy_mask import LazyMask
 from .math_route import run_math
+from .outputs import AttentionOutput, TiledStats
 from .tiled_route import run_tiled
 from .torch_route import TorchForm, find_form, fused_takes, run_as_it_is, run_form
 
 log = logging.getLogger("pascal_attn")
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 # Up to so many threads the tiled route keeps pace with torch's kernel, which spreads heads over threads.
 _TILED_THREADS = 4
 
 
 # Since torch 2.5 its math attention too gives zeros, not NaN, for a row that may look at no key.
 _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
-
-
-class AttentionOutput(NamedTuple):
-    """out ``[*batch, Hq, L, Dv]``; lse ``[*batch, Hq, L]``, natural logarithm, -inf for a row without keys."""
-
-    out: Tensor
-    lse: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,23 +93,27 @@ def sdpa(
         TypeError, ValueError: arguments that do not fit together; nothing has been computed.
         UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.
     """
-    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
-    if torch.compiler.is_compiling() or type(query) not in _PLAIN:
-        return _traced(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            alignment,
-            window,
-            softcap,
-            sinks,
-            config,
-        ).out
+    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
+    if torch.compiler.is_compiling() or type(query) not in PLAIN:
+        return (
+            _operator()
+            .call(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                alignment,
+                window,
+                softcap,
+                sinks,
+                config,
+            )
+            .out
+        )
     config = default_config() if config is None else config
     call = check_call(
         query,
@@ -155,9 +152,9 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
-    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
-    if torch.compiler.is_compiling() or type(query) not in _PLAIN:
-        return _traced(
+    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
+    if torch.compiler.is_compiling() or type(query) not in PLAIN:
+        return _operator().call(
             query,
             key,
             value,
@@ -260,7 +257,7 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others."""
     config = default_config() if config is None else config
-    query, key, value, attn_mask, is_causal, alignment = _prepared(query, key, value, attn_mask, is_causal, alignment)
+    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
     call = check_call(
         query,
         key,
@@ -384,81 +381,8 @@ def _note(call: AttentionCall, choice: Choice, stats: TiledStats) -> None:
     report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=stats.budget_halvings)
 
 
-def _prepared(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, is_causal: bool, alignment: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, bool, str]:
-    """The arguments after what torch itself does to them first: its causal bias objects, and autocast."""
-    if attn_mask is not None and type(attn_mask) not in _PLAIN and isinstance(attn_mask, Tensor):
-        attn_mask, is_causal, alignment = _unwrap_causal_bias(query, key, attn_mask, is_causal, alignment)
-    if isinstance(query, Tensor) and autocast_on(query):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
-        attn_mask = _cast(attn_mask, dtype) if isinstance(attn_mask, Tensor) else attn_mask
-    return query, key, value, attn_mask, is_causal, alignment
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast of one argument: float tensors except float64. What is no tensor is left for the check to refuse."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
-def _unwrap_causal_bias(
-    query: Tensor, key: Tensor, attn_mask: Tensor, is_causal: bool, alignment: str
-) -> tuple[Tensor | None, bool, str]:
-    """torch.nn.attention.bias.causal_upper_left / causal_lower_right, which are rules in the dress of a tensor."""
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-
-    if not isinstance(attn_mask, CausalBias):
-        return attn_mask, is_causal, alignment
-    if is_causal:
-        raise ValueError("is_causal must be False with a CausalBias as attn_mask, got True")
-    sizes, needed = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
-    if sizes != needed:
-        raise ValueError(f"a CausalBias must be made for (L, S) = {needed}, got {sizes}")
-    return None, True, "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
-
-
-def _traced(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LazyMask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    alignment: str,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    config: AttentionConfig | None,
-    lse: bool = False,
-) -> AttentionOutput:
-    """The call as one custom operator, for torch.compile and fake tensors."""
+def _operator() -> Any:
+    """The module with the custom operator, which calls back into this one."""
     from . import ops
 
-    if isinstance(attn_mask, LazyMask):
-        attn_mask = attn_mask.dense()  # a graph can hold tensors only
-    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-    if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
-        check_call(query, key, value, attn_mask)  # raises
-    return AttentionOutput(
-        *ops.sdpa(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            alignment,
-            window,
-            softcap,
-            sinks,
-            config,
-            lse,
-        )
-    )
+    return ops

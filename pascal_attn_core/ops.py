@@ -14,6 +14,8 @@ from .backward import sinks_gradient
 from .call import AttentionCall, check_call
 from .config import AttentionConfig, default_config
 from .layout import accumulate_dtype, empty_output, without_autocast
+from .lazy_mask import LazyMask
+from .outputs import AttentionOutput
 from .version import __version__
 
 # Compiled graphs are cached on disk by what they pass to the operator: with the version in it, a graph that was
@@ -54,6 +56,48 @@ def sdpa(
     options = (dropout_p, is_causal, scale, enable_gqa, alignment, sides, _token(config))
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, with_lse or for_grad, for_grad, softcap, sinks)
     return out, lse
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LazyMask | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    alignment: str,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: AttentionConfig | None,
+    lse: bool = False,
+) -> AttentionOutput:
+    """The call as one custom operator, for torch.compile and fake tensors."""
+    if isinstance(attn_mask, LazyMask):
+        attn_mask = attn_mask.dense()  # a graph can hold tensors only
+    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
+        check_call(query, key, value, attn_mask)  # raises
+    return AttentionOutput(
+        *sdpa(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            alignment,
+            window,
+            softcap,
+            sinks,
+            config,
+            lse,
+        )
+    )
 
 
 def _call(
@@ -202,11 +246,32 @@ def _sdpa_backward(
 
 
 @_sdpa_backward.register_fake
-def _(grad_out, grad_lse, query, key, value, attn_mask, out, lse, log_sum, seed, *options):
-    *_, wants_mask, wants_sinks, _softcap, sinks = options
-    grads = [t.new_empty(t.shape) for t in (query, key, value)]
-    mask = attn_mask.new_empty(attn_mask.shape) if wants_mask else query.new_empty(0)
-    return (*grads, mask, sinks.new_empty(sinks.shape) if wants_sinks else query.new_empty(0))
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    log_sum: Tensor,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    alignment: str,
+    window: Sequence[int] | None,
+    config: str,
+    wants_mask: bool,
+    wants_sinks: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    like = (attn_mask if wants_mask else None, sinks if wants_sinks else None)
+    extras = [query.new_empty(0) if t is None else t.new_empty(t.shape) for t in like]
+    return (*(t.new_empty(t.shape) for t in (query, key, value)), *extras)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

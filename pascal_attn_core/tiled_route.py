@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .attention import TiledOutput, TiledStats, tiled_forward
+from .attention import tiled_forward
 from .backward import Gradients, sinks_gradient, tiled_backward
 from .call import AttentionCall
 from .config import AttentionConfig
 from .device import CPU_LIKE, DeviceInfo, device_info
 from .dropout import draw_seed
 from .lazy_mask import LazyMask
+from .outputs import TiledOutput, TiledStats
 from .plan import plan_call
 from .tiles import TilePlan
 
