@@ -77,7 +77,7 @@ def call(
     """The call as one custom operator, for torch.compile and fake tensors."""
     if isinstance(attn_mask, LazyMask):
         attn_mask = attn_mask.dense()  # a graph can hold tensors only
-    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
         check_call(query, key, value, attn_mask)  # raises
     return AttentionOutput(

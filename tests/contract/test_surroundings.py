@@ -128,7 +128,6 @@ def _nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="nested and sparse tensors end in errors of torch's internals")
 @pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
 @pytest.mark.parametrize(
     "make",
