@@ -48,11 +48,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--no-products", action="store_true", help="do not time the bare matrix products")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw time and memory into this file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw memory against length into this file instead of timing anything"
+    )
     parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    if options.plot is not None:
+        return _plot(options.plot, options.budget_mib)
     device, shapes, candidates, settings = _read(options)
     clock = Clock(device, options.threads)
     reports = []
@@ -63,6 +68,25 @@ def run(options: argparse.Namespace) -> int:
     document = _document(options, device, clock, settings, reports)
     _print_summary(document["geometric_means"], len(shapes))
     _write(document, options)
+    return 0
+
+
+def _plot(path: Path, budget_mib: float | None) -> int:
+    from .bench_length import draw_memory_by_length, memory_by_length
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError('--plot needs matplotlib: pip install "pascal-attention[bench]"')
+    if not path.parent.is_dir():
+        raise CommandError(f"--plot must name a file in a folder that exists, got {path}")
+    figures = memory_by_length(budget_mib=budget_mib)
+    rows = [
+        [f"{tokens:,.0f}", *(f"{figures[name][i]:,.2f}" for name in ("math", "tiled", "planned"))]
+        for i, tokens in enumerate(figures["tokens"])
+    ]
+    title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
+    print_table(title, ("tokens", "torch math", "tiled", "planned"), rows)
+    draw_memory_by_length(figures, path)
+    print(f"chart: {path}")
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import ULPS, assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.table import BY_TORCH, LAYOUTS, MASKS, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,7 +73,10 @@ def _check_forward(case: Case, config: AttentionConfig) -> None:
     else:
         out = sdpa(*inputs, **options, config=config)
     similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=config.route in BY_TORCH))
-    assert_close(out, oracle, similar, "out", dtype=case.dtype, scale=1.0)
+    # A score in the thousands is itself rounded in its fourth decimal: plain attention may be lucky there, once.
+    finite = oracle_lse[oracle_lse.isfinite()].abs()
+    digits = 1.0 + (finite.max().item() if finite.numel() else 0.0) / ULPS
+    assert_close(out, oracle, similar, "out", dtype=case.dtype, scale=digits)
     assert all(t is None or torch.equal(t, old) for t, old in zip(inputs, before))
 
 
