@@ -6,6 +6,7 @@
 Importing it changes nothing and starts no CUDA.
 """
 
+from .attention_map import attention_map, saved_by_band
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
@@ -25,11 +26,13 @@ __all__ = [
     "TiledAttention",
     "UnsupportedAttention",
     "__version__",
+    "attention_map",
     "capture",
     "explain",
     "patch_ffn",
     "record",
     "recommended_tile_size",
+    "saved_by_band",
     "sdpa",
     "sdpa_with_lse",
     "tiled_attention",
