@@ -184,8 +184,9 @@ class TileMath:
         widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
         self.kv = self.buffer(keys * widest if self.copies_kv else 0)
         self.scratch = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
-        masked = call.attn_mask is not None or not Band.of(call).is_everything
-        self.masks = MaskWriter(call.groups, self.dtype, self.device, masked=masked, max_scores=self.scores.numel())
+        self.masks = MaskWriter(
+            call.groups, self.dtype, self.device, masked=self.rows_may_be_empty, max_scores=self.scores.numel()
+        )
 
     def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory of so many elements."""

@@ -55,7 +55,6 @@ class AttentionCall:
     offset: int
     needs_grad: bool
     enable_gqa: bool
-    scale_given: float | None
     softcap: float | None = None
     sinks: Tensor | None = None
 
@@ -185,7 +184,6 @@ def check_call(
         offset,
         needs_grad,
         enable_gqa,
-        scale,
         softcap,
         sinks,
     )

@@ -45,15 +45,6 @@ class Band(NamedTuple):
             last = max(0, min(seq_len_kv, q1 + self.offset + self.right))
         return first, last
 
-    def query_range(self, j0: int, j1: int, seq_len_q: int) -> tuple[int, int]:
-        """First and one-past-last query that sees any key of ``j0 ... j1 - 1``."""
-        first, last = 0, seq_len_q
-        if self.right is not None:
-            first = max(0, min(seq_len_q, j0 - self.offset - self.right))
-        if self.left is not None:
-            last = max(0, min(seq_len_q, j1 - self.offset + self.left))
-        return first, last
-
     def diagonals(self, q0: int, q1: int, j0: int, j1: int) -> tuple[int | None, int | None]:
         """(upper, lower) arguments of ``tril_`` and ``triu_`` for one tile; None where that side cuts nothing."""
         upper = lower = None
@@ -62,12 +53,6 @@ class Band(NamedTuple):
         if self.left is not None and j0 < q1 - 1 + self.offset - self.left:
             lower = q0 + self.offset - self.left - j0
         return upper, lower
-
-    def leaves_rows_empty(self, seq_len_q: int, seq_len_kv: int) -> bool:
-        """Whether some query may see no key at all."""
-        if self.left is not None and seq_len_q - 1 + self.offset - self.left > seq_len_kv - 1:
-            return True
-        return self.right is not None and self.offset + self.right < 0
 
 
 def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device: torch.device) -> Tensor:
