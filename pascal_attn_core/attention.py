@@ -27,7 +27,7 @@ by token, then by head of the group: a range of tokens is a range of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
 from .masking import MaskWriter
 from .masks import Band, Rule, Rules, padding_as_bool
 from .outputs import TiledOutput, TiledStats
+from .progress import current_checkpoint
 from .schedule import block_schedule, has_bias, lazy_tiles, unit_spans
 from .tiles import TilePlan, even_ranges
 
@@ -116,8 +117,15 @@ def tiled_forward(
     ]
     tile_math = TileMath(call, plan, seed)
     stats = TiledStats() if stats is None else stats
+    ranges = even_ranges(0, call.seq_len_q, plan.q_block)
+    checkpoint, done, total = current_checkpoint(), 0, sum(len(group.spans) for group in groups) * len(ranges)
     for group in groups:
-        group.attend(tile_math, call, plan, stats)
+        for bounded in group.attend(tile_math, call, plan, ranges):
+            stats.blocks += 1
+            stats.bounded_blocks += bounded
+            done += 1
+            if checkpoint is not None:
+                checkpoint(done, total)
     return TiledOutput(out, lse, log_sum)
 
 
@@ -152,17 +160,18 @@ class _Group(NamedTuple):
             each.prepare(spans)  # type: ignore[union-attr]
         return _Group(units, spans, rules, bounded, bias)
 
-    def attend(self, tile_math: TileMath, call: AttentionCall, plan: TilePlan, stats: TiledStats) -> None:
-        """Fill the outputs of these units."""
+    def attend(
+        self, tile_math: TileMath, call: AttentionCall, plan: TilePlan, ranges: list[tuple[int, int]]
+    ) -> Iterator[bool]:
+        """Fill the outputs of these units, one range of queries after another; yields whether it was bounded."""
         limits = [0.0] * len(self.spans)
         if self.bounded is not None:
             keys = [self.bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in self.spans]
             limits = query_limits(self.units, self.spans, keys, call.scale * LOG2_E, plan.kv_block, tile_math)
         for span, limit in zip(self.spans, limits):
             unit_range = _UnitRange(self, *span, tile_math, call, plan)
-            for q0, q1 in even_ranges(0, call.seq_len_q, plan.q_block):
-                stats.blocks += 1
-                stats.bounded_blocks += unit_range.attend(q0, q1, limit)
+            for q0, q1 in ranges:
+                yield unit_range.attend(q0, q1, limit)
 
 
 class TileMath:

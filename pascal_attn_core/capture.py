@@ -25,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .call import AttentionCall
+from .dispatch import add_observer
+from .lazy_mask import LazyMask
 from .patching import Patch
 
 log = logging.getLogger("pascal_attn")
@@ -79,9 +82,11 @@ def capture(
 ) -> Patch:
     """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file.
 
-    While it is active, ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its
-    arguments to the CPU and then calls the original. A caller that imported the function by name before is not seen,
-    nor is a call inside ``torch.compile`` or a CUDA graph; :func:`observe` covers functions of your own.
+    Direct calls of :func:`pascal_attn_core.sdpa` are seen, and while it is active,
+    ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
+    and then calls the original. A caller that imported that function by name before is not seen, nor is a call inside
+    ``torch.compile`` or a CUDA graph, nor one with a window, softcap, sinks or a mask that is a rule, which the file
+    cannot say; :func:`observe` covers functions of your own.
 
     Args:
         path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
@@ -109,10 +114,12 @@ def capture(
     original = F.scaled_dot_product_attention
     ours = _watched(original, lambda: (recorder,))
     F.scaled_dot_product_attention = ours
+    end_observing = add_observer(recorder.see_checked)
     with _lock:
         _active.append(recorder)
 
     def undo() -> list[str]:
+        end_observing()
         with _lock:
             _active.remove(recorder)
         sentences = []
@@ -214,6 +221,17 @@ class _Recorder:
                 self.calls[key]["count"] += 1
             elif not self.is_done:
                 self._keep(key, call, layouts, options)
+
+    def see_checked(self, checked: AttentionCall) -> None:
+        """Keep one direct call of ours, if this file can say what it is."""
+        mask = checked.attn_mask
+        has_rule = isinstance(mask, LazyMask) or checked.softcap is not None or checked.sinks is not None
+        has_band = checked.left is not None or (checked.right is not None and not checked.plain_causal)
+        if not self.is_listening or has_rule or has_band or torch.compiler.is_compiling():
+            return
+        options = {"is_causal": checked.is_causal, "scale": checked.scale, "enable_gqa": checked.groups > 1}
+        tensors = checked.query, checked.key, checked.value, mask
+        self.see(tensors, {**options, "dropout_p": checked.dropout_p})
 
     def _keep(self, key: Any, call: CapturedCall, layouts: dict[str, Any], options: dict[str, Any]) -> None:
         dense = {name: _dense(getattr(call, name).detach()) for name in layouts}

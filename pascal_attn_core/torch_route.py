@@ -13,6 +13,7 @@ the answer is no, the call is rewritten without changing its result, and asked a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from .call import AttentionCall
 from .layout import empty_output
 from .lazy_mask import LazyMask
+from .progress import current_checkpoint
 
 # The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -266,13 +268,20 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
         return folded.reshape(call.out_shape)
     out = empty_output(call)
     four = out.view(form.query.shape[0], *out.shape[-3:]) if out.dim() != 4 else out
-    for batch in range(four.shape[0]):
-        for first in range(0, call.num_kv_heads, form.heads_step or call.num_kv_heads):
-            _run_heads(call, form, four[batch], batch, slice(first, first + (form.heads_step or call.num_kv_heads)))
+    heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q
+    firsts = [(b, h) for b in range(four.shape[0]) for h in range(0, call.num_kv_heads, heads_step)]
+    checkpoint, done = current_checkpoint(), 0
+    total = len(firsts) * (1 if form.fold == "rows" else -(-call.seq_len_q // q_step))
+    for batch, first in firsts:
+        for _ in _run_heads(call, form, four[batch], batch, slice(first, first + heads_step)):
+            done += 1
+            if checkpoint is not None:
+                checkpoint(done, total)
     return out
 
 
-def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, heads: slice) -> None:
+def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, heads: slice) -> Iterator[None]:
+    """Fill the output of some heads of one batch element; stops after each call of torch's function."""
     target = out.unflatten(0, (-1, call.groups))[heads]
     if form.fold == "rows":
         query = form.query[batch].unflatten(0, (-1, call.groups))[heads].flatten(1, 2)
@@ -280,6 +289,7 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
         mask = None if mask is None else mask[batch : batch + 1] if mask.shape[0] > 1 else mask
         part = _call_torch(call, query[None], form.key[batch, heads][None], form.value[batch, heads][None], mask)
         target.copy_(part[0].unflatten(1, (call.groups, -1)))
+        yield
         return
     step = form.q_step or call.seq_len_q
     for first in range(0, call.seq_len_q, step):
@@ -289,6 +299,7 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
             key, value = (t[:, :1].float().expand(t.shape) for t in (key, value))
             query = query.float()
         target[:, :, queries].copy_(_call_torch(call, query, key, value, mask))
+        yield
 
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo, device_info, free_bytes
-from ..dispatch import why_not
+from ..routes import why_not
 from ..tiles import describe_plan, recommended_tile_size_for
 from ..wheels import TorchBuild, judge, wheel_for
 

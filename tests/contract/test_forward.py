@@ -9,7 +9,7 @@ from attn_support.table import BY_TORCH, ROUTES, TABLE, Case
 
 from pascal_attn_core import UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.dispatch import why_not
+from pascal_attn_core.routes import why_not
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pascal_attn_core import cli
+from pascal_attn_core import cli, sdpa
 from pascal_attn_core.capture import CapturedCall, capture, load_calls, observe
 from pascal_attn_core.cli.oracle import reference_gradients, reference_rows, spread_rows
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.sdpa_patch import patch_sdpa
 
 ORIGINAL = F.scaled_dot_product_attention
 
@@ -151,6 +152,21 @@ def test_observed_functions_are_seen_and_their_inner_calls_are_not(path):
         watched(*qkv(1, 1, 4, 8), note="passed on")
     (call,) = load_calls(path)
     assert call.query.shape == (1, 1, 4, 8)
+
+
+def test_direct_calls_of_ours_are_seen_once(path):
+    query, key, value = qkv(1, 4, 24, 8)
+    key, value = key[:, :2], value[:, :2]
+    with capture(path, one_per_shape=False):
+        sdpa(query, key, value, is_causal=True, enable_gqa=True)
+        sdpa(query, key, value, enable_gqa=True, window=(3, 3))  # the file has no word for it
+        with patch_sdpa():
+            F.scaled_dot_product_attention(query, key, value, scale=0.5, enable_gqa=True)
+    sdpa(query, key, value, enable_gqa=True)
+    causal, scaled = load_calls(path)
+    assert (causal.is_causal, causal.enable_gqa, causal.count) == (True, True, 1)
+    assert (scaled.is_causal, scaled.scale) == (False, 0.5)
+    assert torch.equal(causal.key, key)
 
 
 def test_the_original_function_is_back_after_an_error_in_the_model(path):

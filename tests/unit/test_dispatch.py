@@ -7,10 +7,19 @@ import logging
 import pytest
 import torch
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, dispatch, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core import (
+    AttentionConfig,
+    UnsupportedAttention,
+    dispatch,
+    explain,
+    record,
+    routes,
+    sdpa,
+    sdpa_with_lse,
+)
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import ROUTES
-from pascal_attn_core.dispatch import choose, why_not
+from pascal_attn_core.routes import choose, why_not
 
 AUTO = AttentionConfig()
 
@@ -63,7 +72,7 @@ def test_auto_never_takes_a_route_with_a_reason_against_it() -> None:
 
 
 def test_large_calls_never_take_the_route_math(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "find_form", lambda *args, **options: ["no fused kernel"])
+    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["no fused kernel"])
     assert _route(*_qkv(2000, 2000)) == "tiled"
     assert _route(*_qkv(20, 20)) == "math"
     assert _route(*_qkv(20, 20), config=AttentionConfig(math_limit_mib=0)) == "tiled"
@@ -87,8 +96,8 @@ def test_explain_runs_nothing() -> None:
 
 
 def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(dispatch, "find_form", lambda *args, **options: ["a reason of this test"])
-    dispatch._warn_once.cache_clear()
+    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["a reason of this test"])
+    routes._warn_once.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
         for _ in range(3):
             sdpa(*_qkv(), config=AttentionConfig(math_limit_mib=0))

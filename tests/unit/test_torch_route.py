@@ -10,7 +10,7 @@ import torch
 from attn_support.oracle import assert_close, exact, plain
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, dispatch, sdpa, torch_route
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, routes, sdpa, torch_route
 from pascal_attn_core.call import check_call
 from pascal_attn_core.memory import measure
 from pascal_attn_core.torch_route import TorchForm, find_form
@@ -27,7 +27,7 @@ def torch_takes(monkeypatch: pytest.MonkeyPatch) -> Callable:
             return rule(query, key, value, mask)
 
         monkeypatch.setattr(torch_route, "fused_takes", answer)
-        monkeypatch.setattr(dispatch, "fused_takes", answer)
+        monkeypatch.setattr(routes, "fused_takes", answer)
 
     return set_rule
 

@@ -1,0 +1,40 @@
+"""A caller's function between the blocks of a long call: to report progress, or to raise and so end the call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Checkpoint = Callable[[int, int], None]
+
+
+class _Local(threading.local):
+    checkpoint: Checkpoint | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def between_blocks(checkpoint: Checkpoint) -> Iterator[None]:
+    """Call ``checkpoint(done, total)`` in this thread after each block of queries that a call has finished.
+
+    A block is the smallest piece of work that the route ``tiled`` (and the route ``torch`` where it walks over heads
+    or queries) does at a time; a call that is a single kernel has none. On a GPU a block is finished when it has been
+    launched. Whatever the checkpoint raises ends the call and reaches its caller; the outputs so far are dropped.
+
+        with between_blocks(lambda done, total: throw_if_interrupted()):
+            out = sdpa(query, key, value)
+    """
+    before = _local.checkpoint
+    _local.checkpoint = checkpoint
+    try:
+        yield
+    finally:
+        _local.checkpoint = before
+
+
+def current_checkpoint() -> Checkpoint | None:
+    """This thread's checkpoint, or None."""
+    return _local.checkpoint
