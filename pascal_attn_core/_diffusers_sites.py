@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from ._diffusers_redirect import RedirectedProcessor, native_backend
-
-_ATTENTION_FUNCTIONS = {"scaled_dot_product_attention", "dispatch_attention_fn"}
-_HELPER_DEPTH = 3
+from ._diffusers_code import reaches_sdpa
+from ._diffusers_processors import RedirectedProcessor
 
 
 def models_of(pipe_or_model: Any) -> list[Any]:
@@ -44,7 +40,7 @@ def sites_of(models: list[Any]) -> Iterator[nn.Module]:
         seen.add(id(module))
         cls: Any = type(module)
         processor = processor_of(module)
-        if computes_attention(processor) if processor is not None else _forward_reaches_sdpa(cls):
+        if computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls):
             yield module
 
 
@@ -66,14 +62,6 @@ def computes_attention(processor: Any) -> bool:
         return True
     # what a third party's processor does may lie where we do not look; a redirect that sees no call costs little
     return not cls.__module__.startswith("diffusers.")
-
-
-def bypasses_sdpa(processor: Any) -> bool:
-    """Whether ``processor`` computes attention by something else than torch's SDPA, so that it must be replaced."""
-    cls: Any = type(processor)
-    if isinstance(processor, RedirectedProcessor):
-        return False
-    return upgrade_of(cls) is not None or _chosen_backend(processor) != native_backend()
 
 
 def default_processor_class(attn: nn.Module) -> type | None:
@@ -99,43 +87,13 @@ def upgrade_of(cls: Any) -> type | None:
     return upgrade if upgrade is not None and _call_reaches_sdpa(upgrade) else None
 
 
-def _chosen_backend(processor: Any) -> Any:
-    try:
-        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-    except ImportError:
-        return None
-    native = native_backend()
-    if not hasattr(processor, "_attention_backend"):
-        return native
-    return processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
-
-
 @functools.cache
 def _call_reaches_sdpa(cls: Any) -> bool:
     call = cls.forward if cls.__call__ is nn.Module.__call__ else cls.__call__
-    return _reaches_sdpa(call, cls)
+    return reaches_sdpa(call, cls)
 
 
 @functools.cache
-def _forward_reaches_sdpa(cls: Any) -> bool:
-    return cls.__module__.partition(".")[0] != "torch" and _reaches_sdpa(cls.forward, cls)
-
-
-def _reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) -> bool:
-    """Whether the code of ``function`` names SDPA, itself or in a helper: a function of its module or a method of
-    ``owner``. Submodules are not followed; they are sites of their own."""
-    function = inspect.unwrap(function)
-    if not isinstance(function, FunctionType):
-        return False
-    names = set(_names_in(function.__code__))
-    if names & _ATTENTION_FUNCTIONS:
-        return True
-    helpers = [inspect.getattr_static(owner, name, function.__globals__.get(name)) for name in names]
-    return depth > 0 and any(_reaches_sdpa(h, owner, depth - 1) for h in helpers if isinstance(h, FunctionType))
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+def forward_reaches_sdpa(cls: Any) -> bool:
+    """Whether modules of this class call SDPA in their own ``forward``."""
+    return cls.__module__.partition(".")[0] != "torch" and reaches_sdpa(cls.forward, cls)

@@ -25,17 +25,10 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor as _attention_processor
 from torch import nn
 
-from ._diffusers_redirect import (
-    TORCH_SDPA,
-    RedirectedProcessor,
-    SdpaRedirect,
-    redirect_module,
-    redirect_processor,
-    release_module,
-    set_lasting_redirect,
-)
+from ._diffusers_modules import redirect_module, release_module, set_lasting_redirect
+from ._diffusers_processors import RedirectedProcessor, redirect_processor
+from ._diffusers_redirect import TORCH_SDPA, SdpaRedirect
 from ._diffusers_sites import (
-    bypasses_sdpa,
     computes_attention,
     default_processor_class,
     models_of,
@@ -172,19 +165,8 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
 
 
 def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
-    processor = processor_of(module)
-    replaced = processor is not None and bypasses_sdpa(processor)
-    if replaced:
-        ours = _around(processor, redirect)
-        module.processor = ours
     redirect_module(module, redirect)
-
-    def undo() -> list[str]:
-        if replaced and processor_of(module) is ours:
-            module.processor = processor
-        return release_module(module, redirect)
-
-    return undo
+    return lambda: release_module(module, redirect)
 
 
 def _set_on_module(module: nn.Module, processor: PascalAttnProcessor) -> None:

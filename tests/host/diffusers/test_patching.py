@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
 import pascal_attn_core.diffusers as pascal
-from pascal_attn_core import AttentionConfig, _diffusers_redirect
+from pascal_attn_core import AttentionConfig, _diffusers_modules, _diffusers_redirect
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.report import record
 
@@ -115,7 +115,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
         calls.append(module)
         if len(calls) == 3:
             raise RuntimeError("no more")
-        _diffusers_redirect.redirect_module(module, redirect)
+        _diffusers_modules.redirect_module(module, redirect)
 
     monkeypatch.setattr(pascal, "redirect_module", fails_at_the_third)
     with pytest.raises(RuntimeError, match="no more"):

@@ -14,6 +14,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8")
 
 def test_every_python_block_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
     pytest.importorskip("safetensors")
+    pytest.importorskip("transformers", minversion="4.53")
     monkeypatch.chdir(tmp_path)
     pipeline = tiny.BUILD["sd15"]()
 

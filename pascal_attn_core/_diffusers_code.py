@@ -1,0 +1,86 @@
+"""What a function of diffusers does about attention, read from its code; and copies of functions over other globals."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+
+_SDPA, _DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
+_HELPER_DEPTH = 3
+
+
+def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) -> bool:
+    """Whether the code of ``function`` names SDPA, itself or in a helper: a function of its module or a method of
+    ``owner``. Submodules are not followed; they are sites of their own."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType):
+        return False
+    names = set(_names_in(function.__code__))
+    if names & {_SDPA, _DISPATCH}:
+        return True
+    return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
+
+
+def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
+    """A copy of ``function`` for which ``F`` means ``functional`` and ``dispatch_attention_fn`` means ``dispatch``.
+
+    Everything else it looks up where the original does, at the time of the call. What it calls is not copied.
+
+    Returns:
+        None unless the code shows that it calls attention by these two names and in no other way.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
+    names, variables = set(_names_in(function.__code__)), function.__globals__
+    if "super" in names or any(reaches_sdpa(h, owner) for h in _helpers(function, names - {_DISPATCH}, owner)):
+        return None
+    replaced: dict[str, Any] = {}
+    if _SDPA in names:
+        if "functional" in names or variables.get("F") is not F:
+            return None
+        replaced["F"] = functional
+    if _DISPATCH in names:
+        if _DISPATCH in function.__code__.co_varnames or _DISPATCH not in variables:
+            return None
+        replaced[_DISPATCH] = dispatch
+    return _copy(function, _Globals(variables, replaced)) if replaced else None
+
+
+class _Globals(dict):
+    """The globals of a module, with some names replaced. The others are looked up in the module when they are asked
+    for, so that whoever patches that module later is heard."""
+
+    def __init__(self, module: dict[str, Any], replaced: dict[str, Any]):
+        super().__init__(replaced, __builtins__=module["__builtins__"])
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self.module[name]
+
+
+def _copy(function: FunctionType, variables: dict[str, Any]) -> Callable:
+    code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
+    copy = FunctionType(code, variables, function.__name__, defaults, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)
+
+
+def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[FunctionType]:
+    for name in names:
+        helper = inspect.getattr_static(owner, name, function.__globals__.get(name))
+        if isinstance(helper, (staticmethod, classmethod)):
+            helper = helper.__func__
+        if isinstance(helper, FunctionType) and helper is not function:
+            yield helper
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
