@@ -1,0 +1,258 @@
+"""One patched object's attention: decide, run by the core, watch, and count."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
+from ..pascal_attn_core.arguments import prepared
+from ..pascal_attn_core.call import AttentionCall, check_call
+from ..pascal_attn_core.device import device_info
+from ..pascal_attn_core.dispatch import run as run_call
+from ..pascal_attn_core.outputs import TiledStats
+from ..pascal_attn_core.plan import plan_call
+from ..pascal_attn_core.progress import between_blocks
+from ..pascal_attn_core.report import mask_kind
+from ..pascal_attn_core.routes import Choice, choose, why_not
+from . import _host, _runs
+from ._meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
+from ._runs import CallKind, Run
+
+log = logging.getLogger("pascal_attn")
+MIB = 1 << 20
+_PROGRESS_SECONDS = 1.0
+_REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a node was set to.
+
+    Attributes:
+        config: route, budget and tiles for every call.
+        min_keys: a call with fewer keys is left to ComfyUI, unless its score matrix would exceed the budget.
+        nan_guard: look at every output, and compute one that is not finite again in float32.
+    """
+
+    config: AttentionConfig = field(default_factory=AttentionConfig)
+    min_keys: int = 1024
+    nan_guard: bool = True
+
+    def text(self) -> str:
+        """``"route auto, budget 64 MiB, from 1024 keys"``."""
+        budget, tile = self.config.budget_mib, self.config.kv_block
+        parts = [f"route {self.config.route}", "budget from the card" if budget is None else f"budget {budget:g} MiB"]
+        parts += [] if tile is None else [f"tiles of {tile} keys"]
+        return ", ".join([*parts, f"from {self.min_keys} keys"])
+
+
+class Engine:
+    """Attention for one patched model, VAE or text encoder. Used by several threads at once on multi-GPU hosts."""
+
+    def __init__(self, settings: Settings, subject: str, part: str, unique_id: str | None):
+        self.settings, self.subject, self.part, self.unique_id = settings, subject, part, unique_id
+        self._lock = threading.RLock()
+        self._run: Run | None = None
+        self._depth = 0
+        self._configs: dict[tuple, AttentionConfig] = {}
+        self._metered: set[tuple] = set()
+        self._finite_inputs = True  # until a call's inputs were found not to be
+
+    # ---- runs ----
+
+    def begin(self) -> Run:
+        """A sampling, decoding or encoding starts; nested and parallel ones are part of the first."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._run = None
+            return self.run
+
+    def end(self) -> Run | None:
+        """It is over, also after an error. Returns the run if it was the outermost, else None."""
+        with self._lock:
+            self._depth = max(0, self._depth - 1)
+            run = self._run
+            if self._depth or run is None:
+                return None
+            self._run = None
+        peak = peak_of_run(torch.device(run.device))
+        if peak is not None:
+            run.saw_memory(peak)
+        run.finish()
+        return run
+
+    @property
+    def run(self) -> Run:
+        """The run in progress; one is begun where a host calls the model without saying that it starts."""
+        with self._lock:
+            if self._run is None:
+                device, prompt = _host.compute_device(), _host.prompt_id()
+                self._run = Run(self.subject, self.part, self.settings.text(), str(device), self.unique_id, prompt)
+                start_of_run(device)
+                self._metered.clear()
+                self._finite_inputs = True
+                _runs.remember(self._run)
+            return self._run
+
+    # ---- one call ----
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = False,
+        block: str = "",
+        via: str = "override",
+    ) -> Tensor | None:
+        """``[B, Hq, L, D] x [B, Hkv, S, D] x [B, Hkv, S, Dv] -> [B, Hq, L, Dv]``; None = the host shall do it, and the
+        run knows why.
+
+        mask: broadcasts to ``[B, Hq, L, S]``, bool (True = takes part) or float (added).
+        """
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if torch.compiler.is_compiling():
+            return sdpa(query, key, value, mask, config=self.settings.config, **options)
+        # A TorchFunctionMode around the model would look at every operator of every tile.
+        with torch._C.DisableTorchFunction():
+            try:
+                *tensors, causal, _ = prepared(query, key, value, mask, is_causal, "upper_left")
+                call = check_call(*tensors, 0.0, causal, scale, enable_gqa)
+                config, choice = self._choice(call, block)
+            except (TypeError, ValueError, UnsupportedAttention) as error:
+                self.hand_on(block, str(error), via=via)
+                return None
+            reason = self._why_left(call)
+            if reason:
+                self.hand_on(block, reason, call, via=via)
+                return None
+            return self._run_watched(call, config, choice, block, via)
+
+    def hand_on(self, block: str, why: str, call: AttentionCall | None = None, *, via: str = "override") -> None:
+        """Count a call that the host computes itself."""
+        if not torch.compiler.is_compiling():
+            self.run.add(_kind(block, "handed on", "", why, call, via))
+
+    def _why_left(self, call: AttentionCall) -> str:
+        least = self.settings.min_keys
+        if call.seq_len_kv >= least:
+            return ""
+        budget = self.settings.config.budget_mib
+        limit = device_info(call.query.device).default_budget_bytes() if budget is None else budget * MIB
+        score_bytes = call.num_scores * max(4, call.query.element_size())
+        return f"fewer than {least} keys" if score_bytes <= limit else ""
+
+    def _choice(self, call: AttentionCall, block: str) -> tuple[AttentionConfig, Choice]:
+        shapes = call.query.shape, call.key.shape, call.value.shape
+        key = (call.query.device, call.query.dtype, *shapes, call.attn_mask is None)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config_for(call, block)
+            if len(self._configs) > 512:
+                self._configs.clear()
+        return config, choose(call, config)
+
+    def _config_for(self, call: AttentionCall, block: str) -> AttentionConfig:
+        """The node's configuration, less what this call cannot have: a model runs on, and the report says so."""
+        config = self.settings.config
+        if config.route != "auto" and (reasons := why_not(config.route, call, config)):
+            self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): auto there")
+            config = replace(config, route="auto")
+        for changes in (
+            {},
+            {"kv_block": None, "q_block": None},
+            {"kv_block": None, "q_block": None, "budget_mib": None},
+        ):
+            candidate = replace(config, **changes)
+            try:
+                plan_call(call, device_info(call.query.device), candidate)
+                return candidate
+            except ValueError as error:
+                self.warn(f"{block}: {error}: chosen from the card instead")
+        return config
+
+    def _run_watched(
+        self, call: AttentionCall, config: AttentionConfig, choice: Choice, block: str, via: str
+    ) -> Tensor:
+        _host.throw_if_interrupted()
+        run = self.run
+        kind = _kind(block, "taken", choice.route, choice.why, call, via)
+        tally, stats = run.add(kind), TiledStats()
+        asked = not _runs.stale(call.query.device)
+        meter = Meter(run, tally, call.query.device, measures=asked and self._is_new(kind))
+        with between_blocks(self._checkpoint(block)), meter:
+            out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
+            meter.out_bytes = out.numel() * out.element_size()
+        if asked and self.settings.nan_guard and not is_finite(out):
+            out = self._repaired(call, out, block, tally)
+        tally.blocks += stats.blocks
+        tally.bounded_blocks += stats.bounded_blocks
+        tally.budget_halvings += stats.budget_halvings
+        if asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
+            run.sample = sample_of(call, kind, out)
+        return out
+
+    def _is_new(self, kind: CallKind) -> bool:
+        key = (kind.route, kind.query, kind.key, kind.mask)
+        if key in self._metered:
+            return False
+        self._metered.add(key)
+        return True
+
+    def _repaired(self, call: AttentionCall, out: Tensor, block: str, tally: Any) -> Tensor:
+        """An output that was not finite, computed again in float32 if its inputs are finite."""
+        named = {"query": call.query, "key": call.key, "value": call.value}
+        bad = [name for name, tensor in named.items() if not is_finite(tensor)]
+        if bad:
+            if self._finite_inputs:
+                self._finite_inputs = False
+                self.warn(
+                    f"{block}: {' and '.join(bad)} already held NaN or infinity before attention: the picture will be "
+                    f"black or noise; try --force-fp32 or another weight dtype ({call.query.dtype} here)"
+                )
+            return out
+        again = run_call(call, _REPAIR, with_lse=False)[0]
+        tally.repaired += 1
+        healed = is_finite(again)
+        done = "computed again in float32" if healed else "it is not finite in float32 either"
+        self.warn(f"{block}: the attention output was not finite in {call.query.dtype}: {done}")
+        return again if healed else out
+
+    def warn(self, sentence: str) -> None:
+        """A sentence for the report, and once per run for the log."""
+        if self.run.warn(sentence):
+            log.warning("pascal_attn: %s: %s", self.subject, sentence)
+
+    def _checkpoint(self, block: str) -> Callable[[int, int], None]:
+        last = time.monotonic()
+
+        def checkpoint(done: int, total: int) -> None:
+            nonlocal last
+            _host.throw_if_interrupted()
+            now = time.monotonic()
+            if now - last > _PROGRESS_SECONDS and done < total:
+                last = now
+                _host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
+
+        return checkpoint
+
+
+def _kind(block: str, outcome: str, route: str, why: str, call: AttentionCall | None, via: str) -> CallKind:
+    if call is None:
+        return CallKind(block, outcome, route, why, via=via)
+    mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
+    dtype = str(call.query.dtype).removeprefix("torch.")
+    return CallKind(block, outcome, route, why, tuple(call.query.shape), tuple(call.key.shape), dtype, mask, via)

@@ -1,0 +1,85 @@
+"""What the nodes ask of ComfyUI itself. Everything newer than ComfyUI 0.3.60 is looked for before it is used."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+log = logging.getLogger("pascal_attn")
+KEY = "pascal_attn"  # of our callbacks, wrappers and injections on a model
+
+
+def throw_if_interrupted() -> None:
+    """Raise ComfyUI's own exception if the user pressed Cancel."""
+    from comfy import model_management
+
+    model_management.throw_exception_if_processing_interrupted()
+
+
+def compute_device() -> torch.device:
+    """The device on which ComfyUI computes."""
+    from comfy import model_management
+
+    return model_management.get_torch_device()
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Memory of a device that a model may still take, and all of it, as ComfyUI counts them."""
+    from comfy import model_management
+
+    return int(model_management.get_free_memory(device)), int(model_management.get_total_memory(device))
+
+
+def attention_function() -> Any:
+    """The function that ComfyUI's models call for attention."""
+    from comfy.ldm.modules import attention
+
+    return attention.optimized_attention
+
+
+def uses_sdpa() -> bool:
+    """Whether that function is torch's ``scaled_dot_product_attention``, as on every NVIDIA card by default."""
+    return getattr(attention_function(), "__name__", "") == "attention_pytorch"
+
+
+def prompt_id() -> str:
+    """The prompt being executed, "" outside of one or where the host does not say."""
+    try:
+        from comfy_execution.utils import get_executing_context
+    except ImportError:
+        return ""
+    context = get_executing_context()
+    return "" if context is None else str(context.prompt_id)
+
+
+def send_status(text: str, unique_id: str | None) -> None:
+    """Write a line on a node; hosts without that (and runs without a server) only get the log."""
+    if unique_id is None:
+        return
+    try:
+        from server import PromptServer
+    except ImportError:
+        return
+    send = getattr(getattr(PromptServer, "instance", None), "send_progress_text", None)
+    if send is not None:
+        send(text, unique_id)
+
+
+def say(text: str, unique_id: str | None) -> None:
+    """One line in the log, and the same on the node."""
+    log.info("pascal_attn: %s", text)
+    send_status(text, unique_id)
+
+
+def versions() -> dict[str, str]:
+    """ComfyUI's version and how it was told to compute attention, for bug reports."""
+    found = {"ComfyUI": "unknown", "attention": getattr(attention_function(), "__name__", "unknown")}
+    try:
+        from comfyui_version import __version__
+
+        found["ComfyUI"] = __version__
+    except ImportError:
+        pass
+    return found

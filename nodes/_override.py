@@ -1,0 +1,81 @@
+"""The attention override of one model clone, in a chain with those of other packs before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._engine import Engine
+from ._layout import HostCall, NotOurs, empty_containers, is_container
+from ._runs import block_name
+from ._scope import Scope
+
+OVERRIDE = "optimized_attention_override"
+
+
+def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
+    ``func``, the host's own function.
+
+    A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
+    """
+
+    def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            out = _ours(engine, "", args, kwargs)
+            return _hand_on(func, previous, args, kwargs) if out is None else out
+        block = block_name(kwargs.get("transformer_options"), scope.next_ordinal())
+        with scope.inside():  # what happens below has been decided here
+            out = _ours(engine, block, args, kwargs)
+            return _hand_on(func, previous, args, kwargs) if out is None else out
+
+    attention_by_pascal_attn.pascal_attn = (engine, previous)  # type: ignore[attr-defined]
+    # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
+    # that an override further back which wants them still gets them.
+    if previous is not None and hasattr(previous, "container_function"):
+        attention_by_pascal_attn.container_function = _with_containers(attention_by_pascal_attn)  # type: ignore[attr-defined]
+    return attention_by_pascal_attn
+
+
+def _ours(engine: Engine, block: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The call's result in the host's layout, or None where it is left to others."""
+    try:
+        call = HostCall.of(args, kwargs)
+    except NotOurs as reason:
+        engine.hand_on(block, str(reason))
+        return None
+    options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    out = engine.attend(call.query, call.key, call.value, call.mask, **options, block=block)
+    if out is None:
+        return None
+    empty_containers(args, kwargs)
+    return call.returned(out)
+
+
+def _with_containers(override: Callable[..., Any]) -> Callable[..., Any]:
+    def container_function(*args: Any, **kwargs: Any) -> Any:
+        from ._host import attention_function
+
+        return override(attention_function(), *args, **kwargs)
+
+    return container_function
+
+
+def _hand_on(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    takes_containers = getattr(previous, "container_function", None)
+    if takes_containers is not None and any(map(is_container, args[:3])):
+        return takes_containers(*args, **kwargs)
+    args, kwargs = empty_containers(args, kwargs)
+    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+
+
+def engine_of(override: Any) -> Engine | None:
+    """The engine behind an override of ours, None for anybody else's."""
+    return getattr(override, "pascal_attn", (None, None))[0]
+
+
+def previous_of(override: Any) -> Any:
+    """What an override of ours hands on to; anybody else's is returned as it is."""
+    return override.pascal_attn[1] if engine_of(override) is not None else override

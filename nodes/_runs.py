@@ -1,0 +1,252 @@
+"""What attention did while one model ran: one Run per sampling, decoding or encoding, kept for the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Calls of one kind are counted together.
+
+    Attributes:
+        block: where in the model: ``"double 3"``, ``"input 4.0"``, ``"call 17"``.
+        outcome: ``"taken"`` or ``"handed on"``.
+        route: ``"torch"``, ``"tiled"``, ``"fused"``, ``"math"``; "" where it was handed on.
+        why: one sentence: why this route, or why it was handed on.
+        query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
+        dtype, mask: ``"float16"``; ``"none"``, ``"bool [1, 1, 77, 77]"``.
+        via: ``"override"``, ``"SDPA"`` (a call past the override), ``"VAE"`` or ``"text encoder"``.
+    """
+
+    block: str
+    outcome: str
+    route: str
+    why: str
+    query: tuple[int, ...] = ()
+    key: tuple[int, ...] = ()
+    dtype: str = ""
+    mask: str = "none"
+    via: str = "override"
+
+    @property
+    def math_bytes(self) -> int:
+        """What torch's math attention stores for one such call at least: its score matrix, in bytes."""
+        if not self.query or not self.key:
+            return 0
+        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        return self.query[0] * self.query[1] * self.query[2] * self.key[2] * size
+
+
+@dataclass
+class CallTally:
+    """Calls of one kind.
+
+    Attributes:
+        count: number of calls.
+        elapsed_ms: time in them, by the device's own clock.
+        extra_bytes: peak memory of the first of them besides inputs and output, None if not measured.
+        blocks, bounded_blocks: query blocks of the route ``tiled``, and those that needed no running maximum.
+        budget_halvings: how often the device ran out of memory and half the budget was tried.
+        repaired: outputs that were not finite and were computed again in float32.
+    """
+
+    count: int = 0
+    elapsed_ms: float = 0.0
+    extra_bytes: int | None = None
+    blocks: int = 0
+    bounded_blocks: int = 0
+    budget_halvings: int = 0
+    repaired: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Some rows of one real call, enough to check them against float64: query and out ``[rows, D]`` and ``[rows,
+    Dv]`` of one head, key and value ``[S, D]`` and ``[S, Dv]`` of its key/value head, mask None or ``[rows or 1, S]``.
+    """
+
+    kind: CallKind
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    out: Tensor
+
+    def on_cpu(self) -> Sample:
+        """The same rows in the computer's own memory."""
+        mask = None if self.mask is None else self.mask.cpu()
+        return replace(
+            self, query=self.query.cpu(), key=self.key.cpu(), value=self.value.cpu(), mask=mask, out=self.out.cpu()
+        )
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of one patched object.
+
+    Attributes:
+        subject: class of the model, ``"Flux"``.
+        part: ``"diffusion model"``, ``"VAE"`` or ``"text encoder"``.
+        settings: the patch's settings as one line.
+        device, unique_id, prompt_id: where, by which node, in which prompt.
+        tallies: what happened, by kind of call.
+        warnings: sentences the user should read, each once.
+        peak_bytes: most memory seen on the device during the run; None if not known.
+        sample: rows of the largest call, for the exactness check.
+    """
+
+    subject: str
+    part: str
+    settings: str
+    device: str
+    unique_id: str | None = None
+    prompt_id: str = ""
+    tallies: dict[CallKind, CallTally] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    peak_bytes: int | None = None
+    sample: Sample | None = None
+    started: float = field(default_factory=time.time)
+    elapsed_s: float = 0.0
+    finished: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
+
+    def add(self, kind: CallKind) -> CallTally:
+        """Count one call."""
+        with self._lock:
+            tally = self.tallies.setdefault(kind, CallTally())
+            tally.count += 1
+            return tally
+
+    def warn(self, sentence: str) -> bool:
+        """Keep a sentence for the report; returns whether it is new."""
+        with self._lock:
+            if sentence in self.warnings:
+                return False
+            self.warnings.append(sentence)
+            return True
+
+    def time_later(self, tally: CallTally, start: Any, end: Any) -> None:
+        """Two CUDA events whose distance is read when the run ends."""
+        with self._lock:
+            self._pending.append((tally, start, end))
+
+    def saw_memory(self, peak_bytes: int) -> None:
+        """The device's memory was at ``peak_bytes``."""
+        with self._lock:
+            self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
+
+    def finish(self) -> None:
+        """Read the clocks; the run is complete."""
+        with self._lock:
+            for tally, start, end in self._pending:
+                end.synchronize()
+                tally.elapsed_ms += start.elapsed_time(end)
+            self._pending.clear()
+            if self.sample is not None:
+                self.sample = self.sample.on_cpu()
+            self.elapsed_s = time.time() - self.started
+            self.finished = True
+
+    # ---- sums ----
+
+    def count(self, outcome: str | None = None) -> int:
+        """Number of calls, of one outcome or of all."""
+        return sum(t.count for kind, t in self.tallies.items() if outcome in (None, kind.outcome))
+
+    def routes(self) -> dict[str, int]:
+        """Calls per route taken, most frequent first."""
+        return self._counted("taken", lambda kind: kind.route)
+
+    def reasons(self, outcome: str) -> dict[str, int]:
+        """Calls per sentence, most frequent first."""
+        return self._counted(outcome, lambda kind: kind.why)
+
+    def _counted(self, outcome: str, word: Any) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for kind, tally in self.tallies.items():
+            if kind.outcome == outcome:
+                counts[word(kind)] = counts.get(word(kind), 0) + tally.count
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time in the calls that were taken."""
+        return sum(tally.elapsed_ms for tally in self.tallies.values())
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """The most that one call needed besides its inputs and output; None if none was measured."""
+        known = [t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None]
+        return max(known) if known else None
+
+    @property
+    def math_bytes(self) -> int:
+        """What torch's math attention would have stored for the largest call, at least: its score matrix."""
+        return max((kind.math_bytes for kind in self.tallies), default=0)
+
+    def line(self) -> str:
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 handed on"``."""
+        routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
+        taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
+        return f"{self.subject}: {self.count()} calls, {taken}, {self.count('handed on')} handed on"
+
+
+_lock = threading.Lock()
+_recent: deque[Run] = deque(maxlen=32)
+
+
+def remember(run: Run) -> None:
+    """Keep a run that has begun, for the report; the oldest is forgotten. Its sample replaces those of older runs."""
+    with _lock:
+        for other in _recent:
+            if other.subject == run.subject and other.part == run.part and other.finished:
+                other.sample = None
+        _recent.append(run)
+
+
+def recent(prompt: str = "") -> list[Run]:
+    """The runs of a prompt, or of the newest prompt that had any; oldest first."""
+    with _lock:
+        runs = list(_recent)
+    if not runs:
+        return []
+    wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
+    return [run for run in runs if run.prompt_id == wanted]
+
+
+def forget() -> None:
+    """Drop all runs and what they hold."""
+    with _lock:
+        _recent.clear()
+
+
+def block_name(options: dict[str, Any] | None, ordinal: int) -> str:
+    """Where in the model a call is, by what the host writes into ``transformer_options``, else by its number.
+
+    UNets write ``block = ("input", 4)`` and the index of the transformer block inside, ``"input 4.0"``; transformers
+    write ``block_type`` and ``block_index``, ``"double 3"``.
+    """
+    options = options or {}
+    block, index = options.get("block"), options.get("block_index")
+    if isinstance(block, tuple) and len(block) == 2:
+        return f"{block[0]} {block[1]}" + ("" if index is None else f".{index}")
+    if index is not None:
+        return f"{options.get('block_type') or 'block'} {index}"
+    return f"call {ordinal}"
+
+
+def stale(device: torch.device) -> bool:
+    """Whether a device cannot be asked now: while a CUDA graph is captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,116 @@
+"""What lies around one model call: the numbering of its attention calls, and those that pass the override by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ._engine import Engine
+
+_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+class _Local(threading.local):
+    ordinal = 0
+    inside = False
+
+
+class Scope:
+    """State of the model call in progress, per thread."""
+
+    def __init__(self) -> None:
+        self._local = _Local()
+
+    def restart(self) -> None:
+        """A model call begins: attention calls are numbered from 1 again."""
+        self._local.ordinal = 0
+
+    def next_ordinal(self) -> int:
+        """The number of the next attention call of this model call."""
+        self._local.ordinal += 1
+        return self._local.ordinal
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is below an attention call that has been decided already."""
+        return self._local.inside
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Attention calls below are part of the one being worked on."""
+        before = self._local.inside
+        self._local.inside = True
+        try:
+            yield
+        finally:
+            self._local.inside = before
+
+
+def make_model_wrapper(engine: Engine, scope: Scope, *, whole_model: bool) -> Callable[..., Any]:
+    """A wrapper of ``apply_model`` for ComfyUI's ``add_wrapper_with_key``."""
+
+    def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scope.restart()
+        if not whole_model:
+            return executor(*args, **kwargs)
+        with _CatchSDPA(engine, scope):
+            return executor(*args, **kwargs)
+
+    return wrapper
+
+
+class _CatchSDPA(TorchFunctionMode):
+    """Takes the calls of ``scaled_dot_product_attention`` in this thread that no override has seen."""
+
+    def __init__(self, engine: Engine, scope: Scope):
+        super().__init__()
+        self.engine, self.scope = engine, scope
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not _SDPA or self.scope.is_inside or not all(t in _PLAIN for t in types):
+            return func(*args, **kwargs)
+        return _sdpa_of(self.engine, self.scope, func, args, kwargs)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_OPTIONS = {*_NAMES, "scale", "enable_gqa"}
+
+
+def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    given = dict(zip(_NAMES, args)) | kwargs
+    block = f"call {scope.next_ordinal()}"
+    why = _why_not(given)
+    if why:
+        engine.hand_on(block, why, via="SDPA")
+        return func(*args, **kwargs)
+    with scope.inside():
+        out = engine.attend(
+            given["query"],
+            given["key"],
+            given["value"],
+            given.get("attn_mask"),
+            scale=given.get("scale"),
+            enable_gqa=bool(given.get("enable_gqa", False)),
+            is_causal=bool(given.get("is_causal", False)),
+            block=block,
+            via="SDPA",
+        )
+    return func(*args, **kwargs) if out is None else out
+
+
+def _why_not(given: dict[str, Any]) -> str:
+    unknown = sorted(set(given) - _OPTIONS)
+    if unknown:
+        return f"its argument {', '.join(unknown)} is not known"
+    if not {"query", "key", "value"} <= set(given):
+        return "an argument is missing"
+    if given.get("dropout_p"):
+        return "it has dropout"
+    return ""
