@@ -15,10 +15,13 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# The nodes are typed as ComfyUI loads them: the whole folder as one package, under a name of its own.
 check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	mkdir -p .mypy_cache/pack && ln -sfn ../.. .mypy_cache/pack/pascal_attention_pack
+	MYPYPATH=.mypy_cache/pack $(BIN)/mypy -p pascal_attention_pack.nodes
 
 bench: $(VENV)/.test
 	$(BIN)/pip install -q -e ".[bench]"

@@ -129,8 +129,8 @@ class Engine:
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             try:
-                *tensors, causal, _ = prepared(query, key, value, mask, is_causal, "upper_left")
-                call = check_call(*tensors, 0.0, causal, scale, enable_gqa)
+                query, key, value, attn_mask, is_causal, _ = prepared(query, key, value, mask, is_causal, "upper_left")
+                call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
                 config, choice = self._choice(call, block)
             except (TypeError, ValueError, UnsupportedAttention) as error:
                 self.hand_on(block, str(error), via=via)
@@ -171,12 +171,7 @@ class Engine:
         if config.route != "auto" and (reasons := why_not(config.route, call, config)):
             self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): auto there")
             config = replace(config, route="auto")
-        for changes in (
-            {},
-            {"kv_block": None, "q_block": None},
-            {"kv_block": None, "q_block": None, "budget_mib": None},
-        ):
-            candidate = replace(config, **changes)
+        for candidate in (config, replace(config, kv_block=None), replace(config, kv_block=None, budget_mib=None)):
             try:
                 plan_call(call, device_info(call.query.device), candidate)
                 return candidate

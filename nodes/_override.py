@@ -46,8 +46,9 @@ def _ours(engine: Engine, block: str, args: tuple, kwargs: dict[str, Any]) -> An
     except NotOurs as reason:
         engine.hand_on(block, str(reason))
         return None
-    options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-    out = engine.attend(call.query, call.key, call.value, call.mask, **options, block=block)
+    out = engine.attend(
+        call.query, call.key, call.value, call.mask, scale=call.scale, enable_gqa=call.enable_gqa, block=block
+    )
     if out is None:
         return None
     empty_containers(args, kwargs)

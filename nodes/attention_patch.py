@@ -150,7 +150,7 @@ def _name_of(function: Any) -> str:
 
 
 def name_of_model(model: nn.Module) -> str:
-    """``"Flux"``, ``"SDXL"``: ComfyUI's class of the model, or that of its network where ComfyUI has none of its own."""
+    """``"Flux"``, ``"SDXL"``: ComfyUI's class of the model, or its network's where ComfyUI has none of its own."""
     kind = type(model).__name__
     return type(model.diffusion_model).__name__ if kind == "BaseModel" else kind
 
