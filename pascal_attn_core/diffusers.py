@@ -7,17 +7,22 @@
 
     pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until another processor is set
 
-Importing this module adds one method, ``set_attn_processor``, to ``DiffusionPipeline`` (and ``ModularPipeline``), which
-diffusers has for models only, and teaches the ``set_processor`` of its attention modules to keep the processor that a
-``PascalAttnProcessor`` is set over; for every other processor that method does what it did. :func:`uninstall` takes
-both back.
+Importing this module adds one method, ``set_attn_processor``, to ``DiffusionPipeline`` (and ``ModularPipeline``) and to
+those models that diffusers gives none, and teaches the ``set_processor`` of its attention modules to keep the processor
+that a ``PascalAttnProcessor`` is set over; for every other processor that method does what it did. :func:`uninstall`
+takes all of it back.
+
+diffusers has attention backends too, chosen by name from a closed list; there is no public way to add one, so this is
+not one.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
+from types import FrameType, MethodType
 from typing import Any
 
 import diffusers as _diffusers
@@ -43,6 +48,17 @@ __all__ = ["PascalAttnProcessor", "install", "patch_pipeline", "uninstall"]
 
 log = logging.getLogger("pascal_attn")
 
+# Methods of diffusers that set processors as one step of something else: what was ours before stays ours around them.
+_SETS_PROCESSORS = {
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "load_ip_adapter",
+    "unload_ip_adapter",
+    "_load_ip_adapter_weights",
+    "load_attn_procs",
+    "set_attention_slice",
+}
+
 
 class PascalAttnProcessor(RedirectedProcessor):
     """An attention processor for ``set_attn_processor``: the model's own processor with our attention inside.
@@ -53,8 +69,9 @@ class PascalAttnProcessor(RedirectedProcessor):
 
     When it is set on an attention module, it takes on the processor found there: rotary embeddings, IP-Adapter weights,
     fused projections, masks and norms stay that processor's work, and what is then found on the module is an instance
-    of that processor's class as well as of this one. Linear attention is left alone. Any other processor set afterwards
-    replaces it (``load_ip_adapter`` and ``fuse_qkv_projections`` set some); :func:`patch_pipeline` outlives those.
+    of that processor's class as well as of this one. Linear attention is left alone. It stays when diffusers sets other
+    processors as a step of ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their
+    opposites; any other processor set afterwards replaces it, and ``None`` gives back the one it was set over.
 
     Args:
         config: how to compute; None = the default.
@@ -120,6 +137,9 @@ def install() -> None:
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
             cls.set_attn_processor = _set_attn_processor
+    model_class: Any = _diffusers.ModelMixin
+    if "set_attn_processor" not in vars(model_class):
+        model_class.set_attn_processor = _MethodOfModels()
     for cls in _attention_classes():
         if not hasattr(cls.set_processor, "_pascal_original"):
             cls.set_processor = _taught(cls.set_processor)
@@ -130,26 +150,41 @@ def uninstall() -> None:
     for cls in _pipeline_classes():
         if cls.__dict__.get("set_attn_processor") is _set_attn_processor:
             del cls.set_attn_processor
+    model_class: Any = _diffusers.ModelMixin
+    if isinstance(vars(model_class).get("set_attn_processor"), _MethodOfModels):
+        del model_class.set_attn_processor
     for cls in _attention_classes():
         original = getattr(cls.set_processor, "_pascal_original", None)
         if original is not None:
             cls.set_processor = original
 
 
+class _MethodOfModels:
+    """``set_attn_processor`` of a model: diffusers' own where the model has one, ours where it has none."""
+
+    def __get__(self, model: Any, owner: Any) -> Any:
+        bases = owner.__mro__[owner.__mro__.index(_diffusers.ModelMixin) + 1 :]
+        for base in bases:
+            if "set_attn_processor" in vars(base):
+                return vars(base)["set_attn_processor"].__get__(model, owner)
+        return _set_attn_processor if model is None else MethodType(_set_attn_processor, model)
+
+
 def _set_attn_processor(self: Any, processor: Any) -> None:
-    """Set the attention processor of every diffusers model of this pipeline (added by pascal_attn_core.diffusers).
+    """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
 
     Args:
-        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. Any other takes ours off
-            everywhere and is then set on the models that are not autoencoders.
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes ours off everywhere.
+            Any other takes ours off and is then set on the models that are not autoencoders.
     Raises:
-        TypeError: a dict; its keys belong to one model, so set it there.
-        ValueError: the pipeline holds no attention that can be redirected.
+        TypeError: a dict; its keys belong to one model that has ``attn_processors``, so set it there.
+        ValueError: there is no attention that can be redirected.
     """
     if isinstance(processor, dict):
-        raise TypeError("processor must be one processor for the whole pipeline, got a dict; set it on one model")
+        raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
     models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
+        _warn_if_sdpa_is_replaced()
         sites = list(sites_of(models))
         _require_sites(sites, self, models)
         for module in sites:
@@ -160,8 +195,17 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     for model in models:
         for module in model.modules():
             _take_off_module(module)
-        if hasattr(model, "set_attn_processor") and not hasattr(model, "decode"):
-            model.set_attn_processor(processor)
+        if processor is not None and not hasattr(model, "decode"):
+            _set_other(model, processor)
+
+
+def _set_other(model: Any, processor: Any) -> None:
+    if hasattr(model, "attn_processors"):
+        model.set_attn_processor(processor)
+        return
+    for module in model.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(processor)
 
 
 def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
@@ -210,13 +254,34 @@ def _restored(original: Any, redirect: SdpaRedirect) -> Any:
 def _taught(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_processor(self: nn.Module, processor: Any) -> None:
-        if isinstance(processor, PascalAttnProcessor):
+        current = processor_of(self)
+        if isinstance(current, PascalAttnProcessor) and _is_a_step(sys._getframe(1)):
+            processor = _kept_around(current, processor)
+        elif isinstance(processor, PascalAttnProcessor):
             _warn_if_sdpa_is_replaced()
             processor = _bound(processor, self)
+        elif processor is None and isinstance(current, PascalAttnProcessor):
+            processor = current._original
         original(self, processor)
 
     set_processor._pascal_original = original  # type: ignore[attr-defined]
     return set_processor
+
+
+def _is_a_step(frame: FrameType | None) -> bool:
+    """Whether this call comes from a method of diffusers that sets processors as one step of something else."""
+    while frame is not None:
+        if frame.f_code.co_name in _SETS_PROCESSORS and frame.f_globals.get("__name__", "").startswith("diffusers."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _kept_around(current: PascalAttnProcessor, processor: Any) -> Any:
+    if isinstance(processor, PascalAttnProcessor):
+        # unbound where diffusers has made another one of the class that it found
+        return processor if processor._original is not None else current
+    return _around(processor, current._redirect) if computes_attention(processor) else processor
 
 
 def _pipeline_classes() -> list[Any]:
