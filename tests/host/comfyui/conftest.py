@@ -1,0 +1,189 @@
+"""Fixtures of the tests on a real ComfyUI. Everything here skips unless ``COMFYUI_PATH`` names a checkout.
+
+    COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python pytest tests/host/comfyui
+
+``COMFYUI_PYTHON`` defaults to the interpreter of the tests. ``PASCAL_ATTN_TINY_MODELS=<folder>`` keeps the tiny models
+(2.5 to 3.7 GB per ComfyUI version) from one run to the next; without it they are built once per run.
+
+The test process imports nothing of ComfyUI. What a test file needs:
+
+- ``server``: a running ComfyUI whose attention is torch's SDPA, as on every NVIDIA card; ``plain_server``: one with the
+  attention that it chooses on a CPU (sub-quadratic). Both run for the whole session with our pack and ``probe_pack``.
+- ``attn_support.comfy_graph``: ``sample(server, "sd15", attention_patch(route="tiled"))`` loads the tiny model, runs
+  it through the given MODEL -> MODEL nodes, and returns the latent, the log lines, the pack's call counts and those of
+  the probe. ``Graph``, ``capture`` build and run any other graph; ``server.run(prompt)`` returns how a prompt ended.
+- ``tiny_model("vae_kl")``: the file name of a tiny model, or a skip with the reason why this host does not load it.
+  Names: ``comfy_tiny_models`` and ``comfy_tiny_parts`` in ``tests/support``.
+- ``host_script(code)``: runs Python code inside the host's process model (no server): ``comfy`` is importable,
+  ``comfy_inproc`` helps to load and sample; returns what it printed, raises if it failed.
+- ``start_server(arguments, packs=..., folder=...)``: a server of your own for one test.
+
+A failed test shows what its servers logged meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support.comfy_server import ComfyServer, Host, base_directory
+
+HERE = Path(__file__).parent
+SUPPORT = HERE.parents[1] / "support"
+PROBE_PACK = HERE / "probe_pack"
+BUILDER = SUPPORT / "comfy_tiny_build.py"
+RUNNING: list[ComfyServer] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One group for ``--dist loadgroup``; a skip without a host."""
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.xdist_group("comfyui"))
+        if not os.environ.get("COMFYUI_PATH"):
+            item.add_marker(pytest.mark.skip(reason="COMFYUI_PATH is not set: no ComfyUI to test with"))
+
+
+@pytest.fixture(scope="session")
+def comfy_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """The ComfyUI under test. Under xdist the workers take turns: two hosts at once would need twice the memory."""
+    path = Path(os.environ["COMFYUI_PATH"]).resolve()
+    if not (path / "comfyui_version.py").is_file():
+        raise FileNotFoundError(f"COMFYUI_PATH must be a ComfyUI checkout, got {path}")
+    found: dict[str, str] = {}
+    exec((path / "comfyui_version.py").read_text(), found)  # noqa: S102  one assignment
+    python = os.environ.get("COMFYUI_PYTHON", sys.executable)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with (Path(tempfile.gettempdir()) / f"pascal-attn-comfyui-{run}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield Host(path, python, found["__version__"])
+    Path(turn.name).unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(comfy_host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of tiny models and its manifest; built when the cache has none by this builder for this host."""
+    builders = b"".join(path.read_bytes() for path in sorted(SUPPORT.glob("comfy_tiny_*.py")))
+    key = f"{comfy_host.version}-{hashlib.sha256(builders).hexdigest()[:12]}"
+    cache = os.environ.get("PASCAL_ATTN_TINY_MODELS")
+    folder = (Path(cache) if cache else tmp_path_factory.mktemp("tiny")) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = folder / "manifest.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not manifest.is_file():
+            run_host(comfy_host, [str(BUILDER), str(folder)])
+    return folder, json.loads(manifest.read_text())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_models: tuple[Path, dict[str, Any]]) -> Callable[[str], str]:
+    """``tiny_model(name)``: its file name as the loader nodes list it; skips where the host does not load it."""
+
+    def file_of(name: str) -> str:
+        entry = tiny_models[1][name]
+        if "skip" in entry:
+            pytest.skip(f"{name}: {entry['skip']}")
+        return entry["file"]
+
+    return file_of
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, tiny_model: Callable[[str], str]) -> str:
+    """Indirect parameter: the name of a family that this host loads."""
+    tiny_model(request.param)
+    return request.param
+
+
+StartServer = Callable[..., ComfyServer]
+
+
+@pytest.fixture(scope="session")
+def start_server(
+    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartServer]:
+    """``start_server("--flag", ..., packs=(PROBE_PACK,), folder=None)``: waits until it answers; stopped at the end."""
+
+    def start(*arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), folder: str | None = None) -> ComfyServer:
+        base = base_directory(tmp_path_factory.mktemp("comfyui"), tiny_models[0], packs, folder)
+        server = ComfyServer(comfy_host, base, arguments)
+        RUNNING.append(server)
+        server.wait_until_up()
+        return server
+
+    yield start
+    for server in RUNNING:
+        server.stop()
+    RUNNING.clear()
+
+
+@pytest.fixture(scope="session")
+def server(start_server: StartServer) -> ComfyServer:
+    """ComfyUI with torch's SDPA as its attention."""
+    return start_server("--use-pytorch-cross-attention")
+
+
+@pytest.fixture(scope="session")
+def plain_server(start_server: StartServer) -> ComfyServer:
+    """ComfyUI with the attention that it chooses for a CPU."""
+    return start_server()
+
+
+def run_host(host: Host, arguments: list[str], timeout_s: float = 600, **environment: str) -> str:
+    """Run the host's interpreter in the checkout; its output. Raises with the output if it fails."""
+    done = subprocess.run(
+        [host.python, *arguments],
+        cwd=host.path,
+        env=host.environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise AssertionError(f"{arguments[0]} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def host_script(
+    comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """``host_script(code, "--use-pytorch-cross-attention")``: Python code in the host's interpreter after ``from
+    comfy_inproc import *``; the arguments are ComfyUI's. Returns what it printed."""
+
+    def run(code: str, *arguments: str) -> str:
+        script = tmp_path_factory.mktemp("script") / "script.py"
+        script.write_text(f"import sys\nsys.path[0] = {str(SUPPORT)!r}\nfrom comfy_inproc import *\n{code}\n")
+        return run_host(comfy_host, [str(script), *arguments], TINY_MODELS=str(tiny_models[0]))
+
+    return run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
+    """Remember how long the logs were when the test began; show what came after if it fails."""
+    if call.when == "setup":
+        item.stash[_LOG_LENGTHS] = {}
+    report = yield
+    if report.when == "setup":
+        item.stash[_LOG_LENGTHS] = {server.port: len(server.log) for server in RUNNING}
+    if report.failed:
+        for server in RUNNING:
+            new = server.log[item.stash[_LOG_LENGTHS].get(server.port, 0) :]
+            title = f"server log: {' '.join(server.arguments) or 'no arguments'}"
+            report.sections.append((title, "\n".join(new[-60:])))
+    return report
+
+
+_LOG_LENGTHS = pytest.StashKey[dict[int, int]]()

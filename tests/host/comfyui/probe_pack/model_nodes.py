@@ -1,0 +1,130 @@
+"""MODEL -> MODEL: an independent count of attention calls, another pack's attention patch, accidents in the middle."""
+
+import collections
+import os
+import sys
+import time
+
+import comfy.ldm.modules.attention as host_attention
+import comfy.model_management
+import comfy.patcher_extension
+import torch
+
+HOST = os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__)))
+OVERRIDE = "optimized_attention_override"
+SDPA = torch._C._nn.scaled_dot_product_attention
+WRAPPER_CODE = host_attention.attention_basic.__code__  # one code object for every function that the host wraps
+RECORDS = collections.defaultdict(collections.Counter)
+
+
+def _is_host_file(path):
+    return path.startswith(HOST) and "custom_nodes" not in path
+
+
+class CallCount:
+    """A profiler: attention calls that the host's own code makes, seen by neither override nor torch mode.
+
+    ``wrapped``: calls of the host's attention functions (outermost only). ``sdpa``: calls of torch's SDPA by the host.
+    """
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __call__(self, frame, event, arg):
+        if event == "call" and frame.f_code is WRAPPER_CODE:
+            self.counts["wrapped"] += "_inside_attn_wrapper" not in frame.f_locals["kwargs"]
+        elif event == "c_call" and arg is SDPA:
+            self.counts["sdpa"] += _is_host_file(frame.f_code.co_filename)
+
+    def __enter__(self):
+        self.previous = sys.getprofile()
+        sys.setprofile(self)
+
+    def __exit__(self, *_):
+        sys.setprofile(self.previous)
+
+
+class _ModelNode:
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "probe"
+
+
+class ProbeCount(_ModelNode):
+    """Counts attention calls of every sampling with this model into the record ``tag``."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "tag": ("STRING", {"default": ""})}}
+
+    def patch(self, model, tag):
+        def counted(executor, *args, **kwargs):
+            with CallCount(RECORDS[tag]):
+                return executor(*args, **kwargs)
+
+        clone = model.clone()
+        clone.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "probe_count", counted)
+        return (clone,)
+
+
+class ProbeOtherPatch(_ModelNode):
+    """Another pack's attention override: ``chain`` calls the one before it, ``replace`` forgets it, ``wrong`` gives
+    every key the same weight (so that a comparison must notice). Counts its calls as ``other`` in the record ``tag``.
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        kinds = (["chain", "replace", "wrong"],)
+        return {"required": {"model": ("MODEL",), "kind": kinds, "tag": ("STRING", {"default": ""})}}
+
+    def patch(self, model, kind, tag):
+        clone = model.clone()
+        options = clone.model_options["transformer_options"] = clone.model_options["transformer_options"].copy()
+        previous = options.get(OVERRIDE) if kind == "chain" else None
+
+        def override(func, q, k, v, *args, **kwargs):
+            RECORDS[tag]["other"] += 1
+            if kind == "wrong":
+                k = torch.zeros_like(k)
+            if previous is not None:
+                return previous(func, q, k, v, *args, **kwargs)
+            return func(q, k, v, *args, **kwargs)
+
+        options[OVERRIDE] = override
+        return (clone,)
+
+
+class ProbeTrip(_ModelNode):
+    """At the ``at_call``-th evaluation of the model: raise, or press the interrupt button; or only wait ``seconds`` at
+    every evaluation. An accident happens once in the life of the node: the next run of the same graph is left alone.
+    """
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "action": (["raise", "interrupt", "wait"],),
+                "at_call": ("INT", {"default": 1, "min": 1}),
+                "seconds": ("FLOAT", {"default": 0.0}),
+            }
+        }
+
+    def patch(self, model, action, at_call, seconds):
+        calls = 0
+
+        def tripped(executor, *args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if action == "wait":
+                time.sleep(seconds)
+            elif calls == at_call and action == "interrupt":
+                comfy.model_management.interrupt_current_processing()
+            output = executor(*args, **kwargs)
+            if calls == at_call and action == "raise":
+                raise RuntimeError("probe: an accident in the middle of sampling")
+            return output
+
+        clone = model.clone()
+        clone.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "probe_trip", tripped)
+        return (clone,)
