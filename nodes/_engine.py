@@ -64,6 +64,7 @@ class Engine:
         self._depth = 0
         self._configs: dict[tuple, AttentionConfig] = {}
         self._metered: set[tuple] = set()
+        self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
         self._finite_inputs = True  # until a call's inputs were found not to be
 
     # ---- runs ----
@@ -125,6 +126,7 @@ class Engine:
         """
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling():
+            self.is_compiled = True
             return sdpa(query, key, value, mask, config=self.settings.config, **options)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():

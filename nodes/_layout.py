@@ -126,15 +126,17 @@ def _take(value: Any) -> Any:
     return value.take() if is_container(value) else value
 
 
-def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped: bool) -> tuple[Tensor, ...]:
+def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``[B, N, H*D]`` or ``[B, N, H, D]`` each as ``[B, H, N, D]``; without ``grouped`` all have ``heads`` heads."""
     width = query.shape[-1] * query.shape[-2] if query.dim() == 4 else query.shape[-1]
     if width % heads:
         raise NotOurs(f"q has {width} channels, which {heads} heads do not divide")
     head_dim = width // heads
-    return tuple(
-        _with_heads(name, tensor, heads, head_dim if grouped and name != "q" else None)
-        for name, tensor in (("q", query), ("k", key), ("v", value))
+    kv_dim = head_dim if grouped else None
+    return (
+        _with_heads("q", query, heads, None),
+        _with_heads("k", key, heads, kv_dim),
+        _with_heads("v", value, heads, kv_dim),
     )
 
 
@@ -146,7 +148,7 @@ def _with_heads(name: str, tensor: Tensor, heads: int, head_dim: int | None) -> 
     sizes = (heads, -1) if head_dim is None else (-1, head_dim)
     if tensor.shape[-1] % (head_dim or heads):
         raise NotOurs(f"{name} has {tensor.shape[-1]} channels, which {head_dim or heads} does not divide")
-    return tensor.unflatten(-1, sizes).transpose(1, 2)
+    return tensor.view(*tensor.shape[:2], *sizes).transpose(1, 2)
 
 
 def four_dimensions(mask: Tensor) -> Tensor:

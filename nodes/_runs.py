@@ -102,6 +102,7 @@ class Run:
         device, unique_id, prompt_id: where, by which node, in which prompt.
         tallies: what happened, by kind of call.
         warnings: sentences the user should read, each once.
+        notes: further facts for the report, each once.
         peak_bytes: most memory seen on the device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
     """
@@ -114,6 +115,7 @@ class Run:
     prompt_id: str = ""
     tallies: dict[CallKind, CallTally] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     peak_bytes: int | None = None
     sample: Sample | None = None
     started: float = field(default_factory=time.time)
@@ -136,6 +138,12 @@ class Run:
                 return False
             self.warnings.append(sentence)
             return True
+
+    def note(self, sentence: str) -> None:
+        """Keep a fact for the report."""
+        with self._lock:
+            if sentence not in self.notes:
+                self.notes.append(sentence)
 
     def time_later(self, tally: CallTally, start: Any, end: Any) -> None:
         """Two CUDA events whose distance is read when the run ends."""
@@ -197,7 +205,9 @@ class Run:
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
     def line(self) -> str:
-        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 handed on"``."""
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 handed on"``; without calls the first note, if any."""
+        if not self.tallies and self.notes:
+            return f"{self.subject}: {self.notes[0]}"
         routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
         taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
         return f"{self.subject}: {self.count()} calls, {taken}, {self.count('handed on')} handed on"
