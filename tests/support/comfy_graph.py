@@ -30,6 +30,7 @@ class Family:
         tokens, dim, pooled, mask: the conditioning.
         latent: class_type and inputs of the node that makes the empty latent.
         cfg: guidance; 1 = no negative prompt.
+        model: the tiny model, where it is not the family's own name.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Family:
     pooled: int = 0
     mask: bool = False
     cfg: float = 3.0
+    model: str = ""
 
 
 def _image(class_type: str) -> Patch:
@@ -58,7 +60,9 @@ FAMILIES = {
     "ltxv": Family(16, 64, _video("EmptyLTXVLatentVideo", 9), mask=True),
     # With a mask and guidance the host itself fails in this model.
     "hunyuan_video": Family(16, 128, _video("EmptyHunyuanLatentVideo", 9), pooled=768, mask=True, cfg=1.0),
-    "lumina2": Family(16, 64, _image("EmptySD3LatentImage"), mask=True),
+    "lumina2": Family(16, 64, _image("EmptySD3LatentImage")),
+    # ComfyUI 0.8.0 fails in this model with a mask and a batch of two.
+    "lumina2_masked": Family(16, 64, _image("EmptySD3LatentImage"), mask=True, cfg=1.0, model="lumina2"),
     "qwen_image": Family(16, 3584, _image("EmptySD3LatentImage")),
     "krea2": Family(16, 320, _image("EmptySD3LatentImage")),
     "minimax_h3": Family(16, 64, ("EmptyMiniMaxH3LatentAV", {"width": 128, "height": 128, "length": 22}), cfg=1.0),
@@ -72,7 +76,7 @@ class Graph:
         self.prompt: dict[str, dict[str, Any]] = {}
 
     def add(self, class_type: str, *, output: int = 0, **inputs: Any) -> Link:
-        node_id = str(len(self.prompt) + 1)
+        node_id = str(max(map(int, self.prompt), default=0) + 1)
         self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
         return [node_id, output]
 
@@ -164,7 +168,7 @@ def capture(server: ComfyServer, graph: Graph, *values: Link, tag: str = "", tim
         graph.add("ProbeCapture", value=value, path=str(path), tag=tag if i == 0 else "")
     outcome = server.run(graph.prompt, timeout_s)
     if outcome.status != "success":
-        raise WorkflowError(f"{outcome.status}: {outcome.message}")
+        raise WorkflowError(f"{outcome.status}: {outcome.message}", outcome)
     return [_captured(torch.load(path, weights_only=True), outcome) for path in paths]
 
 
@@ -175,7 +179,7 @@ def _captured(saved: dict[str, Any], outcome: Outcome) -> Captured:
 def sample_graph(name: str, patches: Iterable[Patch], tag: str, **options: Any) -> tuple[Graph, Link]:
     """Load a tiny model, patch it, count around it, sample: the graph and its LATENT."""
     graph = Graph()
-    model = graph.patched(graph.load(name), [*patches, ("ProbeCount", {"tag": tag})])
+    model = graph.patched(graph.load(FAMILIES[name].model or name), [*patches, ("ProbeCount", {"tag": tag})])
     return graph, graph.sample(model, FAMILIES[name], **options)
 
 

@@ -41,10 +41,6 @@ class Host:
         return {**kept, "OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(self.path), **more}
 
 
-class WorkflowError(AssertionError):
-    """A prompt that was refused, or ended in an error."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How one prompt ended.
@@ -60,6 +56,14 @@ class Outcome:
     message: str
     log: list[str]
     outputs: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkflowError(AssertionError):
+    """A prompt that was refused (then ``outcome`` is None), or did not end in success."""
+
+    def __init__(self, message: str, outcome: Outcome | None = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 def copy_pack(custom_nodes: Path, folder: str = "ComfyUI-Pascal-Attention") -> Path:
@@ -174,10 +178,10 @@ class ComfyServer:
     def interrupt(self) -> None:
         self.request("/interrupt", {})
 
-    def unload_models(self, timeout_s: float = 30) -> None:
-        """Move every model off the device, and forget what nodes returned, as the front end's buttons do."""
-        self.request("/free", {"unload_models": True, "free_memory": True})
-        time.sleep(1.5)  # the worker looks at the flags once a second
+    def unload_models(self, *, free_memory: bool = False) -> None:
+        """Take every model off the device; with ``free_memory`` also forget what nodes returned."""
+        self.request("/free", {"unload_models": True, "free_memory": free_memory})
+        time.sleep(0.5)  # the worker wakes for it, and does not answer
 
     def stop(self) -> None:
         if self.process.poll() is None:

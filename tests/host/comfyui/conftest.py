@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attn_support.comfy_graph import FAMILIES
 from attn_support.comfy_server import ComfyServer, Host, base_directory
 
 HERE = Path(__file__).parent
@@ -101,7 +102,7 @@ def tiny_model(tiny_models: tuple[Path, dict[str, Any]]) -> Callable[[str], str]
 @pytest.fixture
 def family(request: pytest.FixtureRequest, tiny_model: Callable[[str], str]) -> str:
     """Indirect parameter: the name of a family that this host loads."""
-    tiny_model(request.param)
+    tiny_model(FAMILIES[request.param].model or request.param)
     return request.param
 
 

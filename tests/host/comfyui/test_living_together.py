@@ -1,0 +1,226 @@
+"""The patch beside LoRAs, other packs' patches and itself; cancelled, failed, unloaded, changed and taken off."""
+
+from __future__ import annotations
+
+import functools
+import time
+import uuid
+
+import pytest
+import torch
+from attn_support.comfy_graph import (
+    FAMILIES,
+    Captured,
+    Graph,
+    Link,
+    Patch,
+    attention_patch,
+    capture,
+    largest_difference,
+    patch_runs,
+    sample,
+    sample_graph,
+)
+from attn_support.comfy_server import ComfyServer, Outcome, WorkflowError
+
+ROUNDING = 2e-5  # of the latent's largest value, as in test_families
+TILED, TORCH = attention_patch(route="tiled"), attention_patch(route="torch")
+WHOLE = attention_patch(coverage="whole model")
+both_coverages = pytest.mark.parametrize("patch", [TILED, WHOLE], ids=["override", "whole model"])
+
+
+@functools.cache
+def stock(server: ComfyServer, *patches: str) -> Captured:
+    """SD1.5 without our patch."""
+    return sample(server, "sd15")
+
+
+def other(kind: str) -> Patch:
+    return "ProbeOtherPatch", {"kind": kind, "tag": "other"}
+
+
+def lora(family: str) -> Patch:
+    return "LoraLoaderModelOnly", {"lora_name": f"tiny_lora_{family}.safetensors", "strength_model": 1.0}
+
+
+@pytest.mark.parametrize("family", ["sd15", "wan_t2v"])
+@pytest.mark.parametrize("lora_first", [True, False])
+@both_coverages
+def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_first: bool, patch: Patch) -> None:
+    with_lora = sample(server, family, lora(family))
+    ours = sample(server, family, *([lora(family), patch] if lora_first else [patch, lora(family)]))
+    assert largest_difference(ours, with_lora) < ROUNDING
+    assert ours.run.taken == with_lora.counts["sdpa"]
+    assert largest_difference(sample(server, family), with_lora) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["chain", "replace"])
+def test_a_patch_before_ours_gets_what_we_hand_on(server: ComfyServer, kind: str) -> None:
+    graph, tag = Graph(), uuid.uuid4().hex
+    patches = [("ProbeOtherPatch", {"kind": kind, "tag": tag}), attention_patch(min_keys=78)]
+    latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
+    ours = capture(server, graph, latent, tag=tag)[0]
+    assert largest_difference(ours, stock(server)) < ROUNDING
+    assert ours.run.taken == ours.run.handed_on == ours.counts["other"] == 8
+
+
+@both_coverages
+def test_a_patch_after_ours_that_chains_hands_all_calls_to_us(server: ComfyServer, patch: Patch) -> None:
+    ours = sample(server, "sd15", patch, other("chain"))
+    assert largest_difference(ours, stock(server)) < ROUNDING
+    assert ours.run.taken == stock(server).counts["sdpa"]
+
+
+def test_a_patch_after_ours_that_does_not_chain_is_named(server: ComfyServer) -> None:
+    ours = sample(server, "sd15", TILED, other("replace"))
+    assert torch.equal(ours.tensors[0], stock(server).tensors[0])
+    assert ours.run.calls == 0
+    warnings = [line for line in ours.log if "WARNING" in line or "no attention call" in line]
+    assert any("replaced it" in line and "ProbeOtherPatch" in line for line in warnings), warnings
+
+
+def test_whole_model_reaches_what_a_patch_after_ours_calls(server: ComfyServer) -> None:
+    ours = sample(server, "sd15", WHOLE, other("replace"))
+    assert largest_difference(ours, stock(server)) < ROUNDING
+    assert ours.run.taken == ours.run.calls == stock(server).counts["sdpa"]
+
+
+def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) -> None:
+    graph = Graph()
+    model = graph.load("sd15")
+    models = [graph.patched(model, [patch]) for patch in (TILED, TORCH)]
+    latents = [graph.sample(m, FAMILIES["sd15"]) for m in (models[0], model, models[1], models[0])]
+    results = capture(server, graph, *latents)
+    routes = [run.routes for run in results[0].runs]
+    assert sorted(map(tuple, routes)) == [("tiled",), ("tiled",), ("torch",)]
+    for result in results:
+        assert largest_difference(result, stock(server)) < ROUNDING
+    assert torch.equal(results[1].tensors[0], stock(server).tensors[0])
+    assert torch.equal(results[0].tensors[0], results[3].tensors[0])
+
+
+def test_the_patch_twice_in_a_row_counts_once_with_the_last_settings(server: ComfyServer) -> None:
+    ours = sample(server, "sd15", TILED, TORCH)
+    assert ours.run.routes == {"torch": stock(server).counts["sdpa"]}
+    assert largest_difference(ours, stock(server)) < ROUNDING
+
+
+@both_coverages
+def test_bypassed_the_model_is_the_original_bit_for_bit(server: ComfyServer, patch: Patch) -> None:
+    before = stock(server)
+    sample(server, "sd15", patch)
+    after = sample(server, "sd15")  # as the front end posts it with the node bypassed
+    assert torch.equal(after.tensors[0], before.tensors[0])
+    assert after.counts == before.counts
+    assert not after.runs
+
+
+def test_muted_the_host_asks_for_the_model_and_goes_on(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [TILED], "muted")
+    del graph.prompt["2"]  # as the front end posts it with the node muted
+    del graph.prompt["3"]["inputs"]["model"]
+    with pytest.raises(WorkflowError, match="Required input is missing"):
+        capture(server, graph, latent)
+    assert largest_difference(sample(server, "sd15", TILED), stock(server)) < ROUNDING
+
+
+def with_accident(action: str, patch: Patch) -> tuple[Graph, Link]:
+    """A graph whose third of four model evaluations ends badly, once; its second run is undisturbed."""
+    trip = ("ProbeTrip", {"action": action, "at_call": 3, "seconds": 0.0})
+    return sample_graph("sd15", [patch, trip], "accident", steps=4)
+
+
+def ending_badly(server: ComfyServer, graph: Graph, latent: Link) -> Outcome:
+    """How a run ends that does not succeed."""
+    with pytest.raises(WorkflowError) as failed:
+        capture(server, graph, latent)
+    assert failed.value.outcome is not None
+    return failed.value.outcome
+
+
+def assert_clean(server: ComfyServer, graph: Graph, latent: Link) -> None:
+    """The same graph, from the same cached model, gives what the unpatched model gives and counts from zero."""
+    again = capture(server, graph, latent)[0]
+    undisturbed = sample(server, "sd15", steps=4)  # after it: the host forgets what a prompt does not use
+    assert largest_difference(again, undisturbed) < ROUNDING
+    assert again.run.taken == again.run.calls == undisturbed.counts["sdpa"]
+
+
+@both_coverages
+def test_cancelled_in_the_middle_the_next_run_is_clean(server: ComfyServer, patch: Patch) -> None:
+    graph, latent = with_accident("interrupt", patch)
+    outcome = ending_badly(server, graph, latent)
+    assert outcome.status == "interrupted"
+    assert [run.taken for run in patch_runs(outcome.log)] == [16]  # two evaluations of eight calls
+    assert_clean(server, graph, latent)
+
+
+@both_coverages
+def test_an_error_in_the_middle_reaches_the_user_and_the_next_run_is_clean(server: ComfyServer, patch: Patch) -> None:
+    graph, latent = with_accident("raise", patch)
+    outcome = ending_badly(server, graph, latent)
+    assert outcome.status == "error"
+    assert "RuntimeError: probe: an accident in the middle of sampling" in outcome.message
+    assert [run.taken for run in patch_runs(outcome.log)] == [24]  # it came after the third evaluation
+    assert_clean(server, graph, latent)
+
+
+def test_cancel_answers_within_one_attention_call(server: ComfyServer) -> None:
+    graph, _ = sample_graph("sd15", [attention_patch(route="tiled", tile_size=64)], "long", steps=2)
+    size = {"width": 896, "height": 896}
+    next(node for node in graph.prompt.values() if node["class_type"] == "EmptyLatentImage")["inputs"].update(size)
+    graph.add("PreviewAny", source=["8", 0])
+    before = len(server.log)
+    prompt_id = server.post(graph.prompt)
+    while not any("0%|" in line for line in server.log[before:]):
+        time.sleep(0.05)
+    time.sleep(1.0)
+    server.interrupt()
+    pressed = time.monotonic()
+    outcome = server.outcome(server.wait(prompt_id), before)
+    assert outcome.status == "interrupted"
+    print("RES", time.monotonic() - pressed, outcome.log)
+
+
+def test_unloaded_and_loaded_again_the_model_is_still_patched(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [TILED], "unload")
+    first = capture(server, graph, latent)[0]
+    server.unload_models()
+    second = capture(server, graph, latent)[0]
+    assert second.says("Requested to load")
+    server.unload_models(free_memory=True)
+    third = capture(server, graph, latent)[0]
+    for run in (first, second, third):
+        assert run.run.routes == {"tiled": stock(server).counts["sdpa"]}
+        assert torch.equal(run.tensors[0], first.tensors[0])
+    assert largest_difference(first, stock(server)) < ROUNDING
+
+
+def test_changed_settings_hold_from_the_next_prompt_on(server: ComfyServer) -> None:
+    calls = stock(server).counts["sdpa"]
+    settings = [TILED, TORCH, attention_patch(route="tiled", tile_size=32), attention_patch(min_keys=78), TILED]
+    results = [sample(server, "sd15", patch) for patch in settings]
+    assert [r.run.routes.get("tiled", 0) for r in results] == [calls, 0, calls, 0, calls]
+    assert [r.run.handed_on for r in results] == [0, 0, 0, calls // 2, 0]
+    assert torch.equal(results[0].tensors[0], results[4].tensors[0])
+    for result in results:
+        assert largest_difference(result, stock(server)) < ROUNDING
+
+
+def test_a_second_model_in_the_same_graph_has_its_own_summary(server: ComfyServer) -> None:
+    graph = Graph()
+    latents = [graph.sample(graph.patched(graph.load(name), [TILED]), FAMILIES[name]) for name in ("sd15", "wan_t2v")]
+    results = capture(server, graph, *latents)
+    assert {run.subject: run.taken for run in results[0].runs} == {"UNetModel": 16, "WAN21": 8}
+    assert largest_difference(results[0], stock(server)) < ROUNDING
+
+
+def test_the_users_random_numbers_stay_the_same(server: ComfyServer) -> None:
+    """The ancestral sampler draws noise between the steps."""
+
+    def ancestral(*patches: Patch) -> Captured:
+        graph, latent = sample_graph("sd15", patches, "ancestral", steps=3)
+        graph.prompt[latent[0]]["inputs"]["sampler_name"] = "euler_ancestral"
+        return capture(server, graph, latent)[0]
+
+    assert largest_difference(ancestral(TILED), ancestral()) < ROUNDING
