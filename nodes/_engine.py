@@ -73,8 +73,10 @@ class Engine:
         """A sampling, decoding or encoding starts; nested and parallel ones are part of the first."""
         with self._lock:
             self._depth += 1
-            if self._depth == 1:
+            stray = self._run if self._depth == 1 else None
+            if stray is not None:  # from calls of the model outside of a sampling: nobody said when they were over
                 self._run = None
+                stray.finish()
             return self.run
 
     def end(self) -> Run | None:
@@ -85,11 +87,17 @@ class Engine:
             if self._depth or run is None:
                 return None
             self._run = None
-        peak = peak_of_run(torch.device(run.device))
-        if peak is not None:
-            run.saw_memory(peak)
+        for device in {run.device, *run.devices}:
+            peak = peak_of_run(torch.device(device))
+            if peak is not None:
+                run.saw_memory(peak)
         run.finish()
         return run
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run has begun and is not over."""
+        return self._run is not None
 
     @property
     def run(self) -> Run:
@@ -189,6 +197,8 @@ class Engine:
         kind = _kind(block, "taken", choice.route, choice.why, call, via)
         tally, stats = run.add(kind), TiledStats()
         asked = not _runs.stale(call.query.device)
+        if asked and run.saw_device(call.query.device) and str(call.query.device) != run.device:
+            start_of_run(call.query.device)
         meter = Meter(run, tally, call.query.device, measures=asked and self._is_new(kind))
         with between_blocks(self._checkpoint(block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
@@ -199,7 +209,7 @@ class Engine:
         tally.bounded_blocks += stats.bounded_blocks
         tally.budget_halvings += stats.budget_halvings
         if asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
-            run.sample = sample_of(call, kind, out)
+            run.sample = sample_of(call, kind, out) or run.sample
         return out
 
     def _is_new(self, kind: CallKind) -> bool:

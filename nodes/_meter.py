@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..pascal_attn_core.call import AttentionCall
 from ..pascal_attn_core.memory import PeakMemory
-from ._runs import CallKind, CallTally, Run, Sample
+from ._runs import CallKind, CallTally, Run, Sample, stale
 
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 64 << 20
@@ -22,6 +22,7 @@ class Meter:
 
     On CUDA the time is that between two events, read at the end of the run, and the memory the allocator's own peak;
     on a CPU the memory is counted exactly, which slows that call down, so only the first call of a kind is measured.
+    Other devices work on after a call has returned and are not timed, nor is what a CUDA graph captures.
 
     Attributes:
         out_bytes: size of the result, to be set inside the block; it is not extra memory.
@@ -33,6 +34,9 @@ class Meter:
 
     def __enter__(self) -> Meter:
         self._memory = None
+        self._times = self.device.type in ("cpu", "cuda") and not stale(self.device)
+        if not self._times:
+            return self
         if self.device.type == "cuda":
             if self.measures:
                 self.run.saw_memory(torch.cuda.max_memory_allocated(self.device))
@@ -41,7 +45,7 @@ class Meter:
             self._start = torch.cuda.Event(enable_timing=True)
             self._start.record(torch.cuda.current_stream(self.device))
             return self
-        if self.measures and self.device.type == "cpu":
+        if self.measures:
             self._memory = PeakMemory("cpu").__enter__()
         self._clock = time.perf_counter()
         return self
@@ -49,6 +53,8 @@ class Meter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._times:
+            return
         if self.device.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
             end.record(torch.cuda.current_stream(self.device))

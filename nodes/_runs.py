@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MIB = 1 << 20
+_PENDING = 512  # after so many pairs of CUDA events those that are over are read
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,14 @@ class Run:
 
     Attributes:
         subject: class of the model, ``"Flux"``.
-        part: ``"diffusion model"``, ``"VAE"`` or ``"text encoder"``.
+        part: ``"diffusion model"``, ``"VAE"``, ``"text encoder"`` or ``"feed-forward"``.
         settings: the patch's settings as one line.
         device, unique_id, prompt_id: where, by which node, in which prompt.
         tallies: what happened, by kind of call.
         warnings: sentences the user should read, each once.
         notes: further facts for the report, each once.
-        peak_bytes: most memory seen on the device during the run; None if not known.
+        devices: where its calls ran, several on multi-GPU hosts.
+        peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
     """
 
@@ -116,6 +118,7 @@ class Run:
     tallies: dict[CallKind, CallTally] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    devices: set[str] = field(default_factory=set)
     peak_bytes: int | None = None
     sample: Sample | None = None
     started: float = field(default_factory=time.time)
@@ -145,10 +148,19 @@ class Run:
             if sentence not in self.notes:
                 self.notes.append(sentence)
 
+    def saw_device(self, device: torch.device) -> bool:
+        """A call runs on this device; returns whether it is the first there."""
+        with self._lock:
+            is_new = str(device) not in self.devices
+            self.devices.add(str(device))
+            return is_new
+
     def time_later(self, tally: CallTally, start: Any, end: Any) -> None:
-        """Two CUDA events whose distance is read when the run ends."""
+        """Two CUDA events whose distance is read when they are over, at the latest when the run ends."""
         with self._lock:
             self._pending.append((tally, start, end))
+            if len(self._pending) % _PENDING == 0:
+                self._pending = [waiting for waiting in self._pending if not _read_clock(*waiting)]
 
     def saw_memory(self, peak_bytes: int) -> None:
         """The device's memory was at ``peak_bytes``."""
@@ -160,7 +172,7 @@ class Run:
         with self._lock:
             for tally, start, end in self._pending:
                 end.synchronize()
-                tally.elapsed_ms += start.elapsed_time(end)
+                _read_clock(tally, start, end)
             self._pending.clear()
             if self.sample is not None:
                 self.sample = self.sample.on_cpu()
@@ -194,6 +206,12 @@ class Run:
         return sum(tally.elapsed_ms for tally in self.tallies.values())
 
     @property
+    def share(self) -> float | None:
+        """Those calls' share of the run's time, over all its devices; None while it runs."""
+        whole = self.elapsed_s * max(1, len(self.devices))
+        return min(1.0, self.elapsed_ms / 1e3 / whole) if whole else None
+
+    @property
     def extra_bytes(self) -> int | None:
         """The most that one call needed besides its inputs and output; None if none was measured."""
         known = [t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None]
@@ -211,6 +229,14 @@ class Run:
         routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
         taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
         return f"{self.subject}: {self.count()} calls, {taken}, {self.count('handed on')} handed on"
+
+
+def _read_clock(tally: CallTally, start: Any, end: Any) -> bool:
+    """Add the time between two CUDA events if the second is over; returns whether it is."""
+    if not end.query():
+        return False
+    tally.elapsed_ms += start.elapsed_time(end)
+    return True
 
 
 _lock = threading.Lock()
@@ -234,6 +260,12 @@ def recent(prompt: str = "") -> list[Run]:
         return []
     wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
     return [run for run in runs if run.prompt_id == wanted]
+
+
+def remembered() -> list[Run]:
+    """All runs that are still known, oldest first."""
+    with _lock:
+        return list(_recent)
 
 
 def forget() -> None:

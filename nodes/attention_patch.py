@@ -126,6 +126,8 @@ def _before_run(engine: Engine, patcher: Any) -> None:
 
 
 def _after_run(engine: Engine, patcher: Any) -> None:
+    if not engine.is_running:  # something failed before the sampling began
+        return
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     if engine.run.count() == 0 and engine.is_compiled:
         engine.run.note("compiled by torch.compile: attention runs inside its graph, where calls are not counted")
