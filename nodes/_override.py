@@ -26,7 +26,7 @@ def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | N
         if torch.compiler.is_compiling():
             out = _ours(engine, "", args, kwargs)
             return _hand_on(func, previous, args, kwargs) if out is None else out
-        block = block_name(kwargs.get("transformer_options"), scope.next_ordinal())
+        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
         with scope.inside():  # what happens below has been decided here
             out = _ours(engine, block, args, kwargs)
             return _hand_on(func, previous, args, kwargs) if out is None else out

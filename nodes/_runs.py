@@ -274,8 +274,8 @@ def forget() -> None:
         _recent.clear()
 
 
-def block_name(options: dict[str, Any] | None, ordinal: int) -> str:
-    """Where in the model a call is, by what the host writes into ``transformer_options``, else by its number.
+def block_name(options: dict[str, Any] | None) -> str:
+    """Where in the model a call is, by what the host writes into ``transformer_options``; "" where it says nothing.
 
     UNets write ``block = ("input", 4)`` and the index of the transformer block inside, ``"input 4.0"``; transformers
     write ``block_type`` and ``block_index``, ``"double 3"``.
@@ -286,7 +286,7 @@ def block_name(options: dict[str, Any] | None, ordinal: int) -> str:
         return f"{block[0]} {block[1]}" + ("" if index is None else f".{index}")
     if index is not None:
         return f"{options.get('block_type') or 'block'} {index}"
-    return f"call {ordinal}"
+    return ""
 
 
 def stale(device: torch.device) -> bool:

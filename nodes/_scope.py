@@ -1,10 +1,10 @@
-"""What lies around one model call: the numbering of its attention calls, and those that pass the override by."""
+"""What lies around one model call: names for its attention calls, and those that pass the override by."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ _SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 class _Local(threading.local):
+    word = "call"
     ordinal = 0
     inside = False
+    catching = False
 
 
 class Scope:
@@ -26,14 +28,21 @@ class Scope:
     def __init__(self) -> None:
         self._local = _Local()
 
-    def restart(self) -> None:
-        """A model call begins: attention calls are numbered from 1 again."""
-        self._local.ordinal = 0
+    @contextmanager
+    def numbering(self, word: str) -> Iterator[None]:
+        """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ..."""
+        local = self._local
+        before = local.word, local.ordinal
+        local.word, local.ordinal = word, 0
+        try:
+            yield
+        finally:
+            local.word, local.ordinal = before
 
-    def next_ordinal(self) -> int:
-        """The number of the next attention call of this model call."""
+    def next_name(self) -> str:
+        """The name of the next attention call, by its number."""
         self._local.ordinal += 1
-        return self._local.ordinal
+        return f"{self._local.word} {self._local.ordinal}"
 
     @property
     def is_inside(self) -> bool:
@@ -50,15 +59,25 @@ class Scope:
         finally:
             self._local.inside = before
 
+    @contextmanager
+    def catching(self, engine: Engine) -> Iterator[None]:
+        """Calls of ``scaled_dot_product_attention`` below go to the engine; nested, once."""
+        if self._local.catching:
+            yield
+            return
+        self._local.catching = True
+        try:
+            with _CatchSDPA(engine, self):
+                yield
+        finally:
+            self._local.catching = False
 
-def make_model_wrapper(engine: Engine, scope: Scope, *, whole_model: bool) -> Callable[..., Any]:
-    """A wrapper of ``apply_model`` for ComfyUI's ``add_wrapper_with_key``."""
+
+def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
+    """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those past the override."""
 
     def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        scope.restart()
-        if not whole_model:
-            return executor(*args, **kwargs)
-        with _CatchSDPA(engine, scope):
+        with scope.numbering(word), scope.catching(engine) if catches else nullcontext():
             return executor(*args, **kwargs)
 
     return wrapper
@@ -85,7 +104,7 @@ _OPTIONS = {*_NAMES, "scale", "enable_gqa"}
 
 def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     given = dict(zip(_NAMES, args)) | kwargs
-    block = f"call {scope.next_ordinal()}"
+    block = scope.next_name()
     why = _why_not(given)
     if why:
         engine.hand_on(block, why, via="SDPA")

@@ -6,15 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from ..pascal_attn_core import AttentionConfig
-from . import _host
+from . import _host, _inputs
 from ._engine import Engine, Settings
 from ._host import KEY
 from ._override import OVERRIDE, engine_of, make_override, previous_of
-from ._scope import Scope, make_model_wrapper
+from ._scope import Scope, make_wrapper
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
-ROUTES = ["auto", "fused", "torch", "tiled"]
 
 
 class PascalAttentionPatch:
@@ -44,7 +42,6 @@ class PascalAttentionPatch:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        budget = "Largest extra memory of one attention call in MiB. 0 = chosen from the card (64 on a GPU)."
         tile = "Keys per tile of the tiled route. 0 = from the card's L2 cache. Takes the link from Pascal Tile Size."
         keys = (
             "Calls with fewer keys are left to ComfyUI, which is quick at them, unless their score matrix would be "
@@ -54,23 +51,15 @@ class PascalAttentionPatch:
             "attention override: calls that ComfyUI announces to patches (nearly all models). whole model: also those "
             "that some models make directly; needs a ComfyUI that uses PyTorch attention, else the override works."
         )
-        route = (
-            "auto: the fastest exact route per call. fused: our CUDA kernel. torch: PyTorch's own fused kernel. tiled: "
-            "plain PyTorch, works everywhere. A call that the chosen route cannot take uses auto; the report says so."
-        )
-        guard = (
-            "Looks at every attention output. If one is not finite (a black image), it is computed again in float32 "
-            "and the block is named in the report."
-        )
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "route": (ROUTES, {"default": "auto", "tooltip": route}),
-                "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget}),
+                "route": _inputs.route(),
+                "budget_mib": _inputs.budget_mib(),
                 "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile}),
                 "coverage": ([OVERRIDE_ONLY, WHOLE_MODEL], {"default": OVERRIDE_ONLY, "tooltip": coverage}),
                 "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys}),
-                "nan_guard": ("BOOLEAN", {"default": True, "tooltip": guard}),
+                "nan_guard": _inputs.nan_guard(),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -87,8 +76,7 @@ class PascalAttentionPatch:
         unique_id: str | None = None,
     ) -> tuple[Any]:
         """A clone of ``model`` with our override in front of the one it had."""
-        config = AttentionConfig(route=route, budget_mib=budget_mib or None, kv_block=tile_size or None)
-        settings = Settings(config, min_keys, nan_guard)
+        settings = Settings(_inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched = model.clone()
         diffusion_model = patched.get_model_object("diffusion_model")
         engine = Engine(settings, name_of_model(patched.model), "diffusion model", unique_id)
@@ -112,11 +100,15 @@ def _install(patched: Any, engine: Engine, whole_model: bool) -> None:
     options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-    patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    for around in (WrappersMP.APPLY_MODEL, WrappersMP.CALC_COND_BATCH):
+        patched.remove_wrappers_with_key(around, KEY)
     scope = Scope()
     options[OVERRIDE] = make_override(engine, scope, previous_of(options.get(OVERRIDE)))
-    wrapper = make_model_wrapper(engine, scope, whole_model=whole_model)
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+    in_model = make_wrapper(engine, scope, "call", catches=whole_model)
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, in_model)
+    if whole_model:  # a ControlNet is called beside the model
+        beside = make_wrapper(engine, scope, "ControlNet call", catches=True)
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, beside)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda patcher: _after_run(engine, patcher))
 
