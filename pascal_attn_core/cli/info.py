@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import functools
 import platform
 import subprocess
 from dataclasses import dataclass, field
@@ -16,11 +16,13 @@ from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo, device_info, free_bytes
 from ..routes import why_not
 from ..tiles import describe_plan, recommended_tile_size_for
+from ..version import __version__
 from ..wheels import TorchBuild, judge, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
+_SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 # name: batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim
@@ -51,6 +53,7 @@ class Machine:
         free: free memory of each device in bytes, None where nobody tells.
         smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
+        driver: version of NVIDIA's driver, "" if unknown.
     """
 
     package: str
@@ -62,6 +65,7 @@ class Machine:
     smi: tuple[SmiCard, ...] = ()
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     config: AttentionConfig = field(default_factory=AttentionConfig)
+    driver: str = ""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -78,12 +82,38 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(machine: Machine) -> str:
     """The whole block as text."""
-    lines = [f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"]
-    lines += _torch_lines(machine)
+    lines = _head(machine)
     for number, (info, free) in enumerate(zip(machine.devices, machine.free)):
-        lines += ["", *_device_lines(info, free, machine, number)]
+        lines += ["", *_device_lines(info, free, machine, number), *_tile_lines(info, machine.config)]
     lines += _route_lines(machine)
     return "\n".join(lines)
+
+
+def describe_facts(machine: Machine) -> list[str]:
+    """The lines that a bug report needs of any machine: no tiles and no routes."""
+    lines = _head(machine)
+    for number, (info, free) in enumerate(zip(machine.devices, machine.free)):
+        lines += _device_lines(info, free, machine, number)
+    return lines
+
+
+def complaints(machine: Machine) -> list[str]:
+    """A sentence for each card that this torch cannot use, or not well, with what to install; [] if all is fine."""
+    verdicts = [(info.name, judge(info, machine.build)) for info in machine.devices]
+    found = [f"{name}: {verdict.why}. Install: {verdict.install}" for name, verdict in verdicts if verdict.install]
+    for card in machine.smi:
+        if machine.build.kind == "cuda":
+            found.append(f"{card.name}: torch {machine.build.version} finds no GPU: is the driver new enough for it?")
+        else:
+            wheel = wheel_for(card.capability or (6, 1))
+            found.append(f"{card.name}: torch {machine.build.version} is built without CUDA. Install: {wheel}")
+    return found
+
+
+def _head(machine: Machine) -> list[str]:
+    first = f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"
+    driver = [_line("driver", machine.driver)] if machine.driver else []
+    return [first, *_torch_lines(machine), *driver]
 
 
 def _torch_lines(machine: Machine) -> list[str]:
@@ -119,7 +149,7 @@ def _device_lines(info: DeviceInfo, free: int | None, machine: Machine, number: 
         lines.append(_line("wheel", verdict.why))
         if verdict.install:
             lines.append(_line("install", verdict.install))
-    return lines + _tile_lines(info, machine.config)
+    return lines
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
@@ -169,8 +199,12 @@ def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> 
     return lines + [f"       not {', '.join(group)}: {reason}" for reason, group in refused.items()]
 
 
-def look_around() -> Machine:
-    """Gather the facts of this machine. Starts CUDA if torch has it."""
+def look_around(*, asks_routes: bool = True) -> Machine:
+    """Gather the facts of this machine. Starts CUDA if torch has it.
+
+    Args:
+        asks_routes: ask what each route takes, which needs some MiB on the device.
+    """
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         names = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -180,15 +214,16 @@ def look_around() -> Machine:
     config, build = default_config(), torch_build()
     runs = judge(devices[0], build).runs
     return Machine(
-        package=_package_version(),
+        package=__version__,
         python=platform.python_version(),
         system=platform.platform(),
         build=build,
         devices=devices,
         free=tuple(_free(name) for name in names),
         smi=() if has_gpu else ask_nvidia_smi(),
-        routes=ask_routes(names[0], config) if runs else {},
+        routes=ask_routes(names[0], config) if runs and asks_routes else {},
         config=config,
+        driver=ask_driver() if build.kind == "cuda" else "",
     )
 
 
@@ -222,11 +257,20 @@ def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, ena
 
 def ask_nvidia_smi() -> tuple[SmiCard, ...]:
     """The cards that nvidia-smi lists; none where it is missing or fails."""
+    return parse_smi(_output_of(_SMI))
+
+
+@functools.cache
+def ask_driver() -> str:
+    """The version of NVIDIA's driver, asked once per process; "" where nvidia-smi is missing or fails."""
+    return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
+
+
+def _output_of(command: tuple[str, ...]) -> str:
     try:
-        answer = subprocess.run(_SMI, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_smi(answer.stdout)
+        return ""
 
 
 def parse_smi(text: str) -> tuple[SmiCard, ...]:
@@ -251,15 +295,6 @@ def _free(name: str) -> int | None:
         return free_bytes(name)
     except RuntimeError:  # a card that the driver lists but cannot start
         return None
-
-
-def _package_version() -> str:
-    try:
-        return importlib.metadata.version("pascal-attention")
-    except importlib.metadata.PackageNotFoundError:
-        from .. import __version__
-
-        return __version__
 
 
 def _line(label: str, text: str) -> str:
