@@ -127,6 +127,14 @@ class ComfyServer:
             text = answer.read()
         return json.loads(text) if text else None
 
+    def request_text(self, path: str) -> str:
+        """GET a file; an error names the path."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as refusal:
+            raise AssertionError(f"{path}: {refusal}") from None
+
     def wait_until_up(self, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -1,0 +1,151 @@
+"""The pack alone in a real ComfyUI: it loads without a word of complaint, shows its nodes, and touches nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support.comfy_graph import attention_patch, sample
+from attn_support.comfy_server import COLOUR, REPOSITORY, ComfyServer, Host, base_directory, command
+
+FOLDERS = ["ComfyUI-Pascal-Attention", "Pascal Attention v0.1 (my copy)"]
+COMPLAINT = re.compile(r"warn|error|traceback|failed|cannot import", re.IGNORECASE)
+
+
+def node_names() -> set[str]:
+    """The ids in ``NODE_CLASS_MAPPINGS``, read without importing the pack."""
+    tree = ast.parse((REPOSITORY / "nodes" / "__init__.py").read_text())
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and statement.targets[0].id == "NODE_CLASS_MAPPINGS":  # type: ignore[attr-defined]
+            return {key.value for key in statement.value.keys}  # type: ignore[attr-defined]
+    raise AssertionError("nodes/__init__.py assigns no NODE_CLASS_MAPPINGS")
+
+
+def boot_once(host: Host, base: Path) -> tuple[int, list[str]]:
+    """Exit code and log of ``--quick-test-for-ci``."""
+    arguments = ["--quick-test-for-ci", "--disable-all-custom-nodes"]
+    packs = sorted(path.name for path in (base / "custom_nodes").iterdir())
+    if packs:
+        arguments += ["--whitelist-custom-nodes", *packs]
+    done = subprocess.run(
+        command(host, base, *arguments),
+        cwd=host.path,
+        env=host.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, COLOUR.sub("", done.stdout).replace(str(base), "").splitlines()
+
+
+def complaints(log: list[str]) -> set[str]:
+    return {line for line in log if COMPLAINT.search(line)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_host_boots_with_our_pack_as_quietly_as_without(comfy_host: Host, folder: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    for name in ("custom_nodes", "models", "user"):
+        (bare / name).mkdir(parents=True)
+    expected_code, expected_log = boot_once(comfy_host, bare)
+    code, log = boot_once(comfy_host, base_directory(tmp_path / "with", None, folder=folder))
+    assert code == expected_code == 0, "\n".join(log[-40:])
+    assert complaints(log) <= complaints(expected_log)
+    assert [line for line in log if folder in line and "seconds" in line], "\n".join(log)
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def lone_server(request: pytest.FixtureRequest, start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
+    """A server with our pack only, under each folder name."""
+    server = start_server("--use-pytorch-cross-attention", packs=(), folder=request.param)
+    yield server
+    server.stop()
+
+
+def our_nodes(server: ComfyServer) -> dict[str, Any]:
+    """What the front end is told about our nodes, and about nobody else's."""
+    info = server.request("/object_info", timeout_s=120)
+    return {name: node for name, node in info.items() if "custom_nodes" in node.get("python_module", "")}
+
+
+def test_every_node_is_there_and_no_other(lone_server: ComfyServer) -> None:
+    assert set(our_nodes(lone_server)) == node_names()
+
+
+def test_every_node_input_and_output_is_explained(lone_server: ComfyServer) -> None:
+    for name, node in our_nodes(lone_server).items():
+        assert len(node["description"]) > 40, name
+        assert node["display_name"].startswith("Pascal "), name
+        assert node["category"].startswith("model/patch"), name
+        for kind in ("required", "optional"):
+            for key, (_, *options) in node["input"].get(kind, {}).items():
+                assert options, (name, key)
+                assert options[0].get("tooltip"), (name, key)
+        assert len(node.get("output_tooltips") or ()) == len(node["output"]), name
+        assert all(node.get("output_tooltips") or ()), name
+
+
+def test_every_node_has_a_help_page(lone_server: ComfyServer) -> None:
+    for name, node in our_nodes(lone_server).items():
+        pack = urllib.parse.quote(node["python_module"].partition(".")[2])
+        page = lone_server.request_text(f"/extensions/{pack}/docs/{name}.md")
+        assert page.startswith("# "), name
+
+
+def test_defaults_are_accepted_by_the_host(lone_server: ComfyServer) -> None:
+    """A node dropped onto a graph and not touched: every default lies in its own range and list."""
+    for name, node in our_nodes(lone_server).items():
+        for key, (kind, *options) in node["input"].get("required", {}).items():
+            given = options[0] if options else {}
+            if isinstance(kind, list):
+                assert given.get("default", kind[0]) in kind, (name, key)
+            elif kind in ("INT", "FLOAT"):
+                assert given["min"] <= given["default"] <= given["max"], (name, key)
+                assert kind == "FLOAT" or isinstance(given["default"], int), (name, key)
+
+
+def test_the_patch_samples_under_any_folder_name(start_server: Callable[..., ComfyServer]) -> None:
+    server = start_server("--use-pytorch-cross-attention", folder=FOLDERS[1])
+    ours = sample(server, "sd15", attention_patch(route="tiled"))
+    server.stop()
+    assert ours.run.routes == {"tiled": 16}
+
+
+IMPORT = """
+import json
+import torch.nn.functional as F
+from comfy.ldm.modules import attention
+
+def state():
+    functions = F.scaled_dot_product_attention, attention.optimized_attention, torch.nn.Module.__call__
+    return [torch.__version__, torch.__file__, torch.is_grad_enabled(), *map(id, functions)]
+
+import nodes
+before, modules = state(), set(sys.modules)
+known = set(nodes.NODE_CLASS_MAPPINGS)
+mappings = load_pack()
+new = set(sys.modules) - modules
+print("RESULT", json.dumps({
+    "same": before == state(),
+    "nodes": sorted(set(mappings) - known),
+    "cuda": torch.cuda.is_initialized(),
+    "foreign": sorted({name.partition(".")[0] for name in new if "pascal" not in name.lower()
+                       and str(PACK) not in str(getattr(sys.modules[name], "__file__", None))}),
+}))
+"""
+
+
+def test_importing_the_pack_changes_nothing_in_torch_or_the_host(host_script: Callable[..., str]) -> None:
+    result = json.loads(host_script(IMPORT).rpartition("RESULT")[2])
+    assert result["same"]
+    assert set(result["nodes"]) == node_names()
+    assert not result["cuda"]
+    assert not {"diffusers", "triton", "matplotlib", "transformers"} & set(result["foreign"])
