@@ -107,6 +107,8 @@ def tiled_forward(
         for rows in (lse, log_sum):
             if rows is not None:
                 rows.fill_(NEG_INF)
+        if lse is not None and call.sinks is not None:
+            lse.copy_(call.sinks[:, None] if lse.dim() > 1 else call.sinks)
         return TiledOutput(out, lse, log_sum)
     may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
     if may_bound and call.sinks is not None:

@@ -102,3 +102,14 @@ def test_a_compiled_call_has_softcap_and_sinks_with_gradients() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     actual = torch.autograd.grad(compiled(query, sinks).square().sum(), (query, sinks))
     torch.testing.assert_close(actual, expected)
+
+
+def test_without_keys_the_sinks_are_the_whole_denominator() -> None:
+    query, sinks = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(3, requires_grad=True)
+    key = torch.randn(2, 3, 0, 8)
+    result = sdpa_with_lse(query, key, key, sinks=sinks, config=AttentionConfig(route="tiled"))
+    assert torch.equal(result.out, torch.zeros(2, 3, 5, 8))
+    assert torch.equal(result.lse, sinks[None, :, None].expand(2, 3, 5))
+    result.lse.sum().backward()
+    assert torch.equal(sinks.grad, torch.full((3,), 10.0))
+    assert torch.equal(query.grad, torch.zeros_like(query))
