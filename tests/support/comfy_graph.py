@@ -31,6 +31,7 @@ class Family:
         latent: class_type and inputs of the node that makes the empty latent.
         cfg: guidance; 1 = no negative prompt.
         model: the tiny model, where it is not the family's own name.
+        since: the first version of ComfyUI that runs it without us; () = any.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class Family:
     mask: bool = False
     cfg: float = 3.0
     model: str = ""
+    since: tuple[int, ...] = ()
 
 
 def _image(class_type: str) -> Patch:
@@ -61,8 +63,8 @@ FAMILIES = {
     # With a mask and guidance the host itself fails in this model.
     "hunyuan_video": Family(16, 128, _video("EmptyHunyuanLatentVideo", 9), pooled=768, mask=True, cfg=1.0),
     "lumina2": Family(16, 64, _image("EmptySD3LatentImage")),
-    # ComfyUI 0.8.0 fails in this model with a mask and a batch of two.
-    "lumina2_masked": Family(16, 64, _image("EmptySD3LatentImage"), mask=True, cfg=1.0, model="lumina2"),
+    # ComfyUI 0.8.0 gives the encoder's integer mask to SDPA, which refuses it.
+    "lumina2_masked": Family(16, 64, _image("EmptySD3LatentImage"), mask=True, model="lumina2", since=(0, 9)),
     "qwen_image": Family(16, 3584, _image("EmptySD3LatentImage")),
     "krea2": Family(16, 320, _image("EmptySD3LatentImage")),
     "minimax_h3": Family(16, 64, ("EmptyMiniMaxH3LatentAV", {"width": 128, "height": 128, "length": 22}), cfg=1.0),

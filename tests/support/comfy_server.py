@@ -191,11 +191,16 @@ class ComfyServer:
         self.request("/free", {"unload_models": True, "free_memory": free_memory})
         time.sleep(0.5)  # the worker wakes for it, and does not answer
 
-    def stop(self) -> None:
+    def ask_to_stop(self) -> None:
+        """What Ctrl+C does; returns at once."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+
+    def stop(self) -> None:
+        """Returns when the process is gone."""
+        self.ask_to_stop()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

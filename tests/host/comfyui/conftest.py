@@ -100,9 +100,12 @@ def tiny_model(tiny_models: tuple[Path, dict[str, Any]]) -> Callable[[str], str]
 
 
 @pytest.fixture
-def family(request: pytest.FixtureRequest, tiny_model: Callable[[str], str]) -> str:
-    """Indirect parameter: the name of a family that this host loads."""
-    tiny_model(FAMILIES[request.param].model or request.param)
+def family(request: pytest.FixtureRequest, comfy_host: Host, tiny_model: Callable[[str], str]) -> str:
+    """Indirect parameter: the name of a family that this host loads and runs."""
+    needs = FAMILIES[request.param]
+    tiny_model(needs.model or request.param)
+    if comfy_host.version_tuple < needs.since:
+        pytest.skip(f"{request.param}: ComfyUI {comfy_host.version} itself fails in it")
     return request.param
 
 
@@ -123,6 +126,8 @@ def start_server(
         return server
 
     yield start
+    for server in RUNNING:
+        server.ask_to_stop()
     for server in RUNNING:
         server.stop()
     RUNNING.clear()
