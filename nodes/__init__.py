@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from .attention_patch import PascalAttentionPatch
+from .text_encoder_attention import PascalTextEncoderAttention
+from .vae_attention import PascalVAEAttention
 
 NODE_CLASS_MAPPINGS = {
     "PascalAttentionPatch": PascalAttentionPatch,
+    "PascalVAEAttention": PascalVAEAttention,
+    "PascalTextEncoderAttention": PascalTextEncoderAttention,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
+    "PascalVAEAttention": "Pascal VAE Attention",
+    "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
 }

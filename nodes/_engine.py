@@ -29,6 +29,7 @@ from ._runs import CallKind, Run
 log = logging.getLogger("pascal_attn")
 MIB = 1 << 20
 _PROGRESS_SECONDS = 1.0
+_MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
 _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
 
 
@@ -40,18 +41,20 @@ class Settings:
         config: route, budget and tiles for every call.
         min_keys: a call with fewer keys is left to ComfyUI, unless its score matrix would exceed the budget.
         nan_guard: look at every output, and compute one that is not finite again in float32.
+        min_queries: a call with fewer queries is left to ComfyUI (generation asks with one at a time: few scores).
     """
 
     config: AttentionConfig = field(default_factory=AttentionConfig)
     min_keys: int = 1024
     nan_guard: bool = True
+    min_queries: int = 1
 
     def text(self) -> str:
         """``"route auto, budget 64 MiB, from 1024 keys"``."""
         budget, tile = self.config.budget_mib, self.config.kv_block
         parts = [f"route {self.config.route}", "budget from the card" if budget is None else f"budget {budget:g} MiB"]
         parts += [] if tile is None else [f"tiles of {tile} keys"]
-        return ", ".join([*parts, f"from {self.min_keys} keys"])
+        return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
 
 
 class Engine:
@@ -158,6 +161,8 @@ class Engine:
 
     def _why_left(self, call: AttentionCall) -> str:
         least = self.settings.min_keys
+        if call.seq_len_q < self.settings.min_queries:
+            return f"fewer than {self.settings.min_queries} queries"
         if call.seq_len_kv >= least:
             return ""
         budget = self.settings.config.budget_mib
@@ -228,7 +233,8 @@ class Engine:
                 self._finite_inputs = False
                 self.warn(
                     f"{block}: {' and '.join(bad)} already held NaN or infinity before attention: the picture will be "
-                    f"black or noise; try --force-fp32 or another weight dtype ({call.query.dtype} here)"
+                    f"black or noise; try {_MORE_PRECISION.get(self.part, '--force-fp32')} or another weight dtype "
+                    f"({call.query.dtype} here)"
                 )
             return out
         again = run_call(call, _REPAIR, with_lse=False)[0]

@@ -24,11 +24,11 @@ def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | N
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            out = _ours(engine, "", args, kwargs)
+            out = in_host_layout(engine, "", args, kwargs)
             return _hand_on(func, previous, args, kwargs) if out is None else out
         block = block_name(kwargs.get("transformer_options")) or scope.next_name()
         with scope.inside():  # what happens below has been decided here
-            out = _ours(engine, block, args, kwargs)
+            out = in_host_layout(engine, block, args, kwargs)
             return _hand_on(func, previous, args, kwargs) if out is None else out
 
     attention_by_pascal_attn.pascal_attn = (engine, previous)  # type: ignore[attr-defined]
@@ -39,16 +39,15 @@ def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | N
     return attention_by_pascal_attn
 
 
-def _ours(engine: Engine, block: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The call's result in the host's layout, or None where it is left to others."""
+def in_host_layout(engine: Engine, block: str, args: tuple, kwargs: dict[str, Any], via: str = "override") -> Any:
+    """A call of the host's attention function, its result in the host's layout; None where it is left to others."""
     try:
         call = HostCall.of(args, kwargs)
     except NotOurs as reason:
-        engine.hand_on(block, str(reason))
+        engine.hand_on(block, str(reason), via=via)
         return None
-    out = engine.attend(
-        call.query, call.key, call.value, call.mask, scale=call.scale, enable_gqa=call.enable_gqa, block=block
-    )
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa, "block": block, "via": via}
+    out = engine.attend(call.query, call.key, call.value, call.mask, **options)
     if out is None:
         return None
     empty_containers(args, kwargs)

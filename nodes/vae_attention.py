@@ -1,0 +1,138 @@
+"""Node: Pascal VAE Attention."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import _host, _inputs
+from ._engine import Engine, Settings
+from ._object_attention import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
+from ._objects import Make, Replacements, replace_functions
+from ._scope import Scope
+from ._sites import attributes, calls_directly, host_names
+from ._watch import not_finite
+
+_WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
+
+
+class PascalVAEAttention:
+    """VAE -> VAE: attention of decoding and encoding by the fastest exact route of this card."""
+
+    DESCRIPTION = (
+        "Computes the VAE's attention exactly, without ever storing the whole score matrix, whatever the size of the "
+        "picture: decoding and encoding, tiled or not. For out-of-memory errors at the end of a run and for black "
+        "images: an attention output that is not finite is computed again in float32, and if the NaN comes from "
+        "elsewhere, it says from where. Bypassed, the VAE is exactly what it was."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("vae decode", "vae encode", "out of memory", "black image", "nan", "low vram", "pascal", "p40")
+    RETURN_TYPES = ("VAE",)
+    OUTPUT_TOOLTIPS = ("The VAE with its attention patched. Give it to VAE Decode or VAE Encode.",)
+    FUNCTION = "patch"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        return {
+            "required": {
+                "vae": ("VAE", {"tooltip": "The VAE to patch; the VAE itself is not changed, a copy is."}),
+                "route": _inputs.route(),
+                "budget_mib": _inputs.budget_mib(),
+                "nan_guard": _inputs.nan_guard(),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def patch(self, vae: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None) -> tuple[Any]:
+        """A copy of ``vae`` whose attention is ours; ``vae`` itself where it has none."""
+        network = _network_of(vae)
+        settings = Settings(_inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
+        engine = Engine(settings, type(network).__name__, "VAE", unique_id)
+        sites = _Sites(engine, network)
+        _host.say(status(engine, len(sites.blocks) + len(sites.direct), "VAE"), unique_id)
+        if not sites.blocks and not sites.direct:
+            return (vae,)
+        patched = copy.copy(vae)
+        patched.patcher = vae.patcher.clone()
+        patched.pascal_attn = engine
+        patched.__class__ = _with_runs(type(vae))
+        replace_functions(patched.patcher, lambda model: _Sites(engine, model).replacements)
+        return (patched,)
+
+
+def _network_of(vae: Any) -> nn.Module:
+    check = getattr(vae, "throw_exception_if_invalid", None)
+    if check is not None:
+        check()
+    network, patcher = getattr(vae, "first_stage_model", None), getattr(vae, "patcher", None)
+    if not isinstance(network, nn.Module) or not hasattr(patcher, "add_object_patch"):
+        raise TypeError(f"vae must be a VAE of ComfyUI, got {type(vae).__name__}; use a Load VAE node of ComfyUI")
+    return network
+
+
+class _Sites:
+    """Where a VAE's network computes attention, and what replaces it.
+
+    Attributes:
+        blocks: modules whose attention is replaced by name.
+        direct: modules that call attention where only a mode around the network sees it.
+        replacements: the functions to replace, those that decode and encode among them.
+    """
+
+    def __init__(self, engine: Engine, network: nn.Module):
+        scope = Scope()
+        found: Replacements = {}
+        for name, module in network.named_modules():
+            for attribute in attributes(module):
+                found[f"{name}.{attribute}".lstrip(".")] = channels_first(engine, scope, name)
+            if host_names(type(module)):
+                found[f"{name}.forward".lstrip(".")] = named_attention(engine, scope, name)
+        self.blocks = sorted({name.rpartition(".")[0] for name in found})
+        self.direct = calls_directly(network, self.blocks)
+        whole = {name: _whole(engine, scope, network, name, list(found)) for name in _WHOLE if hasattr(network, name)}
+        self.replacements = {**found, **whole}
+
+
+def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: list[str]) -> Make:
+    """All of a decoding or encoding: watched, and with a word of warning where another node took our place."""
+
+    def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        warn_if_replaced(engine, network, names)
+        if engine.settings.nan_guard:
+            _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
+
+    return whole_call(engine, scope, watch, catches=True)
+
+
+def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], result: Any) -> None:
+    if not isinstance(result, Tensor) or not not_finite([result]):
+        return
+    if not_finite(given):
+        source = "latent" if what.startswith("decode") else "picture"
+        engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
+    else:
+        dtype = str(result.dtype).removeprefix("torch.")
+        engine.warn(f"{what} gave NaN or infinity in {dtype}: start ComfyUI with --fp32-vae")
+
+
+@functools.cache
+def _with_runs(kind: type) -> type:
+    """A subclass of the host's VAE class whose decodings and encodings, all their tiles together, are one run each."""
+    if hasattr(kind, "_pascal_attn_runs"):
+        return kind
+
+    def one_run(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with in_run(self.pascal_attn):
+                return function(self, *args, **kwargs)
+
+        return method
+
+    methods = {name: one_run(getattr(kind, name)) for name in _WHOLE if hasattr(kind, name)}
+    return type(kind.__name__, (kind,), {**methods, "_pascal_attn_runs": True, "__module__": kind.__module__})
