@@ -1,0 +1,102 @@
+"""The calls of a run by block of the model, and by kind whatever the block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ._runs import CallKind, CallTally, Run
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """What happened in one block.
+
+    Attributes:
+        name: ``"double 3"``.
+        routes: calls taken, by route.
+        handed_on: calls handed on, by reason.
+        elapsed_ms: time in the calls taken, by route.
+    """
+
+    name: str
+    routes: dict[str, int] = field(default_factory=dict)
+    handed_on: dict[str, int] = field(default_factory=dict)
+    elapsed_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        """``"double"`` of ``"double 3"``: neighbours of one family are written as one."""
+        return self.name.rpartition(" ")[0]
+
+    @property
+    def number(self) -> str:
+        """``"3"`` of ``"double 3"``, ``"4.0"`` of ``"input 4.0"``."""
+        return self.name.rpartition(" ")[2]
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Neighbouring blocks of one family in which the same happened."""
+
+    rows: tuple[BlockRow, ...]
+
+    @property
+    def name(self) -> str:
+        """``"double 0-18"``."""
+        first, last = self.rows[0], self.rows[-1]
+        return first.name if len(self.rows) == 1 else f"{first.name}-{last.number}"
+
+    @property
+    def elapsed_ms(self) -> float:
+        return sum(sum(row.elapsed_ms.values()) for row in self.rows)
+
+
+def block_rows(run: Run) -> list[BlockRow]:
+    """One row per block, in the order in which the blocks came first."""
+    rows: dict[str, BlockRow] = {}
+    for kind, tally in list(run.tallies.items()):
+        row = rows.setdefault(kind.block, BlockRow(kind.block))
+        if kind.outcome == "taken":
+            row.routes[kind.route] = row.routes.get(kind.route, 0) + tally.count
+            row.elapsed_ms[kind.route] = row.elapsed_ms.get(kind.route, 0.0) + tally.elapsed_ms
+        else:
+            row.handed_on[kind.why] = row.handed_on.get(kind.why, 0) + tally.count
+    return list(rows.values())
+
+
+def grouped(rows: list[BlockRow]) -> list[BlockGroup]:
+    """Neighbours put together."""
+    groups: list[list[BlockRow]] = []
+    for row in rows:
+        last = groups[-1][-1] if groups else None
+        if last is not None and row.family and _same(last, row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [BlockGroup(tuple(group)) for group in groups]
+
+
+def _same(a: BlockRow, b: BlockRow) -> bool:
+    return (a.family, a.routes, a.handed_on) == (b.family, b.routes, b.handed_on)
+
+
+def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:
+    """The run's calls with the block left out (``kind.block`` is ""), most time first, then most calls."""
+    sums: dict[CallKind, CallTally] = {}
+    for kind, tally in list(run.tallies.items()):
+        kind = replace(kind, block="")
+        sums[kind] = _added(sums[kind], tally) if kind in sums else replace(tally)
+    return sorted(sums.items(), key=lambda item: (-item[1].elapsed_ms, -item[1].count))
+
+
+def _added(a: CallTally, b: CallTally) -> CallTally:
+    known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
+    return CallTally(
+        a.count + b.count,
+        a.elapsed_ms + b.elapsed_ms,
+        max(known, default=None),
+        a.blocks + b.blocks,
+        a.bounded_blocks + b.bounded_blocks,
+        a.budget_halvings + b.budget_halvings,
+        a.repaired + b.repaired,
+    )

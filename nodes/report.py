@@ -1,0 +1,125 @@
+"""Node: Pascal Attention Report."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ..pascal_attn_core.cli.info import complaints, look_around
+from . import _host, _runs
+from ._chart_report import draw_report
+from ._report_check import check
+from ._report_find import Findings, Shown, choose_runs
+from ._report_preview import as_image, save_preview
+from ._report_text import report_text, summary
+from ._report_words import title_of
+
+log = logging.getLogger("pascal_attn")
+
+
+class AnyType(str):
+    """The type ``*``: it differs from no other, where a host compares the names of types."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+ANY = AnyType("*")
+
+
+class PascalAttentionReport:
+    """Anything -> the same: what attention did in the runs before it, as picture and text."""
+
+    DESCRIPTION = (
+        "Says what happened in the sampling, decoding and text encoding before it: calls taken and handed on per block "
+        "and why, routes, time, memory beside what math attention would have needed, warnings, and an exactness check "
+        "against float64. Put it behind the sampler (LATENT) or the decoder (IMAGE). It changes nothing."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("attention statistics", "bug report", "diagnose", "memory chart", "exactness", "pascal", "slow")
+    RETURN_TYPES = (ANY, "IMAGE", "STRING")
+    RETURN_NAMES = ("value", "chart", "report")
+    OUTPUT_TOOLTIPS = (
+        "What came in, unchanged.",
+        "The report as a picture.",
+        "The report as text, with a block at its end to paste into a bug report.",
+    )
+    FUNCTION = "report"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        value = "The sampler's LATENT, the decoder's IMAGE, or anything else that exists when the run is over."
+        exactness = (
+            "Compares up to 64 rows of each run's largest call with float64, beside the error of plain attention. "
+            "Takes milliseconds."
+        )
+        return {
+            "required": {"exactness_check": ("BOOLEAN", {"default": True, "tooltip": exactness})},
+            "optional": {"value": (ANY, {"tooltip": value})},
+            "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:
+        """Never the same: each prompt has its own report."""
+        return float("nan")
+
+    def report(
+        self,
+        exactness_check: bool = True,
+        value: Any = None,
+        unique_id: str | None = None,
+        prompt: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """``value`` as it came, the chart ``[1, height, width, 3]`` and the text."""
+        findings = gather(prompt or {}, unique_id, exactness_check=exactness_check)
+        text, picture = report_text(findings), draw_report(findings)
+        short = [f"WARNING: {alarm}" for alarm in findings.alarms] + summary(findings)
+        _host.send_status("\n".join(short), unique_id)
+        ui: dict[str, Any] = {"text": [text]}
+        preview = save_preview(picture)
+        if preview is not None:
+            ui["images"] = [preview]
+        return {"ui": ui, "result": (value, as_image(picture), text)}
+
+
+def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:
+    """Everything there is to say now."""
+    machine = look_around(asks_routes=False)
+    own = complaints(machine)
+    shown, remarks = choose_runs(_runs.remembered(), prompt, _host.prompt_id(), unique_id)
+    if exactness_check:
+        shown = [Shown(entry.run, entry.remark, check(entry.run)) for entry in shown]
+    own += [alarm for entry in shown for alarm in _alarms_of(entry)]
+    for alarm in own:
+        log.warning("pascal_attn: report: %s", alarm)
+    return Findings(
+        machine,
+        shown,
+        own + [f"{_name(entry)}: {text}" for entry in shown for text in entry.run.warnings],
+        remarks,
+        _host.versions(),
+        {entry.run.device: _total_bytes(entry.run.device) for entry in shown},
+    )
+
+
+def _alarms_of(shown: Shown) -> list[str]:
+    """What a user must not miss and nobody has said yet; a run's own warnings are in the log since they came up."""
+    run, found = shown.run, []
+    if run.finished and not (run.tallies or run.notes or run.warnings):
+        found.append("no attention call reached the patch")
+    if shown.exactness is not None and not shown.exactness.is_exact:
+        found.append(shown.exactness.text())
+    return [f"{_name(shown)}: {text}" for text in found]
+
+
+def _name(shown: Shown) -> str:
+    return title_of(shown.run) + (f" ({shown.remark})" if shown.remark else "")
+
+
+def _total_bytes(device: str) -> int:
+    return _host.free_and_total_bytes(torch.device(device))[1]
