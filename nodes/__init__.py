@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from .attention_patch import PascalAttentionPatch
+from .report import PascalAttentionReport
 from .text_encoder_attention import PascalTextEncoderAttention
 from .vae_attention import PascalVAEAttention
 
 NODE_CLASS_MAPPINGS = {
     "PascalAttentionPatch": PascalAttentionPatch,
+    "PascalAttentionReport": PascalAttentionReport,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
+    "PascalAttentionReport": "Pascal Attention Report",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
 }
