@@ -14,17 +14,23 @@ from torch.utils._pytree import tree_leaves
 
 from .ffn_rules import NotTokenwise
 from .ffn_run import SCALARS, Inputs, inputs_of, sliced_is_view
-from .ffn_state import fingerprint, hooked_children
+from .ffn_state import fingerprint, hooked_children, structure
 from .ffn_verify import Trace, prove, trace
 
 MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
+_MAX_SHARED = 1024
 _LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
 
 
 @dataclass(eq=False)
 class Settings:
-    """What one patch was asked for; shared by all its modules and by deep copies of them."""
+    """What one patch was asked for; shared by all its modules and by deep copies of them.
+
+    Attributes:
+        passing: exceptions that a trial does not take for a refusal: a host's interrupt.
+        shared: plans by structure and kind of call: blocks that are built alike need one proof.
+    """
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
@@ -32,6 +38,8 @@ class Settings:
     verify: bool = True
     checkpoint: bool = True
     enabled: bool = True
+    passing: tuple[type[BaseException], ...] = ()
+    shared: dict[Any, Plan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("min_tokens", 2)):
@@ -115,11 +123,15 @@ def _kind_of_value(value: Any) -> Any:
     return type(value), tuple((type(leaf), leaf if isinstance(leaf, SCALARS) else None) for leaf in leaves)
 
 
-def make_plan(fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict) -> Plan:
+def make_plan(
+    fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict, *, kind: tuple | None = None
+) -> Plan:
     """Decide for this kind of call.
 
     Args:
         fn: the module's forward without us.
+        kind: what ``kind_of_call`` said if ``fn`` is what the module's class defines; the decision then holds for
+            modules that are built alike.
     """
     try:
         inputs = inputs_of(args, kwargs)
@@ -135,14 +147,20 @@ def make_plan(fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple
         return Plan((), "gradients are wanted and checkpoint=False")
     if _cannot_decide_now(x, site.settings):
         return WHOLE
+    shared, alike = site.settings.shared, None if kind is None else structure(module)
+    if (kind, alike) in shared:
+        return shared[kind, alike]
     proof = fingerprint(module)
     try:
-        return _decide(fn, module, site.settings, inputs, wants_grad)._replace(proof=proof)
+        plan = _decide(fn, module, site.settings, inputs, wants_grad)._replace(proof=proof)
     except torch.OutOfMemoryError:
         return WHOLE
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
+    if alike is not None and len(shared) < _MAX_SHARED:
+        shared[kind, alike] = plan
+    return plan
 
 
 def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool) -> Plan:
@@ -151,7 +169,7 @@ def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs,
         raise NotTokenwise(f"a hook on {hooked[0]} would see slices of its tokens")
     if settings.chunk_tokens is not None and not settings.verify:
         return _sliced(tokens, math.ceil(tokens / settings.chunk_tokens), wants_grad, "not verified, as asked")
-    full = trace(fn, module, inputs, tokens, strict=settings.verify)
+    full = trace(fn, module, inputs, tokens, strict=settings.verify, passing=settings.passing)
     out_bytes = full.out.numel() * full.out.element_size()
     extra = full.peak_bytes - out_bytes
     if settings.chunk_tokens is not None:
@@ -162,7 +180,7 @@ def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs,
         count = _fewest_slices(fn, module, inputs, full, settings, wants_grad)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
     if settings.verify and plan.sizes:
-        prove(fn, module, inputs, sorted(set(plan.sizes)), full)
+        prove(fn, module, inputs, sorted(set(plan.sizes)), full, settings.passing)
     return plan
 
 
@@ -184,7 +202,7 @@ def _fewest_slices(
     budget = settings.budget_bytes / (2 if wants_grad else 1)  # backward, gradients lie beside what they belong to
     least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
     probe = max(least, int(tokens * budget / (2 * full.peak_bytes)))
-    part = trace(fn, module, inputs, probe, strict=settings.verify)
+    part = trace(fn, module, inputs, probe, strict=settings.verify, passing=settings.passing)
     per_token = (full.peak_bytes - part.peak_bytes) / (tokens - probe)
     constant = full.peak_bytes - per_token * tokens
     if not sliced_is_view(inputs):

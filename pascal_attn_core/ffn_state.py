@@ -19,6 +19,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _OPAQUE = (Tensor, nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _HOOKS = ("_hf_hook", "_diffusers_hook")  # accelerate's and diffusers': they bring weights and take them away
 _SKIPPED = (*_HOOKS, "forward", "_old_forward")
+_CASTS = "comfy_cast_weights"  # on ComfyUI's layers, which fetch, cast and patch their weights inside forward
+_OF_CASTS = ("_", "comfy_", "prev_comfy_")  # names of what such a layer keeps between calls
 _DEPTH = 2
 
 
@@ -53,8 +55,53 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 def fingerprint(module: nn.Module) -> tuple:
     """What may decide which operators ``module`` runs, apart from its input: modes, plain attributes, the modules
-    inside, the kind of its parameters, hooks. Values of parameters are no part of it: see ffn_verify."""
-    return tuple(_fingerprint_of(child) for child in module.modules())
+    inside and what stands in their forwards, the kind of their parameters, hooks. Values of parameters are no part of
+    it: see ffn_verify; nor is what a weight-casting layer does to its weights."""
+    children = iter(module.modules())
+    return (_fingerprint_of(next(children)), *((_fingerprint_of(child), _forward_of(child)) for child in children))
+
+
+def structure(module: nn.Module) -> tuple | None:
+    """Equal for modules of which a proof of one holds for the others, such as the same layer of each block: beside
+    the fingerprint the names and sizes inside. None where a host's hooks may tell them apart."""
+    children = list(module.modules())
+    if any(hook in child.__dict__ for child in children for hook in (*_HOOKS, "_old_forward")):
+        return None
+    names = tuple(tuple(child._modules) for child in children)
+    sizes = tuple(p.shape for child in children for p in child._parameters.values() if p is not None)
+    return fingerprint(module), names, sizes
+
+
+def casting_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers inside that bring their weights to the input's device and dtype in each call."""
+    return [child for child in module.modules() if hasattr(child, _CASTS)]
+
+
+@contextlib.contextmanager
+def announced(layers: list[nn.Module], running: list[int]) -> Iterator[None]:
+    """While one of ``layers`` runs, its number is the last in ``running``."""
+    forwards = [layer.__dict__.get("forward") for layer in layers]
+
+    def announcing(number: int, forward: Any) -> Any:
+        def announced_forward(*args: Any, **kwargs: Any) -> Any:
+            running.append(number)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return announced_forward
+
+    try:
+        for number, layer in enumerate(layers):
+            layer.__dict__["forward"] = announcing(number, layer.forward)
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards):
+            if forward is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = forward
 
 
 def movable_parameters(module: nn.Module) -> set[int]:
@@ -71,12 +118,26 @@ def hooked_children(module: nn.Module) -> list[str]:
     ]
 
 
+def _forward_of(module: nn.Module) -> Any:
+    forward = module.__dict__.get("forward")
+    return (id(forward.__self__), id(forward.__func__)) if isinstance(forward, MethodType) else id(forward)
+
+
 def _fingerprint_of(module: nn.Module) -> tuple:
     state = module.__dict__
-    own = tuple((key, _print_of(value)) for key, value in state.items() if key not in _BASE)
+    if hasattr(module, _CASTS):
+        own: tuple = tuple(_plain_state(module).items())
+    else:
+        own = tuple((key, _print_of(value)) for key, value in state.items() if key not in _BASE)
     parameters = tuple((key, p is not None and (p.dtype, p.requires_grad)) for key, p in state["_parameters"].items())
     hooks = len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"])
     return id(type(module)), state["training"], hooks, tuple(state["_buffers"]), parameters, own
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """What a weight-casting layer is set to, without what it does to its weights."""
+    state = module.__dict__.items()
+    return {key: v for key, v in state if isinstance(v, _PLAIN) and key not in _BASE and not key.startswith(_OF_CASTS)}
 
 
 def _print_of(value: Any, depth: int = _DEPTH) -> Any:
@@ -98,6 +159,13 @@ class _Snapshot:
     """The attributes of one module, and one or two levels into what they hold."""
 
     def __init__(self, module: nn.Module):
+        self._casting = module if hasattr(module, _CASTS) else None
+        self._data: list[tuple[str, Tensor, Tensor]] = []
+        self._levels: list[tuple[str, Any, Any]] = []
+        if self._casting is not None:
+            self._state, self._parameters = dict(module.__dict__), dict(module._parameters)
+            self._plain = _plain_state(module)
+            return
         self._moves_weights = any(hook in module.__dict__ for hook in _HOOKS)
         own = (
             ()
@@ -105,11 +173,12 @@ class _Snapshot:
             else (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         )
         self._data = [(name, tensor, tensor.data) for name, tensor in own if type(tensor) in (Tensor, nn.Parameter)]
-        self._levels: list[tuple[str, Any, Any]] = []
         self._take("", module.__dict__, _DEPTH)
 
     def put_back(self) -> list[str]:
         """Restores and names what had changed."""
+        if self._casting is not None:
+            return self._put_back_casting(self._casting)
         changed = []
         for name, tensor, data in self._data:
             if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata:
@@ -125,6 +194,20 @@ class _Snapshot:
                 changed.append(name or _first_difference(holder, old))
                 _restore(holder, old)
         return changed
+
+    def _put_back_casting(self, layer: nn.Module) -> list[str]:
+        """Where weights are kept between calls is the host's business, unless tensors without data got there."""
+        state = layer.__dict__
+        leaked = [key for key, value in {**state, **state["_parameters"]}.items() if isinstance(value, FakeTensor)]
+        if not leaked and _plain_state(layer) == self._plain:
+            return []
+        kept = state.get("forward")
+        state.clear()
+        state.update(self._state)
+        state["_parameters"].update(self._parameters)
+        if kept is not None:
+            state["forward"] = kept
+        return leaked or ["a setting of a layer"]
 
     def _take(self, name: str, holder: Any, depth: int) -> None:
         if isinstance(holder, dict):

@@ -21,20 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .ffn_probe import probe
 from .ffn_rules import NotTokenwise, TokenAxis, token_axis_of_output
 from .ffn_run import Inputs
-from .ffn_state import movable_parameters, undisturbed
+from .ffn_state import announced, casting_layers, movable_parameters, undisturbed
 
 _PROBE_TOKENS = 24
-# Sums over the same numbers in another order differ by this much of the largest value. The operators have been proven
-# by then: these limits catch what the rules know nothing of, not rounding.
-_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
-_TF32_TOLERANCE = 5e-3
 
 
 class Trace(NamedTuple):
@@ -55,22 +47,44 @@ class Trace(NamedTuple):
     kept: list[Tensor]
 
 
-def trace(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, tokens: int, *, strict: bool = True) -> Trace:
+def trace(
+    fn: Callable[..., Any],
+    module: nn.Module,
+    inputs: Inputs,
+    tokens: int,
+    *,
+    strict: bool = True,
+    passing: tuple[type[BaseException], ...] = (),
+) -> Trace:
     """Run ``fn`` on ``tokens`` tokens without data and without touching anything outside.
+
+    Weight-casting layers bring their weights for real, as in every call; that memory is not counted.
 
     Args:
         strict: refuse operators that do not keep tokens apart; False follows the memory only.
+        passing: exceptions that say nothing about the module (a host's interrupt): raised as they are.
     Raises:
         NotTokenwise: what keeps the module from being run in slices.
     """
     mode = _Follow(tokens, inputs.x.device, strict)
     fakes = [mode.fake_input(tensor, tokens) for tensor in inputs.tokens.values()]
     mode.movable = movable_parameters(module)
+    layers = casting_layers(module)
+    # What such a layer keeps between calls may only be written in the mode that it was made in.
+    inference = bool(layers) and torch.is_inference_mode_enabled()
     wants_grad = torch.is_grad_enabled()  # leaving inference mode would turn it on
-    with undisturbed(module), _as_plain_autograd(wants_grad), _NoPeeking(), mode:
+    with (
+        undisturbed(module),
+        _as_plain_autograd(wants_grad, inference),
+        announced(layers, mode.layers),
+        _NoPeeking(mode.layers),
+        mode,
+    ):
         try:
             out = inputs.call(fn, fakes)
-        except NotTokenwise:
+        except (NotTokenwise, torch.OutOfMemoryError):
+            raise
+        except passing:
             raise
         except Exception as error:  # whatever foreign code raises on a trial becomes the reason
             raise mode.refusal or NotTokenwise(f"cannot be followed without data: {_one_line(error)}") from error
@@ -79,21 +93,29 @@ def trace(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, tokens: int
     return Trace(mode.steps, _checked_output(mode, out, fakes[0]), mode.peak, mode.dtypes, mode.kept)
 
 
-def prove(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, lengths: Sequence[int], full: Trace) -> None:
+def prove(
+    fn: Callable[..., Any],
+    module: nn.Module,
+    inputs: Inputs,
+    lengths: Sequence[int],
+    full: Trace,
+    passing: tuple[type[BaseException], ...] = (),
+) -> None:
     """Prove that ``fn`` over slices of these lengths gives what it gives over all tokens, or raise NotTokenwise.
 
     Args:
         full: the trace at the full length.
+        passing: as for :func:`trace`.
     """
     for length in sorted({*lengths, _probe_tokens(inputs, lengths)}):
-        part = trace(fn, module, inputs, length)
+        part = trace(fn, module, inputs, length, passing=passing)
         if part.steps != full.steps:
             raise NotTokenwise(f"runs other operators on {length} tokens than on {inputs.x.shape[-2]}")
         same = part.out.shape[:-2] == full.out.shape[:-2] and part.out.shape[-1] == full.out.shape[-1]
         if not same or part.out.dtype != full.out.dtype:
             raise NotTokenwise(f"gives another kind of output on {length} tokens than on {inputs.x.shape[-2]}")
     with undisturbed(module), torch.no_grad():
-        _probe(fn, inputs, _probe_tokens(inputs, lengths), full)
+        probe(fn, inputs, _probe_tokens(inputs, lengths), full.dtypes)
 
 
 def _probe_tokens(inputs: Inputs, lengths: Sequence[int]) -> int:
@@ -135,19 +157,25 @@ def _one_line(error: Exception) -> str:
 class _NoPeeking(TorchFunctionMode):
     """Values read from a tensor in Python may decide what runs, and the next training step changes them."""
 
+    def __init__(self, layers: list[int]):
+        super().__init__()
+        self.layers = layers
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in ("tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "storage"):
+        if name in ("tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "storage") and not (
+            self.layers and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
+        ):
             raise NotTokenwise(f"looks at the values of a tensor in Python (Tensor.{name})")
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def _as_plain_autograd(wants_grad: bool) -> Iterator[None]:
-    """Outside inference mode, where operators arrive unsplit, and unseen by a surrounding checkpoint, which counts what
-    is saved for the backward pass."""
+def _as_plain_autograd(wants_grad: bool, inference: bool) -> Iterator[None]:
+    """Unseen by a surrounding checkpoint, which counts what is saved for the backward pass; and unless ``inference``
+    outside inference mode, where operators arrive unsplit."""
     keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.inference_mode(False), torch.set_grad_enabled(wants_grad), keep:
+    with torch.inference_mode(inference), torch.set_grad_enabled(wants_grad), keep:
         yield
 
 
@@ -166,6 +194,7 @@ class _Follow(TorchDispatchMode):
         self._storages: dict[int, tuple[weakref.ref, int]] = {}  # made in this run: address -> in which step
         self._literals: set[int] = set()
         self.movable: set[int] = set()
+        self.layers: list[int] = []  # weight-casting layers that are running, by number
 
     def fake_input(self, tensor: Tensor, tokens: int) -> Tensor:
         shape = (*tensor.shape[:-2], tokens, tensor.shape[-1])
@@ -201,6 +230,11 @@ class _Follow(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return _device_of(args[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self.layers and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)  # the weights are brought
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         self._check_effects(func, args, kwargs, tensors)
         axis = None
         if self.strict and any(self.axis_of(tensor) is not None for tensor in tensors):
@@ -279,6 +313,8 @@ class _Follow(TorchDispatchMode):
             return "tokens", axis, shape, leaf.dtype
         if isinstance(leaf, FakeTensor):
             return "made", shape, leaf.dtype
+        if self.layers:
+            return "weight of", self.layers[-1], shape, leaf.dtype
         address = leaf.untyped_storage()._cdata
         where = leaf.storage_offset(), shape, leaf.stride(), leaf.dtype
         if id(leaf) in self.movable:
@@ -288,6 +324,10 @@ class _Follow(TorchDispatchMode):
         self.kept.append(leaf)
         literal = leaf.tolist() if leaf.numel() <= _LITERAL_SIZE and _device_of(leaf).type == "cpu" else None
         return "given", address if literal is None else literal, where
+
+
+def _is_composite(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _device_of(tensor: Tensor) -> torch.device:
@@ -301,60 +341,7 @@ def _value_of(func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
     return args[place] if place < len(args) else None
 
 
-def _probe(fn: Callable[..., Any], inputs: Inputs, count: int, full: Trace) -> None:
-    """Tokens of the input, half of them replaced by noise, must not see each other."""
-    samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
-    whole = inputs.call(fn, [sample.clone() for sample in samples])
-    limit = _limit(whole, full.dtypes)
-    positions = torch.arange(count, device=whole.device)
-    for poisoned in (positions < count // 2, positions >= count // 2, positions % 2 == 0, positions % 2 == 1):
-        others = [_poison(sample, poisoned) for sample in samples]
-        out = inputs.call(fn, others)
-        if _differ(out[..., ~poisoned, :], whole[..., ~poisoned, :], limit):
-            raise NotTokenwise("mixes tokens: one changes with its neighbours' values")
-    for length in {2, max(2, count // 3), max(2, count // 2)}:
-        for start in {0, count - length}:
-            out = inputs.call(fn, [sample[..., start : start + length, :].clone() for sample in samples])
-            if _differ(out, whole[..., start : start + length, :], limit):
-                raise NotTokenwise("a token's result depends on its position or on how many tokens there are")
-
-
-def _sample(tensor: Tensor, count: int) -> Tensor:
-    """[..., count, C] out of [..., T, C]: the first and the last tokens, every second one replaced by noise."""
-    tensor = tensor.detach()
-    head, tail = tensor[..., : count // 2, :], tensor[..., tensor.shape[-2] - (count - count // 2) :, :]
-    sample = torch.cat([head, tail], dim=-2)
-    if not sample.is_floating_point():
-        return sample
-    sample = torch.nan_to_num(sample, posinf=0.0, neginf=0.0)
-    noise = torch.randn(sample[..., 1::2, :].shape, generator=torch.Generator().manual_seed(0)).to(sample)
-    sample[..., 1::2, :] = noise * sample.float().square().mean().sqrt().clamp(1e-3, 1e3).to(sample.dtype)
-    return sample
-
-
-def _poison(sample: Tensor, where: Tensor) -> Tensor:
-    if not sample.is_floating_point():
-        return sample.clone()
-    return sample.masked_fill(where[:, None].to(sample.device), float("nan"))
-
-
-def _limit(whole: Tensor, dtypes: set[torch.dtype]) -> float:
-    finite = whole[torch.isfinite(whole)]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    relative = max(_TOLERANCE.get(dtype, 0.25) for dtype in dtypes if dtype.is_floating_point)
-    if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
-        relative = max(relative, _TF32_TOLERANCE)
-    return relative * largest
-
-
-def _differ(out: Tensor, expected: Tensor, limit: float) -> bool:
-    if out.shape != expected.shape:
-        return True
-    finite = torch.isfinite(expected)
-    error = (out - expected).abs()[finite]
-    return bool(error.numel()) and not error.max().item() <= limit
-
-
 _LITERAL_SIZE = 64
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _SIZED = {"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::_reshape_alias"}
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose")

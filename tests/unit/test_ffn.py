@@ -277,11 +277,11 @@ def _seconds(call) -> float:
 
 
 def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pascal_attn_core.ffn as ffn
+    import pascal_attn_core.ffn_forward as ffn
 
     made = []
     make_plan = ffn.make_plan
-    monkeypatch.setattr(ffn, "make_plan", lambda *args: made.append(1) or make_plan(*args))
+    monkeypatch.setattr(ffn, "make_plan", lambda *args, **kind: made.append(1) or make_plan(*args, **kind))
     module, x = Ffn().eval(), torch.randn(1, 64, 16)
     with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
         for _ in range(3):
