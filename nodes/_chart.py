@@ -33,16 +33,20 @@ def text_width(text: str, size: int) -> float:
     return float(font_of(size).getlength(spelt(text)))
 
 
-def fitted(text: str, width: float, size: int) -> str:
+def fitted(text: str, width: float, size: int, *, keeps_end: bool = False) -> str:
     """The text, cut with ``...`` where it is wider than ``width``; "" if not even that fits."""
     text = spelt(text)
     if text_width(text, size) <= width:
         return text
+
+    def cut(length: int) -> str:
+        return "..." + text[len(text) - length :].lstrip() if keeps_end else text[:length].rstrip() + "..."
+
     low, high = 0, len(text)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if text_width(text[:middle] + "...", size) <= width else (low, middle - 1)
-    return text[:low].rstrip() + "..." if low else ""
+        low, high = (middle, high) if text_width(cut(middle), size) <= width else (low, middle - 1)
+    return cut(low) if low else ""
 
 
 def wrapped(text: str, width: float, size: int) -> list[str]:

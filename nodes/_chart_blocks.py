@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._chart import FAINT, INK, MUTED, Board, fitted, line_height, nice_ticks, text_width
 from ._chart_parts import HANDED_ON, LABEL, ROUTE_COLOURS, SMALL, draw_legend
-from ._report_rows import BlockRow, block_rows
+from ._report_rows import BlockRow, block_rows, range_name
 from ._report_words import duration_text, round_text
 from ._runs import Run
 
@@ -35,7 +35,7 @@ def _draw_bars(board: Board, rows: list[BlockRow], heights: list[dict[str, float
     width = board.right - left - 110
     for name, parts in zip(names, heights):
         board.reserve(34)
-        board.text(board.left + room, board.y + 3, fitted(name, room, LABEL), LABEL, align="right")
+        board.text(board.left + room, board.y + 3, fitted(name, room, LABEL, keeps_end=True), LABEL, align="right")
         x, total = left, sum(parts.values())
         for route, value in parts.items():
             length = width * value / longest
@@ -122,13 +122,11 @@ def _draw_names(board: Board, rows: list[BlockRow], left: float, pitch: float) -
 
 
 def _draw_family(board: Board, rows: list[BlockRow], x: float, width: float) -> None:
-    first, last = rows[0], rows[-1]
-    long = first.name if len(rows) == 1 else f"{first.name} ... {last.number}"
-    middling = first.name if len(rows) == 1 else f"{first.family} ({len(rows)})"
-    for text in (long, middling, first.family):
+    whole, short = range_name(rows), rows[0].parts[0].strip(" .").rpartition(".")[2]
+    for text in (whole, f"{short} ({len(rows)})", short):
         if text and text_width(text, SMALL) <= width:
             break
     else:
-        text = fitted(first.family or first.name, width, SMALL) if width > 40 else ""
+        text = fitted(whole, width, SMALL, keeps_end=True) if width > 40 else ""
     if text:
         board.text(x + width / 2, board.y + 7, text, SMALL, INK, align="middle")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ._runs import CallKind, CallTally, Run
@@ -25,13 +27,19 @@ class BlockRow:
 
     @property
     def family(self) -> str:
-        """``"double"`` of ``"double 3"``: neighbours of one family are written as one."""
-        return self.name.rpartition(" ")[0]
+        """``"double "`` of ``"double 3"``, ``"layers.*.attn"`` of ``"layers.3.attn"``: neighbours of one family are
+        written as one. "" where the name holds no number."""
+        before, number, after = self.parts
+        return f"{before}{'*' if after else ''}{after}" if number else ""
 
     @property
-    def number(self) -> str:
-        """``"3"`` of ``"double 3"``, ``"4.0"`` of ``"input 4.0"``."""
-        return self.name.rpartition(" ")[2]
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the number, the number (``"4.0"`` in ``"input 4.0"``), and what stands after it."""
+        if " " in self.name:
+            before, space, number = self.name.rpartition(" ")
+            return before + space, number, ""
+        match = re.fullmatch(r"(.*\.)?(\d+)(\..*)?", self.name)
+        return (match[1] or "", match[2], match[3] or "") if match else (self.name, "", "")
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,20 @@ class BlockGroup:
 
     @property
     def name(self) -> str:
-        """``"double 0-18"``."""
-        first, last = self.rows[0], self.rows[-1]
-        return first.name if len(self.rows) == 1 else f"{first.name}-{last.number}"
+        """``"double 0-18"``, ``"layers.0-11.attn"``."""
+        return range_name(self.rows)
 
     @property
     def elapsed_ms(self) -> float:
         return sum(sum(row.elapsed_ms.values()) for row in self.rows)
+
+
+def range_name(rows: Sequence[BlockRow]) -> str:
+    """Blocks of one family by the first and the last of them."""
+    if len(rows) == 1:
+        return rows[0].name
+    before, first, after = rows[0].parts
+    return f"{before}{first}-{rows[-1].parts[1]}{after}"
 
 
 def block_rows(run: Run) -> list[BlockRow]:

@@ -1,0 +1,190 @@
+"""Pascal Attention Report on the real host: what it says of runs that another pack has counted too."""
+
+from __future__ import annotations
+
+import io
+import urllib.request
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from attn_support.comfy_graph import (
+    Graph,
+    Link,
+    attention_patch,
+    capture,
+    sample_graph,
+)
+from attn_support.comfy_server import ComfyServer
+from PIL import Image
+
+REPORT = "PascalAttentionReport"
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A report's outputs, the probe's counts, and what the server logged."""
+
+    value: list[torch.Tensor]
+    chart: torch.Tensor
+    text: str
+    counts: dict[str, int]
+    log: list[str]
+
+    @property
+    def top(self) -> str:
+        """Down to the first run's section."""
+        return self.text.partition("===")[0]
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether the picture has a red ground somewhere."""
+        red = torch.tensor([0xFD, 0xEC, 0xEA]) / 255
+        return bool(((self.chart - red).abs() < 1e-3).all(-1).any())
+
+
+def reported(server: ComfyServer, graph: Graph, value: Link | None, tag: str = "", **inputs: Any) -> Reported:
+    """Run the graph with a report behind ``value``."""
+    given = {"exactness_check": True, **inputs} | ({} if value is None else {"value": value})
+    node, _ = graph.add(REPORT, **given)
+    text, chart, same = capture(server, graph, [node, 2], [node, 1], [node, 0] if value else [node, 1], tag=tag)
+    assert chart.tensors[0].shape[0] == 1
+    assert chart.tensors[0].shape[3] == 3
+    return Reported(same.tensors, chart.tensors[0], text.text, dict(text.counts), text.log)
+
+
+def sampled(server: ComfyServer, family: str, *patches: Any, **inputs: Any) -> Reported:
+    tag = uuid.uuid4().hex
+    graph, latent = sample_graph(family, patches, tag)
+    return reported(server, graph, latent, tag, **inputs)
+
+
+@pytest.mark.parametrize("family", ["sd15", "wan_t2v", "ltxv", "flux"], indirect=True)
+def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> None:
+    found = sampled(server, family, attention_patch(route="tiled"))
+    calls = found.counts["wrapped"]
+    assert calls > 0
+    assert f"{calls} calls, {calls} taken (tiled {calls}), 0 handed on" in found.top
+    assert "exact within rounding" in found.top
+    assert "in attention of" in found.top
+    assert not found.is_alarmed
+
+
+def test_calls_handed_on_are_told_with_the_reason(server: ComfyServer) -> None:
+    found = sampled(server, "sd15", attention_patch(min_keys=100))
+    half = found.counts["wrapped"] // 2
+    assert f"{2 * half} calls, {half} taken" in found.top
+    assert f"{half} x fewer than 100 keys" in found.text
+
+
+def test_sampling_and_decoding_are_both_in_it_and_the_image_goes_through(server: ComfyServer, tiny_model: Any) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch()], "")
+    vae = graph.add("VAELoader", vae_name=tiny_model("vae_kl"))
+    patched = graph.add("PascalVAEAttention", vae=vae, route="auto", budget_mib=0, nan_guard=True)
+    image = graph.add("VAEDecode", samples=latent, vae=patched)
+    direct = graph.add("ProbeFresh", value=image)
+    found = reported(server, graph, image)
+    assert "UNetModel, diffusion model, node" in found.text
+    assert ", VAE, node" in found.text or "AutoencoderKL" in found.text
+    assert capture(server, graph, direct)[0].tensors[0].equal(found.value[0])
+
+
+def test_a_latent_goes_through_as_it_is_and_feeds_the_decoder(server: ComfyServer, tiny_model: Any) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch()], "")
+    vae = graph.add("VAELoader", vae_name=tiny_model("vae_kl"))
+    through = graph.add(REPORT, exactness_check=False, value=latent)
+    after, before = (graph.add("VAEDecode", samples=samples, vae=vae) for samples in (through, latent))
+    got, want = capture(server, graph, after, before)
+    assert got.tensors[0].equal(want.tensors[0])
+
+
+def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
+    found = sampled(server, "sd15", attention_patch(), ("ProbeOtherPatch", {"kind": "replace", "tag": "x"}))
+    assert "!! UNetModel, diffusion model: no attention call reached the patch" in found.top
+    assert "replaced it and hands nothing on" in found.top
+    assert "0 calls" in found.top
+    assert found.is_alarmed
+    assert any("no attention call reached the patch" in line for line in found.log)
+
+
+def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch()], "")
+    node, _ = graph.add(REPORT, exactness_check=True, value=latent)
+    outcome = server.run(graph.prompt)
+    assert outcome.status == "success", outcome.message
+    shown = outcome.outputs[node]
+    assert shown["text"][0].startswith("PASCAL ATTENTION REPORT")
+    picture = shown["images"][0]
+    assert picture["type"] == "temp"
+    query = f"filename={picture['filename']}&subfolder={picture['subfolder']}&type=temp"
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/view?{query}") as answer:
+        assert numpy.asarray(Image.open(io.BytesIO(answer.read()))).shape[1] == 1200
+    texts = [text for unique_id, text in server.request("/probe/texts")["texts"] if unique_id == node]
+    assert any("UNetModel" in text for text in texts)
+
+
+def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch()], uuid.uuid4().hex)
+    sampler = graph.prompt[latent[0]]["inputs"]
+    sampler["latent_image"] = graph.prompt.pop(sampler["latent_image"][0])["inputs"]["value"]
+    node, _ = graph.add(REPORT, exactness_check=True, value=latent)
+    first, second = (server.run(graph.prompt).outputs[node]["text"][0] for _ in range(2))
+    assert "in its cache" not in first
+    assert "ComfyUI used the results in its cache. Its newest earlier run is shown." in second
+    assert "of an earlier prompt" in second
+    assert "exact within rounding" in second
+
+
+def test_without_a_patch_there_is_nothing_to_report(server: ComfyServer) -> None:
+    found = sampled(server, "sd15")
+    assert "There is no Pascal node that patches anything in this prompt" in found.top
+    assert "===" not in found.text
+
+
+def test_an_unconnected_report_says_so(server: ComfyServer) -> None:
+    found = reported(server, Graph(), None)
+    assert "Nothing is connected to this report" in found.top
+
+
+def test_every_prompt_has_a_report_of_its_own(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch()], "")
+    node, _ = graph.add(REPORT, exactness_check=True, value=latent)
+    texts = [server.run(graph.prompt).outputs[node]["text"][0] for _ in range(2)]
+    assert all("of an earlier prompt" not in text for text in texts)
+    assert all(text.count("===") == 2 for text in texts)
+
+
+def test_the_bug_report_holds_versions_and_settings(server: ComfyServer) -> None:
+    text = sampled(server, "sd15", attention_patch(budget_mib=3)).text
+    block = text.partition("copy from here")[2]
+    assert f"ComfyUI     {server.host.version}" in block
+    assert "attention_pytorch" in block
+    assert f"torch       {torch.__version__}"[:12] in block
+    assert "budget 3 MiB" in block
+    assert " x torch, q[" in block
+    assert str(server.base) not in text
+
+
+MUTANT = """
+import sys, torch
+classes = load_pack()
+engine = next(m for name, m in sys.modules.items() if name.endswith("nodes._engine"))
+right = engine.run_call
+def wrong(call, *args, **kwargs):
+    out = right(call, *args, **kwargs)
+    return (out[0] * {factor}, *out[1:])
+engine.run_call = wrong
+model, = classes["PascalAttentionPatch"]().patch(load_model("sd15"), "auto", 0, 0, "attention override", 0, True, "1")
+sample(model, "sd15")
+print(classes["PascalAttentionReport"]().report(True, None, "2", {{}})["result"][2])
+"""
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "exact within rounding"), (1.001, "NOT EXACT")])
+def test_a_wrong_attention_fails_the_exactness_check(host_script: Any, factor: float, verdict: str) -> None:
+    printed = host_script(MUTANT.format(factor=factor), "--use-pytorch-cross-attention")
+    assert f"exactness   {verdict}" in printed
+    assert ("!! UNetModel, diffusion model: NOT EXACT" in printed) == (factor != 1.0)

@@ -1,0 +1,152 @@
+"""The report's picture: nothing overlaps, nothing leaves it, and what matters is in it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from attn_support.comfy_runs import FIND, blocks, findings, kind, part, run
+from PIL import ImageColor
+
+CHART, DRAW, PARTS = part("nodes._chart"), part("nodes._chart_report"), part("nodes._chart_parts")
+LONG = "A model whose name goes on " * 8
+
+
+def many(count: int, family: str = "call"):
+    routes = random.Random(0)
+    return [
+        (kind(f"{family} {i}", route=routes.choice(["torch", "tiled", "fused", "math"])), {"elapsed_ms": 9.0 * i + 1})
+        for i in range(count)
+    ]
+
+
+def unet():
+    names = [f"input {4 + i // 2}.{i % 2}" for i in range(4)] + ["middle 1.0"] + [f"output {i}.0" for i in range(6)]
+    handed_on = [(kind(name, "handed on", why="fewer than 1024 keys", key=(1, 24, 77, 128)), {}) for name in names]
+    return [(kind(name), {"elapsed_ms": 12.0, "extra_bytes": 20 << 20}) for name in names] + handed_on
+
+
+PICTURES = {
+    "nothing": findings(remarks=["There is no Pascal node in this prompt."]),
+    "one block": findings(run([(kind("decoder.mid.attn_1", route="tiled"), {"elapsed_ms": 800.0})])),
+    "six blocks": findings(run(many(6, "clip_l.transformer.text_model.encoder.layers"))),
+    "57 blocks": findings(run([*blocks(19), *blocks(38, "single")])),
+    "200 blocks": findings(run(many(200), subject=LONG)),
+    "1000 blocks": findings(run(many(1000))),
+    "200 families": findings(run([(kind(f"stage{i} 0"), {"elapsed_ms": 5.0}) for i in range(200)])),
+    "unet": findings(run(unet())),
+    "nothing taken": findings(run([(kind("layer 0", "handed on", why="fewer than 1024 keys"), {"count": 12})])),
+    "not timed": findings(run(blocks(9, elapsed_ms=0.0), device="mps")),
+    "hours": findings(run(blocks(30, elapsed_ms=4e5, extra_bytes=61 << 20), elapsed_s=14523.0)),
+    "no calls": findings(run(), alarms=["no attention call reached the patch: " + LONG] * 12),
+    "notes": findings(run(part="feed-forward", notes=[LONG] * 3)),
+    "earlier": findings(FIND.Shown(run(blocks(7)), "of an earlier prompt, at 20:41:03")),
+    "nine runs": findings(*[run(blocks(4)) for _ in range(9)]),
+    "a word wider than the picture": findings(run(blocks(2), settings="x" * 400), alarms=["y" * 400]),
+    "other letters": findings(run(blocks(2), subject="Ünïcode × 模型")),
+    "tiny memory": findings(run(blocks(8, extra_bytes=0), peak_bytes=None)),
+    "math far beyond the card": findings(
+        run([(kind("block 0", query=(1, 40, 75600, 128), key=(1, 40, 75600, 128)), {"extra_bytes": 60 << 20})])
+    ),
+}
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Where each text was drawn: (text, left, top, right, bottom) of its ink."""
+    found = []
+    original = CHART.Board.text
+
+    def text(board, x, y, text, size, colour=CHART.INK, *, align="left", bold=False):
+        original(board, x, y, text, size, colour, align=align, bold=bold)
+        spelt = CHART.spelt(text)
+        start = x - {"left": 0.0, "right": 1.0, "middle": 0.5}[align] * CHART.text_width(text, size)
+        left, top, right, bottom = CHART.font_of(size).getbbox(spelt)
+        found.append((spelt, start + left, y + top, start + right, y + bottom))
+
+    monkeypatch.setattr(CHART.Board, "text", text)
+    return found
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_overlaps_another_or_leaves_the_picture(written, name):
+    picture = DRAW.draw_report(PICTURES[name])
+    assert written
+    for index, (text, left, top, right, bottom) in enumerate(written):
+        assert left >= 0, text
+        assert right <= picture.width - 20, text
+        assert bottom <= picture.height, text
+        for other, x, y, to_x, to_y in written[:index]:
+            assert right <= x + 1 or to_x <= left + 1 or bottom <= y + 1 or to_y <= top + 1, (text, other)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_1200_wide_and_of_a_bearable_height(name):
+    picture = DRAW.draw_report(PICTURES[name])
+    assert picture.width == 1200
+    assert 200 < picture.height < 6000
+
+
+def colours_of(picture):
+    return {colour for _, colour in picture.getcolors(picture.width * picture.height)}
+
+
+@pytest.mark.parametrize("route", ["torch", "tiled", "fused", "math"])
+def test_each_route_has_its_colour(route):
+    picture = DRAW.draw_report(
+        findings(run([(kind(f"double {i}", route=route), {"elapsed_ms": 3.0}) for i in range(9)]))
+    )
+    shown = {
+        name
+        for name, colour in PARTS.ROUTE_COLOURS.items()
+        if name and ImageColor.getrgb(colour) in colours_of(picture)
+    }
+    assert shown == {route}
+
+
+def test_math_that_does_not_fit_the_card_is_red():
+    red = ImageColor.getrgb(CHART.RED)
+    assert red in colours_of(DRAW.draw_report(PICTURES["math far beyond the card"]))
+    assert red not in colours_of(DRAW.draw_report(PICTURES["57 blocks"]))
+
+
+def test_alarms_have_a_red_ground():
+    panel = ImageColor.getrgb(CHART.RED_PANEL)
+    assert panel in colours_of(DRAW.draw_report(PICTURES["no calls"]))
+    assert panel not in colours_of(DRAW.draw_report(PICTURES["57 blocks"]))
+
+
+def test_columns_are_as_high_as_their_times():
+    low, high = (
+        (kind("double 0"), {"elapsed_ms": 10.0}),
+        [(kind(f"double {i}"), {"elapsed_ms": 40.0}) for i in range(1, 8)],
+    )
+    picture = DRAW.draw_report(findings(run([low, *high], peak_bytes=None)))
+    blue = ImageColor.getrgb(PARTS.ROUTE_COLOURS["torch"])
+    pixels = picture.load()
+    columns = {}
+    for x in range(130, picture.width):
+        height = sum(pixels[x, y] == blue for y in range(340, 600))
+        if height > 5:
+            columns[x] = height
+    heights = list(columns.values())
+    assert heights[0] * 4 == pytest.approx(heights[-1], abs=4)
+
+
+@pytest.mark.parametrize("top", [0.0, 0.3, 1.0, 7.0, 99.0, 12345.0, float("inf")])
+def test_ticks_are_few_round_and_within(top):
+    ticks = CHART.nice_ticks(top)
+    assert ticks[0] == 0
+    assert len(ticks) <= 5
+    assert all(tick <= top * 1.001 for tick in ticks)
+    assert len(ticks) >= 2 or top in (0.0, float("inf"))
+
+
+def test_text_is_cut_where_it_does_not_fit():
+    assert CHART.fitted("short", 500, 18) == "short"
+    cut = CHART.fitted("encoder.layers.11.self_attn", 120, 18)
+    assert cut.startswith("enc")
+    assert cut.endswith("...")
+    assert CHART.text_width(cut, 18) <= 120
+    assert CHART.fitted("encoder.layers.11.self_attn", 120, 18, keeps_end=True).endswith("self_attn")
+    assert CHART.fitted("anything", 3, 18) == ""
