@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,13 +61,13 @@ def comfy_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     path = Path(os.environ["COMFYUI_PATH"]).resolve()
     if not (path / "comfyui_version.py").is_file():
         raise FileNotFoundError(f"COMFYUI_PATH must be a ComfyUI checkout, got {path}")
-    found: dict[str, str] = {}
-    exec((path / "comfyui_version.py").read_text(), found)  # noqa: S102  one assignment
+    version = re.search(r'__version__ = "([\d.]+)"', (path / "comfyui_version.py").read_text())
+    assert version is not None
     python = os.environ.get("COMFYUI_PYTHON", sys.executable)
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     with (Path(tempfile.gettempdir()) / f"pascal-attn-comfyui-{run}.lock").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        yield Host(path, python, found["__version__"])
+        yield Host(path, python, version[1])
     Path(turn.name).unlink(missing_ok=True)
 
 

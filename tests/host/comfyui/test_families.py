@@ -6,7 +6,15 @@ import functools
 
 import pytest
 import torch
-from attn_support.comfy_graph import FAMILIES, Captured, attention_patch, largest_difference, sample
+from attn_support.comfy_graph import (
+    FAMILIES,
+    Captured,
+    attention_patch,
+    capture,
+    largest_difference,
+    sample,
+    sample_graph,
+)
 from attn_support.comfy_server import ComfyServer
 
 OVERRIDE, WHOLE = "attention override", "whole model"
@@ -108,6 +116,16 @@ def test_the_nan_guard_changes_nothing_where_all_is_finite(server: ComfyServer) 
     unguarded = sample(server, "sd15", attention_patch(nan_guard=False))
     assert torch.equal(guarded.tensors[0], unguarded.tensors[0])
     assert not guarded.says("not finite")
+
+
+def test_the_nan_guard_says_once_that_the_model_was_broken_before(server: ComfyServer) -> None:
+    graph, latent = sample_graph("sd15", [attention_patch(), ("ProbeOtherPatch", {"kind": "nan", "tag": ""})], "nan")
+    ours = capture(server, graph, latent)[0]
+    said = [line for line in ours.log if "already held NaN" in line]
+    assert len(said) == 1
+    assert "query already held" in said[0]
+    assert "input 1.0" in said[0]  # the block
+    assert ours.run.taken == 16
 
 
 def test_the_node_writes_on_itself_what_it_did(server: ComfyServer) -> None:

@@ -69,23 +69,26 @@ class ProbeCount(_ModelNode):
 
 class ProbeOtherPatch(_ModelNode):
     """Another pack's attention override: ``chain`` calls the one before it, ``replace`` forgets it, ``wrong`` gives
-    every key the same weight (so that a comparison must notice). Counts its calls as ``other`` in the record ``tag``.
+    every key the same weight (so that a comparison must notice), ``nan`` chains with one element of q not a number.
+    Counts its calls as ``other`` in the record ``tag``.
     """
 
     @classmethod
     def INPUT_TYPES(cls):
-        kinds = (["chain", "replace", "wrong"],)
+        kinds = (["chain", "replace", "wrong", "nan"],)
         return {"required": {"model": ("MODEL",), "kind": kinds, "tag": ("STRING", {"default": ""})}}
 
     def patch(self, model, kind, tag):
         clone = model.clone()
         options = clone.model_options["transformer_options"] = clone.model_options["transformer_options"].copy()
-        previous = options.get(OVERRIDE) if kind == "chain" else None
+        previous = options.get(OVERRIDE) if kind in ("chain", "nan") else None
 
         def override(func, q, k, v, *args, **kwargs):
             RECORDS[tag]["other"] += 1
             if kind == "wrong":
                 k = torch.zeros_like(k)
+            if kind == "nan":
+                q = q.index_fill(-1, torch.tensor([0]), float("nan"))
             if previous is not None:
                 return previous(func, q, k, v, *args, **kwargs)
             return func(q, k, v, *args, **kwargs)
