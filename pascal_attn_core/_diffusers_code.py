@@ -26,6 +26,22 @@ def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) ->
     return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
 
 
+def always_uses_flex(function: Callable) -> bool:
+    """Whether ``function`` itself chooses the backend for flex attention, whose masks are of another kind."""
+    names = _names_of(function)
+    return "FLEX" in names and "_attention_backend" not in names
+
+
+def computes_softmax(function: Callable) -> bool:
+    """Whether ``function`` names softmax."""
+    return "softmax" in _names_of(function)
+
+
+def names_linear_attention(function: Callable) -> bool:
+    """Whether ``function`` calls something that has linear attention in its name."""
+    return any("linear_attention" in name for name in _names_of(function))
+
+
 def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
     """A copy of ``function`` for which ``F`` means ``functional`` and ``dispatch_attention_fn`` means ``dispatch``.
 
@@ -56,7 +72,9 @@ class _Globals(dict):
     for, so that whoever patches that module later is heard."""
 
     def __init__(self, module: dict[str, Any], replaced: dict[str, Any]):
-        super().__init__(replaced, __builtins__=module["__builtins__"])
+        # what the interpreter itself looks up, for builtins and relative imports, past __missing__
+        own = {name: value for name, value in module.items() if name.startswith("__")}
+        super().__init__({**own, **replaced})
         self.module = module
 
     def __missing__(self, name: str) -> Any:
@@ -77,6 +95,11 @@ def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[F
             helper = helper.__func__
         if isinstance(helper, FunctionType) and helper is not function:
             yield helper
+
+
+def _names_of(function: Callable) -> set[str]:
+    function = inspect.unwrap(function)
+    return set(_names_in(function.__code__)) if isinstance(function, FunctionType) else set()
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -105,7 +105,7 @@ def _redirected_processor_class(cls: Any, shown: Any, base: Any) -> type:
     members: dict[str, Any] = {"__slots__": (), "__call__": call, "_shown": shown, **name_of(shown)}
     backend = native_backend()
     if backend is not None and hasattr(cls, "_attention_backend"):
-        members["_attention_backend"] = property(lambda self: backend, _store_backend)
+        members["_attention_backend"] = property(_backend_in_force, _store_backend)
     redirected = _EqualToOriginal(shown.__name__, (base, cls), members)
     _register_for_guiders(redirected, shown)
     return redirected
@@ -144,6 +144,12 @@ def _register_for_guiders(redirected: type, shown: type) -> None:
     except ValueError:
         return
     AttentionProcessorRegistry.register(redirected, metadata)
+
+
+def _backend_in_force(processor: Any) -> Any:
+    chosen = processor.__dict__.get("_attention_backend")
+    # flex attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place
+    return chosen if "flex" in str(getattr(chosen, "value", chosen)).split("_") else native_backend()
 
 
 def _store_backend(processor: Any, backend: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from ._diffusers_code import reaches_sdpa
+from ._diffusers_code import always_uses_flex, computes_softmax, names_linear_attention, reaches_sdpa
 from ._diffusers_processors import RedirectedProcessor
 
 
@@ -35,13 +36,50 @@ def sites_of(models: list[Any]) -> Iterator[nn.Module]:
     """Each module of ``models``, once, that computes attention, through a processor or in its own ``forward``."""
     seen: set[int] = set()
     for module in (module for model in models for module in model.modules()):
-        if id(module) in seen:
-            continue
+        if id(module) not in seen and is_site(module):
+            yield module
         seen.add(id(module))
+
+
+def is_site(module: nn.Module) -> bool:
+    """Whether ``module`` computes attention that we take over."""
+    cls: Any = type(module)
+    processor = processor_of(module)
+    return computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls)
+
+
+def left_alone(models: list[Any]) -> list[str]:
+    """What attention of ``models`` is not ours and why: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for module in {id(module): module for model in models for module in model.modules()}.values():
         cls: Any = type(module)
         processor = processor_of(module)
-        if computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls):
-            yield module
+        if processor is not None and not computes_attention(processor):
+            found[type(processor).__name__, _why_not_ours(type(processor))] += 1
+        elif processor is None and _attends_by_itself(module):
+            has_softmax = computes_softmax(cls.forward)
+            found[cls.__name__, "a softmax of its own" if has_softmax else "attention without softmax"] += 1
+    return [f"{count} x {name}: {why}" for (name, why), count in found.items()]
+
+
+def _why_not_ours(cls: Any) -> str:
+    if _uses_flex(cls):
+        return "flex attention"
+    is_linear = "Linear" in cls.__name__ or names_linear_attention(cls.__call__)
+    return "linear attention" if is_linear else "attention without scaled_dot_product_attention"
+
+
+def _attends_by_itself(module: nn.Module) -> bool:
+    """Whether a module of diffusers computes attention by other means, going by its name and its code."""
+    cls: Any = type(module)
+    if not cls.__module__.startswith("diffusers.") or any(is_site(part) for part in module.modules()):
+        return False
+    return cls.__name__.endswith("Attention") or ("Att" in cls.__name__ and computes_softmax(cls.forward))
+
+
+@functools.cache
+def _uses_flex(cls: Any) -> bool:
+    return getattr(cls, "_attention_backend", None) is not None or always_uses_flex(cls.__call__)
 
 
 def processor_of(module: nn.Module) -> Any:
@@ -56,7 +94,7 @@ def computes_attention(processor: Any) -> bool:
     cls: Any = type(processor)
     if isinstance(processor, RedirectedProcessor):
         return True
-    if getattr(cls, "_attention_backend", None) is not None:
+    if _uses_flex(cls):
         return False
     if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
         return True

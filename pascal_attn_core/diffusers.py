@@ -36,6 +36,7 @@ from ._diffusers_redirect import TORCH_SDPA, SdpaRedirect
 from ._diffusers_sites import (
     computes_attention,
     default_processor_class,
+    left_alone,
     models_of,
     processor_of,
     sites_of,
@@ -44,7 +45,7 @@ from ._diffusers_sites import (
 from .config import AttentionConfig
 from .patching import Patch, PatchGroup
 
-__all__ = ["PascalAttnProcessor", "install", "patch_pipeline", "uninstall"]
+__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_pipeline", "uninstall"]
 
 log = logging.getLogger("pascal_attn")
 
@@ -104,7 +105,22 @@ class PascalAttnProcessor(RedirectedProcessor):
         return f"<PascalAttnProcessor{inner}, config={self.config}>"
 
 
-def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) -> Patch:
+class PipelinePatch(Patch):
+    """What :func:`patch_pipeline` returns.
+
+    Attributes:
+        left_alone: one sentence per kind of attention that is not ours, such as ``"2 x SanaLinearAttnProcessor2_0:
+            linear attention"``.
+    """
+
+    def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int, left_alone: list[str]):
+        super().__init__(name, undo, sites=sites)
+        self.left_alone = left_alone
+        if left_alone:
+            log.info("%s: left alone: %s", name, "; ".join(left_alone))
+
+
+def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
     Of a pipeline it reaches all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
@@ -116,7 +132,8 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
         config: how to compute; None = the default.
     Returns:
-        A Patch: ``.sites`` attention modules are redirected until ``.remove()``.
+        A Patch: ``.sites`` attention modules are redirected until ``.remove()``; ``.left_alone`` names those that are
+        not.
     Raises:
         TypeError: neither a pipeline nor a module.
         ValueError: it holds no attention that calls ``scaled_dot_product_attention``.
@@ -129,7 +146,7 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
         _require_sites(sites, pipe_or_model, models)
         for module in sites:
             group.add(_patch_module(module, redirect))
-    return group.patch()
+    return PipelinePatch(group.name, group._undo_all, sites=len(sites), left_alone=left_alone(models))
 
 
 def install() -> None:
@@ -260,8 +277,8 @@ def _taught(original: Callable) -> Callable:
         elif isinstance(processor, PascalAttnProcessor):
             _warn_if_sdpa_is_replaced()
             processor = _bound(processor, self)
-        elif processor is None and isinstance(current, PascalAttnProcessor):
-            processor = current._original
+        elif processor is None:
+            processor = current._original if isinstance(current, PascalAttnProcessor) else current
         original(self, processor)
 
     set_processor._pascal_original = original  # type: ignore[attr-defined]
@@ -300,9 +317,10 @@ def _require_sites(sites: list[nn.Module], host: Any, models: list[nn.Module]) -
     if sites:
         return
     looked = ", ".join(type(model).__name__ for model in models) or "no diffusers model"
+    others = "; ".join(left_alone(models))
     raise ValueError(
         f"{type(host).__name__} must hold attention that calls scaled_dot_product_attention, got none (looked into "
-        f"{looked}); linear attention and models without attention need no patch"
+        f"{looked}){'; left alone: ' if others else ''}{others or '; models without attention need no patch'}"
     )
 
 

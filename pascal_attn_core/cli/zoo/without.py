@@ -1,0 +1,54 @@
+"""Model classes of diffusers that are no family of the table, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_NOTHING = "no attention"
+_PART = "part of another model"
+_SEVERAL = "holds several of another model"
+
+#: class name -> why it is not in the table
+WITHOUT = {
+    "T2IAdapter": _NOTHING,
+    "MultiAdapter": _SEVERAL,
+    "MultiControlNetModel": _SEVERAL,
+    "FluxMultiControlNetModel": _SEVERAL,
+    "HunyuanDiT2DMultiControlNetModel": _SEVERAL,
+    "QwenImageMultiControlNetModel": _SEVERAL,
+    "SD3MultiControlNetModel": _SEVERAL,
+    "ControlNetXSAdapter": _PART,
+    "MotionAdapter": _PART,
+    "AutoencoderTiny": _NOTHING,
+    "AutoencoderOobleck": _NOTHING,
+    "AutoencoderKLCogVideoX": _NOTHING,
+    "AutoencoderKLKVAE": _NOTHING,
+    "AutoencoderKLKVAEVideo": _NOTHING,
+    "AutoencoderKLLTXVideo": _NOTHING,
+    "AutoencoderKLLTX2Video": _NOTHING,
+    "AutoencoderKLMagvit": _NOTHING,
+    "Cosmos3AVAEAudioTokenizer": _NOTHING,
+    "LongCatAudioDiTVae": _NOTHING,
+    "Kandinsky6SRVAE": _NOTHING,
+    "Kandinsky6SRLatentUpscalerBank": _NOTHING,
+    "MiniMaxMusic3ConditionEncoder": "no attention (a softmax over layers)",
+    "MiniMaxMusic3Vocoder": _NOTHING,
+    "MMAudioVocoder": _NOTHING,
+    "RFD4ProteinaAutoencoder": "the attention of RFD4ProteinaTransformer",
+}
+
+
+def unknown_models() -> Iterator[str]:
+    """Model classes that the installed diffusers exports and that neither the table nor this list knows."""
+    import diffusers
+
+    from . import families
+
+    known = {family.model.rpartition(".")[2] for family in families()} | set(WITHOUT)
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name) if name[0].isupper() else None
+        is_model = (
+            isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and "diffusers.models." in cls.__module__
+        )
+        if is_model and name not in {*known, "ModelMixin"}:
+            yield name
