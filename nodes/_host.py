@@ -18,6 +18,13 @@ def throw_if_interrupted() -> None:
     model_management.throw_exception_if_processing_interrupted()
 
 
+def interrupts() -> tuple[type[BaseException], ...]:
+    """ComfyUI's own exception for Cancel: an ``Exception`` up to 0.8, only a ``BaseException`` later."""
+    from comfy import model_management
+
+    return (model_management.InterruptProcessingException,)
+
+
 def compute_device() -> torch.device:
     """The device on which ComfyUI computes."""
     from comfy import model_management

@@ -58,8 +58,11 @@ class SlicedForward:
                 plan = make_plan(self.whole, self.module, site, args, kwargs, kind=key if self.inner is None else None)
             if len(site.plans) >= _MAX_PLANS:
                 site.plans.clear()
+                site.used.clear()
             if plan is not WHOLE:
                 site.plans[key] = plan
+        if plan is not WHOLE:
+            site.used[key] = plan
         return plan
 
     def __deepcopy__(self, memo: dict) -> SlicedForward:

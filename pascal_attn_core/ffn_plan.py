@@ -87,10 +87,17 @@ class Plan(NamedTuple):
 
 @dataclass(eq=False)
 class Site:
-    """One module under one patch: its settings, and what was decided for the kinds of calls seen so far."""
+    """One module under one patch.
+
+    Attributes:
+        plans: what was decided for the kinds of calls seen so far.
+        used: those of them that were followed since the report began.
+        refusals: why it does not run in slices, by the modes that this was found in.
+    """
 
     settings: Settings
     plans: dict[Any, Plan] = field(default_factory=dict)
+    used: dict[Any, Plan] = field(default_factory=dict)
     refusals: dict[Any, str] = field(default_factory=dict)
 
     def copy(self) -> Site:

@@ -49,7 +49,7 @@ def report_line(found: Found, site: Site | None) -> FfnReportLine:
     kind = type(module).__name__
     if site is None:
         return FfnReportLine(name, kind, "cannot be", why_not.removeprefix("cannot be: "))
-    plans = list(site.plans.values())
+    plans = list(site.used.values())
     sliced = [plan for plan in plans if plan.sizes]
     refused = [plan for plan in plans if plan.refused]
     chosen = (sliced or refused or plans or [WHOLE])[-1]

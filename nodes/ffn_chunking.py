@@ -1,0 +1,85 @@
+"""Node: Pascal FFN Chunking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..pascal_attn_core.ffn_binding import FfnBinding
+from ..pascal_attn_core.ffn_report import FfnReport
+from . import _ffn, _host
+from .attention_patch import name_of_model
+
+MIB = 1 << 20
+_SHARE = 32  # of the card's memory, for one feed-forward call
+_LEAST_MIB, _MOST_MIB = 64, 1024
+
+
+class PascalFFNChunking:
+    """MODEL -> MODEL: the feed-forward layers over a part of the tokens at a time."""
+
+    DESCRIPTION = (
+        "Runs the model's feed-forward layers over a part of the tokens at a time, so that their wide tensors (four "
+        "times as wide as the picture's tokens, and more) never exist at once. The result is the same: each layer is "
+        "proven to treat every token on its own before it is chunked, and runs whole otherwise. For out-of-memory "
+        "errors while sampling large pictures and long videos. Works with LoRAs; the model's weights and names stay "
+        "as they are. Bypassed, the model is exactly what it was."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("chunk feed forward", "ffn", "mlp", "out of memory", "low vram", "video", "wan", "flux", "pascal")
+    RETURN_TYPES = ("MODEL", "STRING")
+    RETURN_NAMES = ("model", "report")
+    OUTPUT_TOOLTIPS = (
+        "The model with its feed-forward layers chunked. Give it to the sampler.",
+        "Which layers will be chunked, which are refused and why, and which cannot be. What a run did is written on "
+        "the node, in the log and in Pascal Attention Report.",
+    )
+    FUNCTION = "patch"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        budget = (
+            "Largest extra memory of one feed-forward call in MiB, besides its input and output. The fewest chunks "
+            f"that keep it are used; a call that fits runs whole. 0 = a {_SHARE}nd of the card's memory, from "
+            f"{_LEAST_MIB} to {_MOST_MIB} MiB."
+        )
+        tokens = (
+            "Calls with fewer tokens run whole. A picture of 1024 x 1024 has 4096 tokens in most models. Each chunk "
+            "reads the layer's weights once more, which takes time when they are offloaded."
+        )
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
+                "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget}),
+                "min_tokens": ("INT", {"default": 1024, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens}),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def patch(self, model: Any, budget_mib: int, min_tokens: int, unique_id: str | None = None) -> tuple[Any, str]:
+        """A clone of ``model`` with chunked feed-forward layers, and what can be said of each before a run."""
+        patched = model.clone()
+        budget = budget_mib or budget_from(_host.free_and_total_bytes(patched.load_device)[1])
+        binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=_host.interrupts())
+        settings = f"budget {budget} MiB, from {min_tokens} tokens"
+        chunking = _ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
+        _ffn.install(patched, chunking)
+        report = binding.preview(_ffn.network_of(patched))
+        _host.say(status(report, chunking.subject, settings), unique_id)
+        return patched, report.text()
+
+
+def budget_from(total_bytes: int) -> int:
+    """MiB for one feed-forward call on a card of this size."""
+    return max(_LEAST_MIB, min(_MOST_MIB, total_bytes // _SHARE // MIB))
+
+
+def status(report: FfnReport, subject: str, settings: str) -> str:
+    """``"38 feed-forward modules of Flux, budget 344 MiB, from 1024 tokens; 38 cannot be chunked (...)"``."""
+    able = len(report.lines) - report.count("cannot be")
+    text = f"{able} feed-forward modules of {subject}, {settings}"
+    for state, words in (("refused", "refused"), ("cannot be", "cannot be chunked")):
+        kinds = {line.kind for line in report.lines if line.state == state}
+        if kinds:
+            text += f"; {report.count(state)} {words} ({', '.join(sorted(kinds))})"
+    return text if able else f"0 feed-forward modules of {subject} can be chunked{text.partition(settings)[2]}"

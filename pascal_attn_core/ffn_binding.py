@@ -1,0 +1,163 @@
+"""Chunked feed-forward modules for hosts that take their patches off and put them back between runs."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ffn_find import Found, find_ffn
+from .ffn_forward import SlicedForward, attach, detach
+from .ffn_plan import Settings, Site
+from .ffn_report import FfnReport, FfnReportLine, report_line
+from .ffn_rules import NotTokenwise
+from .ffn_run import inputs_of
+from .ffn_verify import trace
+
+
+class FfnBinding:
+    """What :func:`patch_ffn` does, to be attached and detached many times; what has been proven stays.
+
+    It serves several copies of a model (one per device) and keeps none of them alive. One binding is attached to a
+    module at a time: attaching a second one takes the first off, whoever forgot it there.
+
+    Args:
+        passing: exceptions of the host that a trial must not take for a refusal, such as its interrupt.
+        budget_mib, chunk_tokens, min_tokens, include, exclude, verify, checkpoint: as in :func:`patch_ffn`.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_mib: float | None = None,
+        chunk_tokens: int | None = None,
+        min_tokens: int = 256,
+        include: Any = None,
+        exclude: Any = None,
+        verify: bool = True,
+        checkpoint: bool = True,
+        passing: tuple[type[BaseException], ...] = (),
+    ):
+        self.settings = Settings(budget_mib, chunk_tokens, min_tokens, verify, checkpoint, passing=passing)
+        self._include, self._exclude = include, exclude
+        self._sites: weakref.WeakKeyDictionary[nn.Module, BoundSite] = weakref.WeakKeyDictionary()
+
+    def attach(self, model: nn.Module) -> int:
+        """Put slices into the feed-forward modules of ``model``; returns how many. Doing it twice changes nothing."""
+        sites = [(found.module, self._site(found.module)) for found in self._found(model) if not found.why_not]
+        for module, site in sites:
+            take_off(module)
+            attach(module, site)
+            site.follow(module.__dict__.get("forward"))
+        return len(sites)
+
+    def detach(self, model: nn.Module) -> int:
+        """Take them out again; returns from how many. Others' slices and forwards stay."""
+        return sum(take_off(found.module, self) for found in self._found(model) if not found.why_not)
+
+    def restart_report(self) -> None:
+        """The report begins anew."""
+        for site in list(self._sites.values()):
+            site.used.clear()
+
+    def report(self, model: nn.Module) -> FfnReport:
+        """What became of each module of ``model`` since the report began."""
+        return FfnReport([self._line(found) for found in self._found(model)])
+
+    def preview(self, model: nn.Module) -> FfnReport:
+        """The same before any call: what can be told from a run of ``min_tokens`` tokens without data. Modules that
+        pass are ``"waiting"``, since the proof is only made with the first call."""
+        known: dict[Any, FfnReportLine] = {}
+        lines = []
+        for found in self._found(model):
+            line = self._line(found)
+            if line.state == "waiting":
+                alike = type(found.module), tuple((p.shape, p.dtype) for p in found.module.parameters())
+                if alike not in known:
+                    known[alike] = line._replace(**_tried(found.module, self.settings))
+                line = known[alike]._replace(name=found.name)
+            lines.append(line)
+        return FfnReport(lines)
+
+    def _found(self, model: nn.Module) -> list[Found]:
+        return list(find_ffn(model, self._include, self._exclude))
+
+    def _site(self, module: nn.Module) -> BoundSite:
+        site = self._sites.get(module)
+        if site is None:
+            site = self._sites[module] = BoundSite(self.settings, binding=weakref.ref(self))
+        return site
+
+    def _line(self, found: Found) -> FfnReportLine:
+        return report_line(found, None if found.why_not else self._site(found.module))
+
+
+class BoundSite(Site):
+    """A module under a binding."""
+
+    def __init__(self, settings: Settings, binding: weakref.ref[FfnBinding]):
+        super().__init__(settings)
+        self.binding = binding
+        self._is_plain, self._inner = True, _nothing
+
+    def copy(self) -> BoundSite:
+        return BoundSite(self.settings, self.binding)
+
+    def follow(self, forward: Any) -> None:
+        """What was proven holds for the forward below ours only."""
+        inner = forward.inner if isinstance(forward, SlicedForward) else None
+        is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
+        if not is_same:
+            self.plans.clear()
+            self.used.clear()
+            self.refusals.clear()
+        self._is_plain, self._inner = inner is None, _nothing if inner is None else _reference(inner)
+
+
+def take_off(module: nn.Module, binding: FfnBinding | None = None) -> bool:
+    """Remove the slices of ``binding`` (None = of any) from one module; returns whether there were any."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, SlicedForward):
+        return False
+    bound = [site for site in forward.sites if isinstance(site, BoundSite)]
+    removed = [site for site in bound if binding is None or site.binding() is binding]
+    for site in removed:
+        detach(forward, site)
+    return bool(removed)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reference(forward: Callable[..., Any]) -> Callable[[], Any]:
+    """A weak reference, so that a wrapper of another pack may go while we remember it."""
+    try:
+        return weakref.WeakMethod(forward) if isinstance(forward, types.MethodType) else weakref.ref(forward)
+    except TypeError:
+        return _nothing
+
+
+def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
+    """State and reason of a module that has not been called, from its first layer's width."""
+    layer = next((child for child in module.modules() if hasattr(child, "in_features")), None)
+    weight = getattr(layer, "weight", None)
+    if layer is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return {"why": _LATER}
+    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.float32
+    width = int(layer.in_features)  # type: ignore[arg-type]
+    x = torch.empty(1, dtype=dtype, device=weight.device).expand(1, settings.min_tokens, width)
+    try:
+        with torch.no_grad():
+            trace(module.forward, module, inputs_of((x,), {}), settings.min_tokens, passing=settings.passing)
+    except NotTokenwise as reason:
+        # what a made-up input does not get through says nothing about a real one
+        return {"why": _LATER} if isinstance(reason.__cause__, Exception) else {"state": "refused", "why": str(reason)}
+    return {"why": "seems to work token by token; proven in its first call"}
+
+
+_LATER = "is looked at in its first call"
