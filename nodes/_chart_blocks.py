@@ -9,7 +9,7 @@ from ._report_words import duration_text, round_text
 from ._runs import Run
 
 _HEIGHT, _AXIS = 170, 84
-_WIDEST, _FEW = 64.0, 6
+_WIDEST, _FEW = 110.0, 6
 
 
 def draw_blocks(board: Board, run: Run) -> None:

@@ -10,7 +10,7 @@ from ._chart import AMBER, AMBER_PANEL, FAINT, INK, MUTED, RED, RED_PANEL, Board
 from ._chart_blocks import draw_blocks
 from ._chart_parts import HANDED_ON, ROUTE_COLOURS, Part, draw_memory, draw_stack
 from ._report_find import Findings, Shown, clock_text
-from ._report_words import duration_text, peak_label, plural, size_text, title_of
+from ._report_words import duration_text, peak_label, plural, size_text
 from ._runs import Run
 
 WIDTH, MARGIN = 1200, 44
@@ -74,7 +74,7 @@ def _draw_heading(board: Board, shown: Shown) -> None:
     run = shown.run
     whole = duration_text(run.elapsed_s) if run.elapsed_s else "not finished"
     room = board.right - board.left - 240
-    board.text(board.left, board.y, fitted(title_of(run), room, HEADING), HEADING, bold=True)
+    board.text(board.left, board.y, fitted(shown.title, room, HEADING), HEADING, bold=True)
     board.text(board.right, board.y, whole, HEADING, align="right")
     board.space(line_height(HEADING) + 2)
     node = "" if run.unique_id is None else f"node {run.unique_id}, "

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..pascal_attn_core.cli.info import Machine
 from ._report_check import Exactness
+from ._report_rows import together
 from ._report_words import title_of
 from ._runs import Run
 
@@ -23,11 +24,34 @@ Prompt = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """One run in a report: a remark on it ("" = of this prompt, and complete), the exactness check's result."""
+    """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), the exactness
+    check's result, and how many runs there were."""
 
     run: Run
     remark: str = ""
     exactness: Exactness | None = None
+    times: int = 1
+
+    @property
+    def title(self) -> str:
+        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``."""
+        return title_of(self.run) + (f", {self.times} runs" if self.times > 1 else "")
+
+
+def merged(shown: list[Shown]) -> list[Shown]:
+    """Runs of one node with one model as one: positive and negative prompt, the tiles of an upscaler."""
+    groups: dict[tuple, list[Shown]] = {}
+    for entry in shown:
+        run = entry.run
+        key = (run.unique_id or id(run), run.subject, run.part, run.settings, run.device, entry.remark)
+        groups.setdefault(key, []).append(entry)
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups.values()]
+
+
+def _one_of(group: list[Shown]) -> Shown:
+    checks = [entry.exactness for entry in group if entry.exactness is not None]
+    worst = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
+    return Shown(together([entry.run for entry in group]), group[0].remark, worst, len(group))
 
 
 @dataclass(eq=False)

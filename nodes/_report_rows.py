@@ -104,6 +104,23 @@ def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:
     return sorted(sums.items(), key=lambda item: (-item[1].elapsed_ms, -item[1].count))
 
 
+def together(runs: Sequence[Run]) -> Run:
+    """Several runs of one node as one: everything added up, one after the other."""
+    first = runs[0]
+    whole = Run(first.subject, first.part, first.settings, first.device, first.unique_id, first.prompt_id)
+    whole.started, whole.finished = first.started, all(run.finished for run in runs)
+    whole.elapsed_s = sum(run.elapsed_s for run in runs)
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    whole.peak_bytes = max(peaks, default=None)
+    for run in runs:
+        whole.devices |= run.devices
+        whole.warnings += [text for text in run.warnings if text not in whole.warnings]
+        whole.notes += [text for text in run.notes if text not in whole.notes]
+        for kind, tally in list(run.tallies.items()):
+            whole.tallies[kind] = _added(whole.tallies.get(kind, CallTally()), tally)
+    return whole
+
+
 def _added(a: CallTally, b: CallTally) -> CallTally:
     known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
     return CallTally(

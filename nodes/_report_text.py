@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..pascal_attn_core.cli.info import describe_facts
 from ._report_find import Findings, Shown, clock_text
 from ._report_rows import BlockGroup, block_rows, grouped, kinds_of
-from ._report_words import duration_text, peak_label, plural, shape_text, share_text, size_text, title_of
+from ._report_words import duration_text, peak_label, plural, shape_text, share_text, size_text
 from ._runs import CallKind, CallTally, Run
 
 _WIDTH = 110
@@ -65,7 +65,7 @@ def time_text(run: Run) -> str:
 def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
     run = shown.run
     node = "" if run.unique_id is None else f", node {run.unique_id}"
-    lines = [f"=== {title_of(run)}{node}, {clock_text(run.started)} ==="]
+    lines = [f"=== {shown.title}{node}, {clock_text(run.started)} ==="]
     rows = [("", shown.remark), ("settings", run.settings), ("device", ", ".join(sorted(run.devices) or [run.device]))]
     if run.tallies:
         rows += _call_rows(run)
@@ -151,7 +151,7 @@ def bug_report(findings: Findings) -> list[str]:
     lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
     for shown in findings.shown:
         run = shown.run
-        lines += ["", f"{title_of(run)} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
+        lines += ["", f"{shown.title} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
         lines += [f"  {line}" for line in _kind_lines(run)]
         lines += [f"  {text}" for _, text in _memory_rows(run, findings.memory)]
         lines += [f"  exactness: {shown.exactness.text()}"] if shown.exactness is not None else []

@@ -11,10 +11,9 @@ from ..pascal_attn_core.cli.info import complaints, look_around
 from . import _host, _runs
 from ._chart_report import draw_report
 from ._report_check import check
-from ._report_find import Findings, Shown, choose_runs
+from ._report_find import Findings, Shown, choose_runs, merged
 from ._report_preview import as_image, save_preview
 from ._report_text import report_text, summary
-from ._report_words import title_of
 
 log = logging.getLogger("pascal_attn")
 
@@ -94,6 +93,7 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     shown, remarks = choose_runs(_runs.remembered(), prompt, _host.prompt_id(), unique_id)
     if exactness_check:
         shown = [Shown(entry.run, entry.remark, check(entry.run)) for entry in shown]
+    shown = merged(shown)
     own += [alarm for entry in shown for alarm in _alarms_of(entry)]
     for alarm in own:
         log.warning("pascal_attn: report: %s", alarm)
@@ -118,7 +118,7 @@ def _alarms_of(shown: Shown) -> list[str]:
 
 
 def _name(shown: Shown) -> str:
-    return title_of(shown.run) + (f" ({shown.remark})" if shown.remark else "")
+    return shown.title + (f" ({shown.remark})" if shown.remark else "")
 
 
 def _total_bytes(device: str) -> int:

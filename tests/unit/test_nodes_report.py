@@ -76,6 +76,23 @@ def test_a_run_that_goes_on_is_marked():
     assert TEXT.report_text(findings(*shown))
 
 
+def test_several_runs_of_one_node_are_one_section_with_everything_added_up():
+    first, second = run(blocks(2), peak_bytes=5), run(blocks(3), peak_bytes=9, warnings=["beware"])
+    other = run(blocks(2), unique_id="6")
+    both, alone = FIND.merged([FIND.Shown(first), FIND.Shown(other), FIND.Shown(second)])
+    assert alone.run is other
+    assert both.title == "Flux, diffusion model, 2 runs"
+    assert (both.run.count(), both.run.elapsed_s, both.run.peak_bytes) == (20, 20.0, 9)
+    assert both.run.warnings == ["beware"]
+    assert first.count() == 8
+
+
+def test_of_several_checks_the_one_that_failed_is_shown():
+    good, bad = CHECK.exactness_of(sample()), CHECK.exactness_of(sample(factor=2.0))
+    entries = [FIND.Shown(run(blocks(1)), "", found) for found in (good, bad, good)]
+    assert FIND.merged(entries)[0].exactness is bad
+
+
 # ---- text ----
 
 
@@ -307,7 +324,7 @@ def test_it_runs_on_each_prompt():
 
 
 def test_its_type_differs_from_no_other():
-    assert not any(REPORT.ANY != name for name in ("LATENT", "IMAGE", "MODEL"))
+    assert not any(name != REPORT.ANY for name in ("LATENT", "IMAGE", "MODEL"))
     assert str(REPORT.ANY) == "*"
 
 
