@@ -19,16 +19,16 @@ _MOST_GROUPS, _MOST_KINDS = 60, 40
 
 def report_text(findings: Findings) -> str:
     """All of it."""
-    lines = ["PASCAL ATTENTION REPORT", *_warnings(findings), "", *summary(findings)]
+    lines = ["PASCAL ATTENTION REPORT", *_warnings(findings), ""]
+    lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
     for shown in findings.shown:
         lines += ["", *_section(shown, findings.memory)]
     return "\n".join([*lines, "", *bug_report(findings)])
 
 
 def summary(findings: Findings) -> list[str]:
-    """A line per run, and what is missing."""
-    lines = [_summary_of(shown) for shown in findings.shown]
-    return [line for text in [*lines, *findings.remarks] for line in textwrap.wrap(text, _WIDTH)]
+    """A sentence per run, and what is missing."""
+    return [*(_summary_of(shown) for shown in findings.shown), *findings.remarks]
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -52,7 +52,7 @@ def _summary_of(shown: Shown) -> str:
 
 
 def time_text(run: Run) -> str:
-    """``"4.52 s in attention of 12.3 s (37 %)"``."""
+    """``"4.52 s in attention of 12.3 s (37%)"``."""
     if not run.elapsed_ms:
         return f"{duration_text(run.elapsed_s)}; attention was not timed"
     text = f"{duration_text(run.elapsed_ms / 1e3)} in attention"

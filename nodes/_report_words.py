@@ -46,8 +46,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def share_text(share: float) -> str:
-    """``"37 %"``, ``"less than 1 %"``."""
-    return "less than 1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")
+    """``"37%"``, ``"less than 1%"``."""
+    return "less than 1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 
 def shape_text(kind: CallKind) -> str:

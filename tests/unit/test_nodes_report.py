@@ -136,7 +136,7 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     for fact in (
         "4 x tiled: no kernel",
         "7 x fewer than 1024 keys",
-        "5.00 s in attention of 10.0 s (50 %)",
+        "5.00 s in attention of 10.0 s (50%)",
         "63.0 MiB",
     ):
         assert fact in text
@@ -178,7 +178,7 @@ def test_shares_of_several_devices_stay_below_one():
     made = run([(kind("double 0"), {"elapsed_ms": 15000.0})])
     made.devices.add("cuda:1")
     assert made.share == 0.75
-    assert "on 2 devices (75 %)" in TEXT.report_text(findings(made))
+    assert "on 2 devices (75%)" in TEXT.report_text(findings(made))
 
 
 # ---- the machine ----
