@@ -6,11 +6,13 @@ from .attention_patch import PascalAttentionPatch
 from .ffn_chunking import PascalFFNChunking
 from .report import PascalAttentionReport
 from .text_encoder_attention import PascalTextEncoderAttention
+from .tile_size import PascalTileSize
 from .vae_attention import PascalVAEAttention
 
 NODE_CLASS_MAPPINGS = {
     "PascalAttentionPatch": PascalAttentionPatch,
     "PascalAttentionReport": PascalAttentionReport,
+    "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
@@ -18,6 +20,7 @@ NODE_CLASS_MAPPINGS = {
 NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
     "PascalAttentionReport": "Pascal Attention Report",
+    "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",

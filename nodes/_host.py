@@ -39,6 +39,22 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return int(model_management.get_free_memory(device)), int(model_management.get_total_memory(device))
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """The number format in which ComfyUI computes a float16 model on this device."""
+    from comfy import model_management
+
+    if model_management.should_use_fp16(device):
+        return torch.float16
+    return torch.bfloat16 if model_management.should_use_bf16(device) else torch.float32
+
+
+def user_directory() -> str:
+    """ComfyUI's folder for what belongs to its user."""
+    import folder_paths
+
+    return folder_paths.get_user_directory()
+
+
 def attention_function() -> Any:
     """The function that ComfyUI's models call for attention."""
     from comfy.ldm.modules import attention

@@ -1,0 +1,121 @@
+"""Node: Pascal Tile Size."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..pascal_attn_core.device import device_info
+from . import _host
+from ._tile import Card, Shape, plan_for, sentence
+from ._tile_measure import AUTO, CannotMeasure, measure
+from ._tile_store import FILE_NAME, TileStore
+
+FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_AS_COMFYUI = "as ComfyUI computes"
+_WORTH = 0.97  # a fixed tile must take at most this part of the time that the route's own choice takes
+
+
+class PascalTileSize:
+    """-> INT, STRING: keys per tile of the tiled route on this card, and why."""
+
+    DESCRIPTION = (
+        "How many keys the tiled route of Pascal Attention Patch should take at a time on this card, and one sentence "
+        "that says why. Reads the L2 cache and the free memory of the device that ComfyUI computes on, or times a few "
+        "sizes once and remembers the fastest. You need it only to look or to experiment: left at 0, the patch makes "
+        "the same choice for each call by itself."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("l2 cache", "block size", "benchmark attention", "tile", "pascal", "gtx 1080", "p40")
+    RETURN_TYPES = ("INT", "STRING")
+    RETURN_NAMES = ("tile_size", "explanation")
+    OUTPUT_TOOLTIPS = (
+        "Keys per tile, for the input tile_size of Pascal Attention Patch. 0 = best left to the patch.",
+        "The choice in one sentence, with the numbers it comes from.",
+    )
+    FUNCTION = "choose"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        mode = (
+            f"{FROM_CARD}: by arithmetic, at once. {MEASURE}: times a few sizes on the card, four seconds at most, and "
+            f"remembers the result in {FILE_NAME} in ComfyUI's user folder. {AGAIN}: forgets what was remembered."
+        )
+        dtype = f"Number format of attention. {_AS_COMFYUI}: what ComfyUI picks on this card for a float16 model."
+        tokens = "Tokens of the largest attention call: 4096 for 1024 x 1024 in most models, 32760 for 5 s of 480p Wan."
+        budget = "Largest extra memory of one call in MiB, as on Pascal Attention Patch. 0 = chosen from the card."
+        return {
+            "required": {"mode": ([FROM_CARD, MEASURE, AGAIN], {"default": FROM_CARD, "tooltip": mode})},
+            "optional": {
+                "tokens": ("INT", {"default": 4096, "min": 1, "max": 1048576, "tooltip": tokens}),
+                "heads": ("INT", {"default": 24, "min": 1, "max": 1024, "tooltip": "Attention heads of the model."}),
+                "head_dim": ("INT", {"default": 64, "min": 1, "max": 1024, "tooltip": "Channels of one head."}),
+                "dtype": ([_AS_COMFYUI, *_DTYPES], {"default": _AS_COMFYUI, "tooltip": dtype}),
+                "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "tooltip": budget}),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def choose(
+        self,
+        mode: str,
+        tokens: int = 4096,
+        heads: int = 24,
+        head_dim: int = 64,
+        dtype: str = _AS_COMFYUI,
+        budget_mib: int = 0,
+        unique_id: str | None = None,
+    ) -> tuple[int, str]:
+        """Keys per tile, and the sentence."""
+        device = _host.compute_device()
+        kind = _DTYPES.get(dtype) or _host.compute_dtype(device)
+        shape = Shape(tokens, heads, head_dim, kind, budget_mib)
+        card = Card(device_info(device), *_host.free_and_total_bytes(device))
+        size, text = _from_card(card, shape) if mode == FROM_CARD else _measured(card, shape, device, mode == AGAIN)
+        _host.say(text, unique_id)
+        return size, text
+
+
+def _from_card(card: Card, shape: Shape, remark: str = "") -> tuple[int, str]:
+    plan = plan_for(card, shape)
+    return plan.kv_block, sentence(card, shape, plan) + remark
+
+
+def _measured(card: Card, shape: Shape, device: torch.device, again: bool) -> tuple[int, str]:
+    store, key = TileStore(Path(_host.user_directory()) / FILE_NAME), shape.key(card.info.name or card.info.kind)
+    entry = None if again else store.get(key)
+    if entry is None:
+        try:
+            entry = _measure_now(card, shape, device)
+        except CannotMeasure as reason:
+            return _from_card(card, shape, f" It could not be measured: {reason}.")
+        store.put(key, entry)
+    size, times = entry["tile_size"], entry.get("milliseconds")
+    words = "the tiled route is fastest with its own choice" if size == AUTO else f"{size} keys per tile are fastest"
+    shown = f" ({_listed(times)})" if isinstance(times, dict) else ""
+    with_what = f" with {entry['timed']}" if entry.get("timed", shape.text()) != shape.text() else ""
+    measured = f"{words}, as measured on {entry.get('measured', 'an unknown day')}{with_what}{shown}"
+    return size, sentence(card, shape, plan_for(card, shape), measured)
+
+
+def _measure_now(card: Card, shape: Shape, device: torch.device) -> dict[str, Any]:
+    times, timed = measure(card, shape, plan_for(card, shape).kv_block, device)
+    best = min(times, key=lambda size: times[size])
+    if AUTO in times and times[best] > _WORTH * times[AUTO]:
+        best = AUTO
+    return {
+        "tile_size": best,
+        "milliseconds": {"own choice" if size == AUTO else str(size): round(ms, 3) for size, ms in times.items()},
+        "timed": timed.text(),
+        "measured": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+    }
+
+
+def _listed(times: dict[str, Any]) -> str:
+    return ", ".join(f"{size}: {ms} ms" for size, ms in times.items())
