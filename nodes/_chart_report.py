@@ -127,7 +127,7 @@ def _draw_sentences(board: Board, shown: Shown) -> None:
         sentences.append((f"{plural(repaired, 'output')} not finite, computed again in float32", AMBER))
     if shown.exactness is not None:
         sentences.append((f"Exactness: {shown.exactness.text()}", _GREEN if shown.exactness.is_exact else RED))
-    sentences += [(text, INK) for text in run.notes[:_MOST_SENTENCES]]
+    sentences += [(text, INK) for text in _first(run.notes)]
     board.space(14 if sentences else 0)
     for text, colour in sentences:
         board.reserve(line_height(BODY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class Engine:
         self._metered: set[tuple] = set()
         self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
         self._finite_inputs = True  # until a call's inputs were found not to be
+        self._handled = 0  # id of the exception that was being handled when the run began
 
     # ---- runs ----
 
@@ -76,6 +78,8 @@ class Engine:
         """A sampling, decoding or encoding starts; nested and parallel ones are part of the first."""
         with self._lock:
             self._depth += 1
+            if self._depth == 1:
+                self._handled = id(sys.exc_info()[1])
             stray = self._run if self._depth == 1 else None
             if stray is not None:  # from calls of the model outside of a sampling: nobody said when they were over
                 self._run = None
@@ -90,12 +94,20 @@ class Engine:
             if self._depth or run is None:
                 return None
             self._run = None
+        if self.failure:
+            run.note(f"ended early by {self.failure}: the figures are those until then")
         for device in {run.device, *run.devices}:
             peak = peak_of_run(torch.device(device))
             if peak is not None:
                 run.saw_memory(peak)
         run.finish()
         return run
+
+    @property
+    def failure(self) -> str:
+        """The class of the exception that the run is ending with, "" without one."""
+        error = sys.exc_info()[1]
+        return "" if error is None or id(error) == self._handled else type(error).__name__
 
     @property
     def is_running(self) -> bool:

@@ -100,8 +100,7 @@ def choose_runs(
         last = next((run for run in reversed(known) if run.unique_id == node and run.prompt_id != prompt_id), None)
         if last is not None:
             earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
-        if last is not None or kind != "PascalFFNChunking":
-            remarks.append(f"{PATCHES[kind]} (node {node}) {_why_absent(prompt, node, report_id, last)}")
+        remarks.append(f"{PATCHES[kind]} (node {node}) {_why_absent(prompt, node, report_id, last)}")
     if not patches and not shown:
         remarks.append(_nothing(known))
     if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):

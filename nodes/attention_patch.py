@@ -123,7 +123,7 @@ def _after_run(engine: Engine, patcher: Any) -> None:
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     if engine.run.count() == 0 and engine.is_compiled:
         engine.run.note("compiled by torch.compile: attention runs inside its graph, where calls are not counted")
-    elif engine.run.count() == 0:
+    elif engine.run.count() == 0 and not engine.failure:
         engine.warn(f"no attention call reached the patch: {_why_none(engine, current)}")
     finished = engine.end()
     if finished is not None:

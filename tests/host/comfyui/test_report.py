@@ -110,6 +110,27 @@ def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> 
     assert any("no attention call reached the patch" in line for line in found.log)
 
 
+def test_a_run_cancelled_before_its_first_call_is_no_alarm(server: ComfyServer) -> None:
+    trip = ("ProbeTrip", {"action": "interrupt", "at_call": 1, "seconds": 0.0})
+    graph, latent = sample_graph("sd15", [attention_patch(), trip], "")
+    node, _ = graph.add(REPORT, exactness_check=True, value=latent)
+    outcome = server.run(graph.prompt)
+    assert outcome.status == "interrupted"
+    assert any("ended early by InterruptProcessingException" in line for line in outcome.log)
+    assert not any("no attention call reached the patch" in line for line in outcome.log)
+    again = server.run(graph.prompt).outputs[node]["text"][0]
+    assert "ended early" not in again
+    assert "of an earlier prompt" not in again
+
+
+def test_feed_forward_chunking_has_a_section_of_its_own(server: ComfyServer) -> None:
+    chunking = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
+    found = sampled(server, "wan_t2v", attention_patch(), chunking)
+    assert "WAN21, feed-forward, node" in found.text
+    assert "feed-forward modules chunked" in found.top
+    assert "WAN21, diffusion model, node" in found.text
+
+
 def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfyServer) -> None:
     graph, latent = sample_graph("sd15", [attention_patch()], "")
     node, _ = graph.add(REPORT, exactness_check=True, value=latent)
