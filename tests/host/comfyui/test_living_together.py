@@ -103,6 +103,9 @@ def test_the_patch_twice_in_a_row_counts_once_with_the_last_settings(server: Com
     ours = sample(server, "sd15", TILED, TORCH)
     assert ours.run.routes == {"torch": stock(server).counts["sdpa"]}
     assert largest_difference(ours, stock(server)) < ROUNDING
+    handing_on = sample(server, "sd15", TILED, attention_patch(min_keys=1024))
+    assert handing_on.run.taken == 0  # the first one, with other settings, is gone
+    assert torch.equal(handing_on.tensors[0], stock(server).tensors[0])
 
 
 @both_coverages
