@@ -151,8 +151,7 @@ def flux() -> Tiny:
 
 
 def wan() -> Tiny:
-    if not hasattr(d, "WanPipeline"):
-        pytest.skip(f"diffusers {d.__version__} has no Wan")
+    _need("WanPipeline")
     transformer = d.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
@@ -181,8 +180,182 @@ def wan() -> Tiny:
     return _tiny(pipe, "transformer", (1, 16, 1, 4, 4), text, height=32, width=32, num_frames=5)
 
 
-#: the families that this library promises to serve
-BUILD: dict[str, Callable[[], Tiny]] = {"sd15": sd15, "sdxl": sdxl, "flux": flux, "wan": wan}
+def sd3() -> Tiny:
+    transformer = d.SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+    )
+    pipe = d.StableDiffusion3Pipeline(
+        transformer=reinitialise(transformer),
+        vae=_vae(4, shift_factor=0.06, scaling_factor=1.5),
+        text_encoder=None,
+        text_encoder_2=None,
+        text_encoder_3=None,
+        tokenizer=None,
+        tokenizer_2=None,
+        tokenizer_3=None,
+        scheduler=d.FlowMatchEulerDiscreteScheduler(),
+    )
+    text = {
+        "prompt_embeds": _random(1, 12, 32),
+        "negative_prompt_embeds": _random(1, 12, 32, seed=2),
+        "pooled_prompt_embeds": _random(1, 64),
+        "negative_pooled_prompt_embeds": _random(1, 64, seed=2),
+    }
+    return _tiny(pipe, "transformer", (1, 4, 8, 8), text, height=16, width=16)
+
+
+def ltx() -> Tiny:
+    _need("LTXPipeline")
+    transformer = d.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=32,
+    )
+    four, five = (8,) * 4, (1,) * 5
+    vae = d.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=four,
+        decoder_block_out_channels=four,
+        layers_per_block=five,
+        decoder_layers_per_block=five,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    vae.use_framewise_encoding = vae.use_framewise_decoding = False
+    pipe = d.LTXPipeline(
+        transformer=reinitialise(transformer),
+        vae=reinitialise(vae),
+        text_encoder=None,
+        tokenizer=None,
+        scheduler=d.FlowMatchEulerDiscreteScheduler(),
+    )
+    return _tiny(pipe, "transformer", (1, 8, 1, 4, 4), _padded(9, 32), height=32, width=32, num_frames=9)
+
+
+def cogvideox() -> Tiny:
+    transformer = d.CogVideoXTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=2,
+        text_embed_dim=32,
+        num_layers=2,
+        sample_width=2,
+        sample_height=2,
+        sample_frames=9,
+        max_text_seq_length=16,
+    )
+    vae = d.AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8,) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+    )
+    pipe = d.CogVideoXPipeline(
+        transformer=reinitialise(transformer),
+        vae=reinitialise(vae),
+        text_encoder=None,
+        tokenizer=None,
+        scheduler=d.DDIMScheduler(),
+    )
+    text = {"prompt_embeds": _random(1, 16, 32), "negative_prompt_embeds": _random(1, 16, 32, seed=2)}
+    return _tiny(pipe, "transformer", (1, 4, 1, 2, 2), text, height=16, width=16, num_frames=9)
+
+
+def hunyuanvideo() -> Tiny:
+    _need("HunyuanVideoPipeline")
+    transformer = d.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    )
+    vae = d.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    pipe = d.HunyuanVideoPipeline(
+        transformer=reinitialise(transformer),
+        vae=reinitialise(vae),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        scheduler=d.FlowMatchEulerDiscreteScheduler(shift=7.0),
+    )
+    text = {
+        "prompt_embeds": _random(1, 9, 16),
+        "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0, 0]]),
+        "pooled_prompt_embeds": _random(1, 8),
+    }
+    return _tiny(pipe, "transformer", (1, 4, 2, 2, 2), text, height=16, width=16, num_frames=5)
+
+
+#: the pipelines that are run as a whole
+BUILD: dict[str, Callable[[], Tiny]] = {
+    "sd15": sd15,
+    "sdxl": sdxl,
+    "sd3": sd3,
+    "flux": flux,
+    "wan": wan,
+    "ltx": ltx,
+    "cogvideox": cogvideox,
+    "hunyuanvideo": hunyuanvideo,
+}
+
+
+def _need(name: str) -> None:
+    if not hasattr(d, name):
+        pytest.skip(f"diffusers {d.__version__} has no {name}")
+
+
+def _padded(tokens: int, width: int) -> dict[str, Tensor]:
+    """Embeddings of a prompt and of none, and their masks."""
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    mask[:, tokens - 3 :] = False
+    none = torch.zeros(1, tokens, dtype=torch.bool)
+    none[:, :2] = True
+    return {
+        "prompt_embeds": _random(1, tokens, width),
+        "prompt_attention_mask": mask,
+        "negative_prompt_embeds": _random(1, tokens, width, seed=2),
+        "negative_prompt_attention_mask": none,
+    }
 
 
 def _vae(latent_channels: int, **settings: Any) -> nn.Module:

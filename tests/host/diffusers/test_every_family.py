@@ -1,0 +1,103 @@
+"""Every model family: taken and right, by every door; and a table that would notice if they were not."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import diffusers
+
+from pascal_attn_core import _diffusers_sites, cli
+from pascal_attn_core.cli import families as command
+from pascal_attn_core.cli.zoo import NotInThisVersion, families
+from pascal_attn_core.cli.zoo import proof as proving
+from pascal_attn_core.cli.zoo.without import unknown_models
+
+FAMILIES = {family.name: family for family in families()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_call_of_the_family_is_taken_and_right(name):
+    try:
+        proof = proving.prove(FAMILIES[name])
+    except NotInThisVersion as missing:
+        pytest.skip(f"diffusers {diffusers.__version__}: {missing}")
+    assert not proof.problems, proof
+    assert proof.made or proof.taken or proof.left_alone
+
+
+def test_every_model_class_of_diffusers_is_in_the_table():
+    if not diffusers.__version__.startswith("0.42."):
+        pytest.skip("the table is kept for the newest version it was made with, 0.42")
+    assert list(unknown_models()) == []
+
+
+def test_families_have_names_of_their_own():
+    assert len(FAMILIES) == len(families())
+
+
+# --- the proof can fail -----------------------------------------------------------------------------------------------
+
+FLUX = FAMILIES["FluxTransformer2DModel"]
+LUMINA = FAMILIES["LuminaNextDiT2DModel"]
+
+
+def test_attention_that_is_wrong_is_a_problem(monkeypatch):
+    monkeypatch.setattr(proving.redirecting, "sdpa", proving.uniform)
+    assert any("error" in problem for problem in proving.prove(FLUX).problems)
+
+
+def test_attention_that_is_slightly_wrong_is_a_problem(monkeypatch):
+    right = proving.redirecting.sdpa
+    monkeypatch.setattr(proving.redirecting, "sdpa", lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-5))
+    assert any("error" in problem for problem in proving.prove(FLUX).problems)
+
+
+def test_a_dropped_mask_is_a_problem(monkeypatch):
+    monkeypatch.setattr(proving.redirecting, "sdpa", proving.maskless)
+    assert any("error" in problem for problem in proving.prove(LUMINA).problems)
+
+
+def test_attention_that_silently_stays_torchs_is_a_problem(monkeypatch):
+    missed = []
+
+    def misses_one(models):
+        sites = list(_diffusers_sites.sites_of(models))
+        missed.append(sites.pop())
+        yield from sites
+
+    monkeypatch.setattr("pascal_attn_core.diffusers.sites_of", misses_one)
+    assert any("calls made, taken" in problem for problem in proving.prove(FLUX).problems)
+    assert missed
+
+
+def test_something_left_behind_is_a_problem(monkeypatch):
+    monkeypatch.setattr("pascal_attn_core.diffusers.release_module", lambda module, redirect: [])
+    assert "what was there before is not back" in proving.prove(FLUX).problems
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_table_and_keeps_the_runs_of_other_versions(tmp_path, capsys, monkeypatch):
+    stem = tmp_path / "table"
+    assert cli.main(["families", "fluxtransformer2d", "--out", str(stem)]) == 0
+    monkeypatch.setattr(command, "_versions", lambda: {"diffusers": "0.1.0"})
+    assert cli.main(["families", "FluxTransformer2D", "AutoencoderDC", "--out", str(stem)]) == 0
+    table = stem.with_suffix(".md").read_text(encoding="utf-8")
+    assert "diffusers 0.1.0 |" in table
+    assert "| FluxTransformer2DModel | 2 | - | 2 |" in table
+    assert "AutoencoderDC" in capsys.readouterr().out
+
+
+def test_the_command_fails_when_something_is_not_proven(monkeypatch, capsys):
+    monkeypatch.setattr(proving.redirecting, "sdpa", proving.uniform)
+    assert cli.main(["families", "FluxTransformer2D"]) == 1
+    assert "NOT PROVEN FluxTransformer2DModel: error" in capsys.readouterr().out
+
+
+def test_a_family_that_is_not_there_is_named(capsys):
+    assert cli.main(["families", "Nonsense"]) == 2
+    assert "Nonsense" in capsys.readouterr().err

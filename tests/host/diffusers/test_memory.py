@@ -1,0 +1,73 @@
+"""No matrix of scores is ever stored: whole models at 16,384 tokens under the exact counter."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pascal_attn_core import AttentionConfig, _diffusers_redirect
+from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.memory import PeakMemory
+
+MIB = 1 << 20
+TOKENS = 128 * 128
+
+
+def unet(tiny):
+    """Self-attention of 128 x 128 latents at the top level, two heads."""
+    net = tiny.tiny_unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=2,
+    )
+
+    def run(device):
+        text = torch.zeros(1, 7, 32, device=device)
+        return net(torch.zeros(1, 4, 128, 128, device=device), 10, encoder_hidden_states=text)
+
+    return net, run
+
+
+def flux(tiny):
+    """A packed image of 128 x 128 tokens, a joint block and a single one, two heads."""
+    net = tiny.tiny_flux_transformer()
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(128.0), torch.arange(128.0))
+
+    def run(device):
+        return net(
+            hidden_states=torch.zeros(1, TOKENS, 4, device=device),
+            encoder_hidden_states=torch.zeros(1, 12, 32, device=device),
+            pooled_projections=torch.zeros(1, 32, device=device),
+            timestep=torch.ones(1, device=device),
+            img_ids=ids.to(device),
+            txt_ids=torch.zeros(12, 3, device=device),
+        )
+
+    return net, run
+
+
+def peak(run, device="cpu"):
+    with torch.no_grad(), PeakMemory(device) as memory:
+        run(device)
+    return memory.peak_bytes, memory.largest_tensor_bytes
+
+
+@pytest.mark.parametrize("model", [unet, flux], ids=["unet", "dit"])
+def test_a_model_at_16k_tokens_takes_memory_for_its_own_activations_only(model, tiny, monkeypatch):
+    net, run = model(tiny)
+    budget_mib = 2
+    with patch_pipeline(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
+        ours, largest = peak(run)
+        monkeypatch.setattr(_diffusers_redirect, "sdpa", lambda query, *_, **__: torch.zeros_like(query))
+        without_attention, _ = peak(run)
+    net.to("meta")
+    with sdpa_kernel(SDPBackend.MATH):
+        math, matrix = peak(run, "meta")
+    assert ours <= without_attention + budget_mib * MIB
+    assert matrix >= 2 * TOKENS * TOKENS * 4
+    assert largest < matrix / 50
+    assert math > 30 * ours
