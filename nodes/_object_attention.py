@@ -110,7 +110,7 @@ def named_attention(engine: Engine, scope: Scope, block: str) -> Make:
 
     def make(previous: Callable[..., Any]) -> Callable[..., Any]:
         module, forward = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
-        if isinstance(forward, FunctionType) and forward is type(module).forward:
+        if isinstance(module, nn.Module) and isinstance(forward, FunctionType) and forward is type(module).forward:
             replaced = {name: _by_name(engine, scope, block, forward, name) for name in host_names(type(module))}
             previous = MethodType(_copy(forward, replaced), module)
 

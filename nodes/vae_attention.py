@@ -60,7 +60,7 @@ class PascalVAEAttention:
         patched = copy.copy(vae)
         patched.patcher = vae.patcher.clone()
         patched.pascal_attn = engine
-        patched.__class__ = _with_runs(type(vae))
+        patched.__class__ = _with_runs(type(vae))  # type: ignore[arg-type]  # mypy: a class is not Hashable
         replace_functions(patched.patcher, lambda model: _Sites(engine, model).replacements)
         return (patched,)
 
