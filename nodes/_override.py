@@ -31,7 +31,8 @@ def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | N
             out = in_host_layout(engine, block, args, kwargs)
             return _hand_on(func, previous, args, kwargs) if out is None else out
 
-    attention_by_pascal_attn.pascal_attn = (engine, previous)  # type: ignore[attr-defined]
+    # Its own name in the mark: functools.wraps of another pack copies marks.
+    attention_by_pascal_attn.pascal_attn = (attention_by_pascal_attn, engine, previous)  # type: ignore[attr-defined]
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
     if previous is not None and hasattr(previous, "container_function"):
@@ -73,9 +74,10 @@ def _hand_on(func: Callable[..., Any], previous: Callable[..., Any] | None, args
 
 def engine_of(override: Any) -> Engine | None:
     """The engine behind an override of ours, None for anybody else's."""
-    return getattr(override, "pascal_attn", (None, None))[0]
+    owner, engine, _ = getattr(override, "pascal_attn", (None, None, None))
+    return engine if owner is override else None
 
 
 def previous_of(override: Any) -> Any:
     """What an override of ours hands on to; anybody else's is returned as it is."""
-    return override.pascal_attn[1] if engine_of(override) is not None else override
+    return override if engine_of(override) is None else override.pascal_attn[2]
