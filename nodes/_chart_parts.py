@@ -67,9 +67,7 @@ def draw_memory(board: Board, title: str, bars: Sequence[Part], card_bytes: int,
     board.reserve(90 + step * len(bars))
     note = " (logarithmic scale)" if scale.is_log else ""
     board.text(board.left, board.y, title, LABEL, bold=True)
-    note_at = board.left + text_width(title, LABEL) + 8
-    board.text(note_at, board.y + 2, note, SMALL, MUTED)
-    free_from = note_at + text_width(note, SMALL) + 16
+    board.text(board.left + text_width(title, LABEL) + 8, board.y + 2, note, SMALL, MUTED)
     board.space(line_height(LABEL) + 8)
     left = board.left + min(380.0, 16 + max(text_width(bar.name, LABEL) for bar in bars))
     width = board.right - left - 110
@@ -84,32 +82,21 @@ def draw_memory(board: Board, title: str, bars: Sequence[Part], card_bytes: int,
         board.text(board.right, board.y + 3, text, LABEL, RED if over else INK, align="right", bold=over)
         board.space(step)
     if card_bytes:
-        _draw_card(
-            board, left + width * scale.place(card_bytes), top, bottom, free_from, f"this device: {words(card_bytes)}"
-        )
+        x = left + width * scale.place(card_bytes)
+        board.dashes(x, top - 4, bottom + 4, INK)
+        text = f"this device: {words(card_bytes)}"
+        board.text(x, top - 6 - line_height(SMALL), text, SMALL, align="middle")
     board.space(line_height(SMALL) + 10)
-
-
-def _draw_card(board: Board, x: float, top: float, bottom: float, free_from: float, text: str) -> None:
-    board.dashes(x, top - 4, bottom + 4, INK)
-    half = text_width(text, SMALL) / 2
-    board.text(
-        min(max(x, free_from + half), board.right - half), top - 6 - line_height(SMALL), text, SMALL, align="middle"
-    )
 
 
 def _draw_ticks(
     board: Board, scale: _Scale, left: float, width: float, top: float, bottom: float, words: Callable[[float], str]
 ) -> None:
-    last = -math.inf
     for value in scale.ticks():
         x = left + width * scale.place(value)
         board.line(x, top, x, bottom, FAINT)
         text = round_text(words(value)) if value else "0"
-        half = text_width(text, SMALL) / 2
-        if x - half > last + 14:
-            board.text(x, bottom + 4, text, SMALL, MUTED, align="middle")
-            last = x + half
+        board.text(x, bottom + 4, text, SMALL, MUTED, align="middle")
 
 
 class _Scale:

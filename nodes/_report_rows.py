@@ -100,7 +100,7 @@ def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:
     sums: dict[CallKind, CallTally] = {}
     for kind, tally in list(run.tallies.items()):
         kind = replace(kind, block="")
-        sums[kind] = _added(sums[kind], tally) if kind in sums else replace(tally)
+        sums[kind] = _added(sums.get(kind, CallTally()), tally)
     return sorted(sums.items(), key=lambda item: (-item[1].elapsed_ms, -item[1].count))
 
 

@@ -12,12 +12,12 @@ CHART, DRAW, PARTS = part("nodes._chart"), part("nodes._chart_report"), part("no
 LONG = "A model whose name goes on " * 8
 
 
+ROUTES = ["torch", "tiled", "fused", "math"]
+
+
 def many(count: int, family: str = "call"):
     routes = random.Random(0)
-    return [
-        (kind(f"{family} {i}", route=routes.choice(["torch", "tiled", "fused", "math"])), {"elapsed_ms": 9.0 * i + 1})
-        for i in range(count)
-    ]
+    return [(kind(f"{family} {i}", route=routes.choice(ROUTES)), {"elapsed_ms": 9.0 * i + 1}) for i in range(count)]
 
 
 def unet():
@@ -29,6 +29,15 @@ def unet():
 PICTURES = {
     "nothing": findings(remarks=["There is no Pascal node in this prompt."]),
     "one block": findings(run([(kind("decoder.mid.attn_1", route="tiled"), {"elapsed_ms": 800.0})])),
+    "millions of calls by every route": findings(
+        run(
+            [(kind(f"double {i}", route=route), {"count": 1234567}) for i, route in enumerate(ROUTES * 2)]
+            + [(kind("double 0", "handed on", why="few keys"), {"count": 7654321})]
+        )
+    ),
+    "a card of the size of the smallest bar": findings(
+        run([(kind("double 0", query=(1, 24, 90000, 128), key=(1, 24, 90000, 128)), {"extra_bytes": 11 << 30})])
+    ),
     "six blocks": findings(run(many(6, "clip_l.transformer.text_model.encoder.layers"))),
     "57 blocks": findings(run([*blocks(19), *blocks(38, "single")])),
     "200 blocks": findings(run(many(200), subject=LONG)),
@@ -85,13 +94,17 @@ def test_pictures_are_1200_wide_and_of_a_bearable_height(name):
     picture = DRAW.draw_report(PICTURES[name])
     assert picture.width == 1200
     assert 200 < picture.height < 6000
+    below = picture.crop((0, picture.height - DRAW.MARGIN, 1200, picture.height))
+    above = picture.crop((0, picture.height - DRAW.MARGIN - 60, 1200, picture.height - DRAW.MARGIN))
+    assert colours_of(below) == {(255, 255, 255)}
+    assert len(colours_of(above)) > 1
 
 
 def colours_of(picture):
     return {colour for _, colour in picture.getcolors(picture.width * picture.height)}
 
 
-@pytest.mark.parametrize("route", ["torch", "tiled", "fused", "math"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_each_route_has_its_colour(route):
     picture = DRAW.draw_report(
         findings(run([(kind(f"double {i}", route=route), {"elapsed_ms": 3.0}) for i in range(9)]))
@@ -105,8 +118,9 @@ def test_each_route_has_its_colour(route):
 
 
 def test_math_that_does_not_fit_the_card_is_red():
-    red = ImageColor.getrgb(CHART.RED)
-    assert red in colours_of(DRAW.draw_report(PICTURES["math far beyond the card"]))
+    red, bar = ImageColor.getrgb(CHART.RED), 300 * 20
+    picture = DRAW.draw_report(PICTURES["math far beyond the card"])
+    assert {colour: count for count, colour in picture.getcolors(1 << 20)}[red] > bar
     assert red not in colours_of(DRAW.draw_report(PICTURES["57 blocks"]))
 
 
