@@ -287,10 +287,11 @@ def many_tokens_stay_within_the_budget():
     attend = ours(engine, pack("_scope").Scope(), "block", host_function)
     query, key, value = (torch.randn(1, heads, 2047, 128) for heads in (attention.num_heads, 2, 2))
     mask = torch.full((2047, 2047), torch.finfo(torch.float32).min / 4).triu_(1)
-    options = {"mask": mask, "skip_reshape": True, "enable_gqa": True}
-    stock = host_function(query, key, value, attention.num_heads, **options)
+    options = {"mask": mask, "skip_reshape": True}
+    expanded = (t.repeat_interleave(attention.num_heads // 2, dim=1) for t in (key, value))
+    stock = host_function(query, *expanded, attention.num_heads, **options)
     with pack("core.memory").PeakMemory("cpu") as peak:
-        out = attend(query, key, value, attention.num_heads, **options)
+        out = attend(query, key, value, attention.num_heads, enable_gqa=True, **options)
     close(out, stock)
     assert peak.peak_bytes < (8 << 20) + 4 * out.numel() * 4 < 4 * 2047 * 2047 * 4
 
@@ -301,12 +302,11 @@ def an_encoder_that_asks_for_the_hosts_attention_itself_is_served():
         from comfy.text_encoders import gemma4
     except ImportError:
         raise Skip("this ComfyUI has no encoder that asks for attention itself") from None
-    config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6}
     torch.manual_seed(0)
     vision = gemma4.Gemma4VisionAttention(config, device="cpu", dtype=torch.float32, ops=comfy.ops.manual_cast)
-    for parameter in (*vision.parameters(), *vision.buffers()):
-        if parameter.ndim == 2:
-            parameter.normal_(std=0.1)
+    for parameter in vision.parameters():
+        torch.nn.init.normal_(parameter, std=0.1) if parameter.ndim == 2 else torch.nn.init.ones_(parameter)
 
     class Encoder(torch.nn.Module):
         def __init__(self):
