@@ -169,7 +169,7 @@ FAMILIES = [
     ),
     Family(
         "UNet1DModel",
-        {"sample_size": 64, "extra_in_channels": 64},
+        {"sample_size": 64, "time_embedding_type": "positional", "extra_in_channels": 32},
         lambda draw: {"sample": draw(2, 2, 64), "timestep": draw.time(2)},
         "Dance Diffusion",
     ),

@@ -46,7 +46,7 @@ def test_set_attn_processor_of_the_pipeline_does_the_same(family, tiny, stock_ca
 
 def test_set_attn_processor_of_the_denoiser_reaches_all_its_attention(family, tiny, stock_calls, routed, assert_same):
     case = tiny.BUILD[family]()
-    tiny.require(case.denoiser, "set_attn_processor")
+    tiny.require(case.denoiser, "attn_processors")
     stock, calls = stock_calls(case.run)
     _, decoder_calls = stock_calls(lambda: case.pipe.vae.decode(torch.zeros(case.latent_shape)))
     case.denoiser.set_attn_processor(PascalAttnProcessor())

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core import AttentionConfig, _diffusers_redirect
+from pascal_attn_core.cli.zoo.family import before_031
 from pascal_attn_core.diffusers import patch_pipeline
 from pascal_attn_core.memory import PeakMemory
 
@@ -35,6 +36,7 @@ def unet(tiny):
 def flux(tiny):
     """A packed image of 128 x 128 tokens, a joint block and a single one, two heads."""
     net = tiny.tiny_flux_transformer()
+    place = None if before_031() else ...  # ids had a batch dimension
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(128.0), torch.arange(128.0))
 
     def run(device):
@@ -43,8 +45,8 @@ def flux(tiny):
             encoder_hidden_states=torch.zeros(1, 12, 32, device=device),
             pooled_projections=torch.zeros(1, 32, device=device),
             timestep=torch.ones(1, device=device),
-            img_ids=ids.to(device),
-            txt_ids=torch.zeros(12, 3, device=device),
+            img_ids=ids.to(device)[place],
+            txt_ids=torch.zeros(12, 3, device=device)[place],
         )
 
     return net, run

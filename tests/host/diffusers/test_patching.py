@@ -205,7 +205,7 @@ def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed,
 def test_a_model_compiles_to_one_graph_with_every_call_routed(how, model, tiny, stock_calls, routed, assert_same):
     torch._dynamo.reset()
     net, run = (tiny.tiny_unet(), run_unet) if model == "unet" else (tiny.tiny_flux_transformer(), run_flux)
-    tiny.require(net, "set_attn_processor")
+    tiny.require(net, "attn_processors")
     stock, calls = stock_calls(lambda: run(net))
     if how == "patch":
         patch_pipeline(net)

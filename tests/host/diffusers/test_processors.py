@@ -115,7 +115,7 @@ def test_the_pipeline_method_takes_ours_off_every_model(tiny, routed):
 
 def test_another_processor_for_the_pipeline_does_not_go_to_the_vae(tiny):
     case = tiny.flux()
-    tiny.require(case.denoiser, "set_attn_processor")
+    tiny.require(case.denoiser, "attn_processors")
     saved = case.denoiser.attn_processors["transformer_blocks.0.attn.processor"]
     case.pipe.set_attn_processor(PascalAttnProcessor())
     case.pipe.set_attn_processor(type(saved)())
@@ -288,7 +288,7 @@ def test_a_processor_bound_to_another_backend_comes_to_us(how, tiny, routed):
 
 def test_rope_reaches_the_models_own_processor(tiny, assert_same, wrong_attention):
     case = tiny.flux()
-    tiny.require(case.denoiser, "set_attn_processor")
+    tiny.require(case.denoiser, "attn_processors")
     stock = case.run()
     case.denoiser.set_attn_processor(PascalAttnProcessor())
     assert_same(case.run(), stock)

@@ -283,7 +283,7 @@ def cogvideox() -> Tiny:
         scheduler=d.DDIMScheduler(),
     )
     text = {"prompt_embeds": _random(1, 16, 32), "negative_prompt_embeds": _random(1, 16, 32, seed=2)}
-    return _tiny(pipe, "transformer", (1, 4, 1, 2, 2), text, height=16, width=16, num_frames=9)
+    return _tiny(pipe, "transformer", (1, 4, 2, 2, 2), text, height=16, width=16, num_frames=9)
 
 
 def hunyuanvideo() -> Tiny:
