@@ -50,10 +50,15 @@ class Settings:
     nan_guard: bool = True
     min_queries: int = 1
 
-    def text(self) -> str:
+    def budget_bytes(self, device: torch.device) -> float:
+        """Most extra memory of one call on this device."""
+        budget = self.config.budget_mib
+        return device_info(device).default_budget_bytes() if budget is None else budget * MIB
+
+    def text(self, device: torch.device) -> str:
         """``"route auto, budget 64 MiB, from 1024 keys"``."""
-        budget, tile = self.config.budget_mib, self.config.kv_block
-        parts = [f"route {self.config.route}", "budget from the card" if budget is None else f"budget {budget:g} MiB"]
+        tile = self.config.kv_block
+        parts = [f"route {self.config.route}", f"budget {self.budget_bytes(device) / MIB:g} MiB"]
         parts += [] if tile is None else [f"tiles of {tile} keys"]
         return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
 
@@ -120,12 +125,16 @@ class Engine:
         with self._lock:
             if self._run is None:
                 device, prompt = _host.compute_device(), _host.prompt_id()
-                self._run = Run(self.subject, self.part, self.settings.text(), str(device), self.unique_id, prompt)
+                self._run = Run(self.subject, self.part, self.describe(), str(device), self.unique_id, prompt)
                 start_of_run(device)
                 self._metered.clear()
                 self._finite_inputs = True
                 _runs.remember(self._run)
             return self._run
+
+    def describe(self) -> str:
+        """The settings as one line, for the device that ComfyUI computes on."""
+        return self.settings.text(_host.compute_device())
 
     # ---- one call ----
 
@@ -177,10 +186,8 @@ class Engine:
             return f"fewer than {self.settings.min_queries} queries"
         if call.seq_len_kv >= least:
             return ""
-        budget = self.settings.config.budget_mib
-        limit = device_info(call.query.device).default_budget_bytes() if budget is None else budget * MIB
         score_bytes = call.num_scores * max(4, call.query.element_size())
-        return f"fewer than {least} keys" if score_bytes <= limit else ""
+        return f"fewer than {least} keys" if score_bytes <= self.settings.budget_bytes(call.query.device) else ""
 
     def _choice(self, call: AttentionCall, block: str) -> tuple[AttentionConfig, Choice]:
         shapes = call.query.shape, call.key.shape, call.value.shape

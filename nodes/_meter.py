@@ -101,8 +101,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None:
-    """Copies of evenly spaced rows of the last head of the first batch element, with all of its keys; None if the
-    keys alone would take too much memory."""
+    """Copies in the computer's own memory of evenly spaced rows of the last head of the first batch element, with all
+    of its keys; None if the keys alone would take too much."""
     size = call.seq_len_kv * (call.head_dim + call.head_dim_v) * call.query.element_size()
     if call.query.dim() != 4 or size > _SAMPLE_BYTES or call.is_causal or call.is_empty:
         return None
@@ -110,8 +110,9 @@ def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None
     head = call.num_heads - 1
     mask = call.attn_mask
     if isinstance(mask, Tensor):
-        mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)[0, head, rows].clone()
+        mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)[0, head, rows]
     # The last key/value head serves the last query head, also where the host lets one head serve all by broadcasting.
-    key, value = (t[0, -1].detach().clone() for t in (call.key, call.value))
-    query, result = (t[0, head, rows].detach() for t in (call.query, out))
-    return Sample(kind, query, key, value, mask if isinstance(mask, Tensor) else None, call.scale, result)
+    parts = call.query[0, head, rows], call.key[0, -1], call.value[0, -1], out[0, head, rows]
+    query, key, value, result = (part.detach().to("cpu", copy=True) for part in parts)
+    kept_mask = mask.to("cpu", copy=True) if isinstance(mask, Tensor) else None
+    return Sample(kind, query, key, value, kept_mask, call.scale, result)

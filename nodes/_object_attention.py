@@ -25,7 +25,7 @@ def status(engine: Engine, blocks: int, name: str) -> str:
     if not blocks:
         return f"this {name} ({engine.subject}) has no attention: nothing to patch"
     plural = "" if blocks == 1 else "s"
-    return f"{blocks} attention block{plural} of {engine.subject}, {engine.settings.text()}"
+    return f"{blocks} attention block{plural} of {engine.subject}, {engine.describe()}"
 
 
 def warn_if_replaced(engine: Engine, model: nn.Module, names: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,13 +83,6 @@ class Sample:
     mask: Tensor | None
     scale: float
     out: Tensor
-
-    def on_cpu(self) -> Sample:
-        """The same rows in the computer's own memory."""
-        mask = None if self.mask is None else self.mask.cpu()
-        return replace(
-            self, query=self.query.cpu(), key=self.key.cpu(), value=self.value.cpu(), mask=mask, out=self.out.cpu()
-        )
 
 
 @dataclass(eq=False)
@@ -174,8 +167,6 @@ class Run:
                 end.synchronize()
                 _read_clock(tally, start, end)
             self._pending.clear()
-            if self.sample is not None:
-                self.sample = self.sample.on_cpu()
             self.elapsed_s = time.time() - self.started
             self.finished = True
 

@@ -83,7 +83,7 @@ class PascalAttentionPatch:
         whole_model = coverage == WHOLE_MODEL and _host.uses_sdpa()
         _install(patched, engine, whole_model)
         blocks = count_blocks(diffusion_model)
-        line = f"{blocks} blocks of {engine.subject}, {settings.text()}"
+        line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
         if whole_model:
             line += ", whole model"
         elif coverage == WHOLE_MODEL:

@@ -159,6 +159,14 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
 # ---- interrupts ----
 
 
+def attend_in_run(engine: Any, given: tuple[Tensor, ...]) -> None:
+    engine.begin()
+    try:
+        engine.attend(*given)
+    finally:
+        engine.end()
+
+
 class Cancelled(BaseException):
     """As ComfyUI's exception since 0.33."""
 
@@ -170,14 +178,11 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
 ) -> None:
     engine = make_engine(route="tiled", q_block=16, kv_block=16)
     given = qkv()
-    engine.begin()
     stub_host.interrupt, stub_host.at_look = kind("cancel"), 3
     with pytest.raises(kind, match="cancel"):
-        try:
-            engine.attend(*given)
-        finally:
-            run = engine.end()
+        attend_in_run(engine, given)
     assert stub_host.looks == 3
+    (run,) = runs.recent()
     assert run.finished
     assert any(kind.__name__ in note for note in run.notes)
     stub_host.interrupt = None
@@ -214,11 +219,11 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert run.extra_bytes is not None
     assert 0 < run.elapsed_ms / 1e3 <= run.elapsed_s
     assert run.sample.query.shape == (64, 8)
-    assert run.settings == "route tiled, budget from the card, from 32 keys"
+    assert run.settings == "route tiled, budget 4 MiB, from 32 keys"
 
 
 def test_every_call_taken_is_named_where_no_keys_are_the_least() -> None:
-    assert make_engine(budget_mib=8).settings.text() == "route auto, budget 8 MiB"
+    assert make_engine(budget_mib=8).settings.text(torch.device("cpu")) == "route auto, budget 8 MiB"
 
 
 def test_runs_of_the_newest_prompt_are_found_and_old_ones_forgotten() -> None:
