@@ -31,7 +31,10 @@ PICTURES = {
     "one block": findings(run([(kind("decoder.mid.attn_1", route="tiled"), {"elapsed_ms": 800.0})])),
     "millions of calls by every route": findings(
         run(
-            [(kind(f"double {i}", route=route), {"count": 1234567}) for i, route in enumerate(ROUTES * 2)]
+            [
+                (kind(f"double {i}", route=route), {"count": 1234567, "elapsed_ms": 500.0})
+                for i, route in enumerate(ROUTES * 2)
+            ]
             + [(kind("double 0", "handed on", why="few keys"), {"count": 7654321})]
         )
     ),
@@ -122,6 +125,14 @@ def test_math_that_does_not_fit_the_card_is_red():
     picture = DRAW.draw_report(PICTURES["math far beyond the card"])
     assert {colour: count for count, colour in picture.getcolors(1 << 20)}[red] > bar
     assert red not in colours_of(DRAW.draw_report(PICTURES["57 blocks"]))
+
+
+def test_memory_that_differs_by_far_is_drawn_to_a_logarithmic_scale_and_says_so(written):
+    DRAW.draw_report(PICTURES["math far beyond the card"])
+    assert "(logarithmic scale)" in [text for text, *_ in written]
+    written.clear()
+    DRAW.draw_report(PICTURES["200 families"])
+    assert "(logarithmic scale)" not in [text for text, *_ in written]
 
 
 def test_alarms_have_a_red_ground():

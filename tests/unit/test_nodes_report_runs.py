@@ -99,6 +99,12 @@ def test_calls_are_timed_and_their_memory_is_known(engine):
     assert tally.extra_bytes is not None
 
 
+def test_the_peak_of_a_run_is_that_of_its_fullest_device(engine, monkeypatch):
+    monkeypatch.setattr(ENGINE, "peak_of_run", lambda device: {"cpu": 5, "cuda:1": 9}[str(device)])
+    engine.begin().saw_device(torch.device("cuda:1"))
+    assert engine.end().peak_bytes == 9
+
+
 class Clock:
     """A CUDA event by hand: over or not, at a time."""
 
