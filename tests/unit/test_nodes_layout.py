@@ -59,7 +59,9 @@ def answer(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     )
 
 
-def check(args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], mask: Tensor | None = None, **options: Any) -> None:
+def check(
+    args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], mask: Tensor | None = None, **options: Any
+) -> None:
     """The adapter's answer, in the host's layout, against float64."""
     out = answer(args, kwargs)
     keep = kwargs.get("skip_output_reshape", False)
