@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attention_patch import PascalAttentionPatch
 from .ffn_chunking import PascalFFNChunking
+from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
 from .text_encoder_attention import PascalTextEncoderAttention
 from .tile_size import PascalTileSize
@@ -12,6 +13,7 @@ from .vae_attention import PascalVAEAttention
 NODE_CLASS_MAPPINGS = {
     "PascalAttentionPatch": PascalAttentionPatch,
     "PascalAttentionReport": PascalAttentionReport,
+    "PascalMemoryEstimate": PascalMemoryEstimate,
     "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
     "PascalVAEAttention": PascalVAEAttention,
@@ -20,6 +22,7 @@ NODE_CLASS_MAPPINGS = {
 NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
     "PascalAttentionReport": "Pascal Attention Report",
+    "PascalMemoryEstimate": "Pascal Memory Estimate",
     "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
     "PascalVAEAttention": "Pascal VAE Attention",
