@@ -88,7 +88,7 @@ class PascalAttentionReport:
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:
     """Everything there is to say now."""
-    machine = look_around(asks_routes=False)
+    machine = look_around(asks_devices=False)
     own = complaints(machine)
     shown, remarks = choose_runs(_runs.remembered(), prompt, _host.prompt_id(), unique_id)
     if exactness_check:

@@ -199,11 +199,11 @@ def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> 
     return lines + [f"       not {', '.join(group)}: {reason}" for reason, group in refused.items()]
 
 
-def look_around(*, asks_routes: bool = True) -> Machine:
-    """Gather the facts of this machine. Starts CUDA if torch has it.
+def look_around(*, asks_devices: bool = True) -> Machine:
+    """Gather the facts of this machine.
 
     Args:
-        asks_routes: ask what each route takes, which needs some MiB on the device.
+        asks_devices: also how much memory is free and what each route takes, which starts CUDA on every card.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -219,9 +219,9 @@ def look_around(*, asks_routes: bool = True) -> Machine:
         system=platform.platform(),
         build=build,
         devices=devices,
-        free=tuple(_free(name) for name in names),
+        free=tuple(_free(name) if asks_devices else None for name in names),
         smi=() if has_gpu else ask_nvidia_smi(),
-        routes=ask_routes(names[0], config) if runs and asks_routes else {},
+        routes=ask_routes(names[0], config) if runs and asks_devices else {},
         config=config,
         driver=ask_driver() if build.kind == "cuda" else "",
     )

@@ -333,3 +333,12 @@ def test_every_input_and_output_has_a_tooltip():
     given = node.INPUT_TYPES()
     assert all(options["tooltip"] for group in ("required", "optional") for _, options in given[group].values())
     assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
+
+
+def test_looking_around_for_a_report_asks_no_card_for_its_memory(monkeypatch):
+    def asked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(INFO, "_free", asked)
+    monkeypatch.setattr(INFO, "ask_routes", asked)
+    assert INFO.look_around(asks_devices=False).free == (None,) * len(INFO.look_around(asks_devices=False).devices)
