@@ -1,0 +1,162 @@
+"""The pack in ComfyUI's own front end, in headless Chromium."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support.browser import Browser, why_no_browser
+from attn_support.comfy_frontend import (
+    fit,
+    look_at,
+    open_page,
+    prompt_of_page,
+    red_nodes,
+    run_command,
+    screen_points,
+    select,
+    show,
+)
+from attn_support.comfy_pack import load_pack
+from attn_support.comfy_server import ComfyServer, Host, base_directory
+from attn_support.workflow_files import NAMES, opened, prompt_of, touch_models
+
+NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
+DOCS = Path(__file__).parents[3] / "nodes" / "web" / "docs"
+DIALOG = ".p-dialog, [role=dialog]"
+CARD = "[data-testid='template-workflow-{}']"
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no headless browser: {why_no_browser()}")
+every_workflow = pytest.mark.parametrize("name", NAMES)
+every_node = pytest.mark.parametrize("kind", sorted(NODES))
+
+
+@pytest.fixture(scope="module")
+def server_with_files(comfy_host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """ComfyUI with our pack alone, and files of the names that the workflows load."""
+    base = base_directory(tmp_path_factory.mktemp("frontend"), None)
+    touch_models(base)
+    server = ComfyServer(comfy_host, base)
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser(1600, 1000) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
+    """The front end, freshly opened."""
+    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
+    return browser
+
+
+@pytest.fixture(scope="module")
+def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
+    """The front end with the workflow that has every node."""
+    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
+    show(browser, opened("Pascal-every-node"))
+    return browser
+
+
+@every_workflow
+def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, name: str) -> None:
+    show(page, opened(name))
+    assert red_nodes(page) == []
+    assert not page.script("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)", DIALOG)
+    assert known_inputs(prompt_of_page(page)) == known_inputs(prompt_of(name))
+
+
+@every_workflow
+def test_nodes_do_not_overlap_in_the_other_design(page: Browser, server_with_files: ComfyServer, name: str) -> None:
+    if "Comfy.VueNodes.Enabled" not in page.script("return Object.keys(app.ui.settings.settingsLookup)"):
+        pytest.skip("this front end has one design only")
+    open_page(page, server_with_files, **{"Comfy.VueNodes.Enabled": True})
+    try:
+        show(page, opened(name))
+        page.wait_for(
+            "return document.querySelectorAll('.lg-node').length === arguments[0]", len(opened(name)["nodes"])
+        )
+        fit(page)
+        boxes = page.script(_BOXES)
+    finally:
+        open_page(page, server_with_files, **{"Comfy.VueNodes.Enabled": False})
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+_BOXES = """return [...document.querySelectorAll('.lg-node')].map(e => e.getBoundingClientRect())
+            .map(r => [r.left, r.top, r.right, r.bottom])"""
+
+
+def known_inputs(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Class and inputs of each node, without the front end's own widgets of previews."""
+    shown = {"PreviewAny": ("source",), "SaveImage": ("images", "filename_prefix")}
+    return {
+        key: (kind, {name: value for name, value in node["inputs"].items() if name in shown.get(kind, (name,))})
+        for key, node in prompt.items()
+        for kind in [node["class_type"]]
+    }
+
+
+def test_the_template_browser_lists_each_workflow_with_its_picture_and_opens_it(page: Browser) -> None:
+    run_command(page, "Comfy.BrowseTemplates")
+    for name in NAMES:
+        search = page.find("[role=dialog] input[type=text], .p-dialog input")
+        page.fill(search, name)
+        card = page.find(CARD.format(name))
+        assert name in page.script("return arguments[0].innerText", card)
+        width = "return document.querySelector(arguments[0] + ' img')?.naturalWidth"
+        assert page.wait_for(width, CARD.format(name)) >= 1000
+    page.click(page.find(f"{CARD.format(name)} img"))
+    count = len(opened(name)["nodes"])
+    page.wait_for("return app.graph.nodes.length === arguments[0]", count)
+    assert red_nodes(page) == []
+
+
+@every_node
+def test_title_inputs_widgets_and_outputs_show_their_tooltips(all_nodes: Browser, kind: str) -> None:
+    page, types = all_nodes, NODES[kind].INPUT_TYPES()
+    look_at(page, kind)
+    expected = {"title": NODES[kind].DESCRIPTION}
+    expected |= {f"output {i}": text for i, text in enumerate(NODES[kind].OUTPUT_TOOLTIPS)}
+    for name, spec in {**types["required"], **types.get("optional", {})}.items():
+        expected |= {f"input {name}": spec[1]["tooltip"], f"widget {name}": spec[1]["tooltip"]}
+    points = screen_points(page, kind)
+    assert len(points) >= 1 + len(NODES[kind].RETURN_TYPES) + len(types["required"])
+    for part, (x, y) in points.items():
+        if part in expected:
+            assert tooltip_at(page, x, y) == " ".join(expected[part].split()), part
+
+
+def tooltip_at(page: Browser, x: float, y: float) -> str:
+    page.hover(5, 500)
+    page.wait_for("return !(document.querySelector('.node-tooltip')?.innerText)")
+    page.hover(x, y)
+    text = page.wait_for("return document.querySelector('.node-tooltip')?.innerText")
+    return " ".join(text.split())
+
+
+@every_node
+def test_the_info_button_opens_the_help_page(all_nodes: Browser, kind: str) -> None:
+    page = all_nodes
+    look_at(page, kind)
+    select(page, kind)
+    page.click(page.find("[data-testid=info-button]"))
+    heading = (DOCS / f"{kind}.md").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+    first = "return document.querySelector('.node-help-content .markdown-content')?.innerText"
+    page.wait_for(f"{first}?.includes(arguments[0])", heading)
+    rows = page.script("return document.querySelectorAll('.node-help-content table tr, .node-help-content li').length")
+    assert rows > len(NODES[kind].INPUT_TYPES()["required"])
+    assert not page.script(
+        "return [...document.querySelectorAll('.node-help-content img')].filter(i => !i.naturalWidth).length"
+    )

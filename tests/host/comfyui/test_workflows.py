@@ -1,0 +1,97 @@
+"""The example workflows run on the host, with tiny models in the place of the published files."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attn_support.comfy_graph import Captured, Graph, capture, largest_difference
+from attn_support.comfy_server import ComfyServer
+from attn_support.workflow_files import NAMES, Prompt, find, is_link, ours, prompt_of, small_prompt, without_ours
+
+ROUNDING = 1e-4  # of the latent's and of the picture's largest value, after two steps and a decoder in float32
+every_workflow = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture
+def prompt(name: str, tiny_model: Callable[[str], str]) -> Prompt:
+    return small_prompt(name, tiny_model)
+
+
+def run(server: ComfyServer, prompt: Prompt) -> list[Captured]:
+    """Latent and picture of a prompt, run to its end as the user's Run button would."""
+    graph = Graph()
+    graph.prompt = copy.deepcopy(prompt)
+    return capture(server, graph, [sampler_of(prompt), 0], [find(prompt, "VAEDecode"), 0])
+
+
+def sampler_of(prompt: Prompt) -> str:
+    (key,) = (key for key, node in prompt.items() if node["class_type"] in ("KSampler", "SamplerCustom"))
+    return key
+
+
+@every_workflow
+def test_the_host_knows_every_node_and_every_input(server: ComfyServer, name: str) -> None:
+    known = server.request("/object_info")
+    for node in prompt_of(name).values():
+        types = known[node["class_type"]]["input"]
+        given = set(node["inputs"])
+        assert set(types.get("required", {})) <= given, node["class_type"]
+        assert given <= set(types.get("required", {})) | set(types.get("optional", {})), node["class_type"]
+
+
+@every_workflow
+def test_links_join_equal_types(server: ComfyServer, name: str) -> None:
+    known, prompt = server.request("/object_info"), prompt_of(name)
+    for node in prompt.values():
+        types = known[node["class_type"]]["input"]
+        for key, value in node["inputs"].items():
+            if is_link(value):
+                wanted = {**types.get("required", {}), **types.get("optional", {})}[key][0]
+                given = known[prompt[value[0]]["class_type"]]["output"][value[1]]
+                assert wanted == given or "*" in (wanted, given), (node["class_type"], key)
+
+
+@every_workflow
+def test_it_runs_and_gives_what_it_gives_without_the_pack(server: ComfyServer, name: str, prompt: Prompt) -> None:
+    patched = run(server, prompt)
+    plain = run(server, without_ours(prompt))
+    for ours_, stock in zip(patched, plain, strict=True):
+        assert largest_difference(ours_, stock) < ROUNDING
+    sampling = next(found for found in patched[0].runs if found.taken)
+    assert sampling.taken == sampling.calls
+    assert not plain[0].runs
+
+
+@every_workflow
+def test_each_node_says_what_it_did(server: ComfyServer, name: str, prompt: Prompt) -> None:
+    text = report_of(server, prompt)
+    assert "WARNING" not in text
+    assert "!!" not in text
+    words = {
+        "PascalAttentionPatch": "diffusion model",
+        "PascalVAEAttention": "VAE",
+        "PascalTextEncoderAttention": "text encoder",
+    }
+    for kind in set(ours(prompt).values()) & set(words):
+        assert words[kind].lower() in text.lower(), text
+
+
+def report_of(server: ComfyServer, prompt: Prompt) -> str:
+    graph: dict[str, Any] = copy.deepcopy(prompt)
+    sampler = graph[sampler_of(graph)]
+    seed = "seed" if "seed" in sampler["inputs"] else "noise_seed"
+    sampler["inputs"][seed] = 1 + sampler["inputs"][seed]  # so that the host runs it again
+    outcome = server.run(graph)
+    assert outcome.status == "success", outcome.message
+    return outcome.outputs[find(graph, "PascalAttentionReport")]["text"][0]
+
+
+@every_workflow
+def test_it_runs_where_the_host_has_no_sdpa(plain_server: ComfyServer, name: str, prompt: Prompt) -> None:
+    patched = run(plain_server, prompt)
+    plain = run(plain_server, without_ours(prompt))
+    for ours_, stock in zip(patched, plain, strict=True):
+        assert largest_difference(ours_, stock) < ROUNDING

@@ -1,0 +1,203 @@
+"""A headless Chromium, driven through chromedriver's HTTP interface (W3C WebDriver): no package is needed for it.
+
+``CHROMEDRIVER`` and ``CHROMIUM`` name the programs where they are not on the path.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+)
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the name that the standard gives to a reference
+
+
+class BrowserError(AssertionError):
+    """What chromedriver or a script in the page complained of."""
+
+
+def why_no_browser() -> str:
+    """ "" if a browser can be started, else what is missing."""
+    if not _driver():
+        return "no chromedriver on the path, and CHROMEDRIVER is not set"
+    if not _chromium():
+        return "no chromium or google-chrome on the path, and CHROMIUM is not set"
+    return ""
+
+
+def _driver() -> str | None:
+    return os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+
+
+def _chromium() -> str | None:
+    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    return os.environ.get("CHROMIUM") or next(filter(None, found), None)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Browser:
+    """One page of ``width`` x ``height`` CSS pixels. Use it as a context manager.
+
+    Args:
+        width, height: of the viewport.
+        scale: device pixels per CSS pixel, of screenshots.
+    """
+
+    def __init__(self, width: int = 1600, height: int = 900, scale: float = 1.0) -> None:
+        self.profile = tempfile.mkdtemp(prefix="pascal-attn-chromium-")
+        port = _free_port()
+        self.root = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [str(_driver()), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            self._wait_until_up()
+            self.root += f"/session/{self._new_session()}"
+            self.resize(width, height, scale)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser and its driver, and remove the profile."""
+        if "/session/" in self.root and self.process.poll() is None:
+            self._request("DELETE", "")
+        self.process.terminate()
+        self.process.wait(15)
+        shutil.rmtree(self.profile, ignore_errors=True)
+
+    def _wait_until_up(self) -> None:
+        for _ in range(300):
+            try:
+                self._request("GET", "/status")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.1)
+        raise BrowserError("chromedriver does not answer")
+
+    def _new_session(self) -> str:
+        options = {"binary": _chromium(), "args": [*FLAGS, f"--user-data-dir={self.profile}"]}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "unhandledPromptBehavior": "accept"}
+        wanted["goog:loggingPrefs"] = {"browser": "ALL"}
+        return self._request("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+
+    def _request(self, method: str, path: str, data: Any = None, timeout_s: float = 120) -> Any:
+        body = json.dumps(data or {}).encode() if method == "POST" else None
+        request = urllib.request.Request(self.root + path, body, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as refusal:
+            raise BrowserError(json.load(refusal)["value"]["message"].partition("\n  (")[0]) from None
+
+    def cdp(self, command: str, **parameters: Any) -> Any:
+        """A command of the DevTools protocol."""
+        return self._request("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def resize(self, width: int, height: int, scale: float = 1.0) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.cdp("Emulation.setDeviceMetricsOverride", **size)
+
+    def open(self, url: str) -> None:
+        self._request("POST", "/url", {"url": url})
+
+    def script(self, code: str, *arguments: Any) -> Any:
+        """The value of a function body with ``arguments``; it may ``return`` a promise. Raises what it raises."""
+        return self._request("POST", "/execute/sync", {"script": code, "args": list(arguments)})
+
+    def wait_for(self, code: str, *arguments: Any, timeout_s: float = 60) -> Any:
+        """The first truthy value of the function body; ``BrowserError`` if there is none in time."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := self.script(code, *arguments)):
+            if time.monotonic() > deadline:
+                raise BrowserError(
+                    f"waited {timeout_s:g} s for: {code} {arguments or ''}; the page says: {self.text()!r}"
+                )
+            time.sleep(0.1)
+        return value
+
+    def text(self) -> str:
+        """What can be read on the page, shortened."""
+        return self.script("return document.body.innerText").replace("\n", " | ")[:1500]
+
+    def find(self, css: str, timeout_s: float = 30) -> dict[str, str]:
+        """The first visible element of a selector, as soon as there is one."""
+        visible = "return [...document.querySelectorAll(arguments[0])].find(e => e.getClientRects().length)"
+        return self.wait_for(visible, css, timeout_s=timeout_s)
+
+    def find_text(self, text: str, css: str = "*", timeout_s: float = 30) -> dict[str, str]:
+        """The innermost visible element whose text is ``text``."""
+        code = """return [...document.querySelectorAll(arguments[1])].filter(e => e.getClientRects().length
+                  && e.textContent.trim() === arguments[0]).pop()"""
+        return self.wait_for(code, text, css, timeout_s=timeout_s)
+
+    def click(self, element: dict[str, str]) -> None:
+        self._request("POST", f"/element/{element[ELEMENT]}/click")
+
+    def fill(self, element: dict[str, str], text: str) -> None:
+        """Put ``text`` into a field in the place of what is there."""
+        self._request("POST", f"/element/{element[ELEMENT]}/clear")
+        self._request("POST", f"/element/{element[ELEMENT]}/value", {"text": text})
+
+    def hover(self, x: float, y: float) -> None:
+        """Move the mouse to a point of the viewport, by a step so that the page sees it move."""
+        moves = [{"type": "pointerMove", "duration": 30, "x": int(x) + d, "y": int(y)} for d in (-4, 0)]
+        self._act([{"type": "pointer", "id": "mouse", "actions": moves}])
+
+    def click_at(self, x: float, y: float, button: int = 0) -> None:
+        move = {"type": "pointerMove", "duration": 30, "x": int(x), "y": int(y)}
+        press = [{"type": kind, "button": button} for kind in ("pointerDown", "pointerUp")]
+        self._act([{"type": "pointer", "id": "mouse", "actions": [move, *press]}])
+
+    def key(self, key: str) -> None:
+        self._act([{"type": "key", "id": "keys", "actions": [{"type": t, "value": key} for t in ("keyDown", "keyUp")]}])
+
+    def _act(self, actions: list[dict[str, Any]]) -> None:
+        self._request("POST", "/actions", {"actions": actions})
+
+    def errors(self) -> list[str]:
+        """The errors on the page's console since the last call."""
+        return [
+            entry["message"]
+            for entry in self._request("POST", "/se/log", {"type": "browser"})
+            if entry["level"] == "SEVERE"
+        ]
+
+    def screenshot(self, path: Path) -> Path:
+        """The viewport as a PNG."""
+        path.write_bytes(base64.b64decode(self._request("GET", "/screenshot")))
+        return path

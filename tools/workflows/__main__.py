@@ -1,0 +1,105 @@
+"""Makes ``workflows/``: the workflows, their twins in API format, and their pictures, with ComfyUI's own front end.
+
+    COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python python tools/workflows [steps] [names]
+
+needs Chromium with its driver, and Pillow. The steps: ``files``, best on the oldest ComfyUI that should open them (a
+newer one opens what an older one saved); ``pictures``, those of the template browser; ``readme``, the README's, after a
+run on random weights. Without a word it does all three on the ComfyUI given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+WORKFLOWS = REPOSITORY / "workflows"
+_support = types.ModuleType("attn_support")
+_support.__path__ = [str(REPOSITORY / "tests" / "support")]
+sys.modules.setdefault("attn_support", _support)
+
+import readme  # noqa: E402
+from attn_support.browser import Browser  # noqa: E402
+from attn_support.comfy_frontend import open_page, picture, show  # noqa: E402
+from attn_support.comfy_server import ComfyServer, Host, base_directory  # noqa: E402
+from graphs import SHEETS  # noqa: E402
+from PIL import Image  # noqa: E402
+from sheet import Sheet, model_files  # noqa: E402
+
+STEPS = ["files", "pictures", "readme"]
+WIDTH = 1400  # of the pictures, in pixels
+
+
+def main() -> None:
+    steps = [word for word in sys.argv[1:] if word in STEPS] or STEPS
+    names = [word for word in sys.argv[1:] if word not in STEPS]
+    sheets = [sheet for sheet in SHEETS if sheet.name in names or not names]
+    with tempfile.TemporaryDirectory() as folder:
+        server = start(Path(folder))
+        try:
+            with Browser(WIDTH, 900) as browser:
+                open_page(browser, server)
+                for sheet in sheets:
+                    if "files" in steps:
+                        write(browser, sheet)
+                    if "pictures" in steps:
+                        draw(browser, sheet, Path(folder))
+                if "readme" in steps:
+                    readme.put_tiny_checkpoint(server.base / "models")
+                    readme.photograph(browser, server, Path(folder))
+        finally:
+            server.stop()
+
+
+def start(folder: Path) -> ComfyServer:
+    """ComfyUI with our pack and an empty file for every model that a workflow names."""
+    base = base_directory(folder / "comfyui", None)
+    for file in (file for sheet in SHEETS for file in model_files(sheet)):
+        path = base / "models" / file["directory"] / file["name"]
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    host = Host(Path(os.environ["COMFYUI_PATH"]), os.environ.get("COMFYUI_PYTHON", sys.executable), "")
+    server = ComfyServer(host, base)
+    server.wait_until_up()
+    return server
+
+
+def write(browser: Browser, sheet: Sheet) -> None:
+    """Both files of a workflow, as the front end saves them."""
+    code = (HERE / "draw.js").read_text(encoding="utf-8")
+    drawn = json.loads(browser.script(code, vars(sheet)))
+    save(WORKFLOWS / f"{sheet.name}.json", tidy(drawn["workflow"], sheet.name))
+    save(WORKFLOWS / "api" / f"{sheet.name}.json", drawn["prompt"])
+    print(sheet.name, len(drawn["prompt"]), "nodes that run")
+
+
+def tidy(workflow: dict[str, Any], name: str) -> dict[str, Any]:
+    """Without what belongs to the page that saved it: an id drawn by chance, the view, versions."""
+    kept = {key: value for key, value in workflow.items() if value is not None and key not in ("id", "revision")}
+    for node in kept["nodes"]:
+        for key in ("cnr_id", "ver", "aux_id", "Node name for S&R"):
+            node["properties"].pop(key, None)
+    return {**kept, "extra": {}}
+
+
+def save(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
+    """The picture that the template browser shows beside the name."""
+    show(browser, json.loads((WORKFLOWS / f"{sheet.name}.json").read_text(encoding="utf-8")))
+    drawn = Image.open(picture(browser, folder / "picture.png")).convert("RGB")
+    size = WIDTH, round(drawn.height * WIDTH / drawn.width)
+    small = drawn.resize(size, Image.Resampling.LANCZOS)
+    small.save(WORKFLOWS / f"{sheet.name}.jpg", quality=85, optimize=True, progressive=True)
+
+
+main()

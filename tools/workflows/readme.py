@@ -1,0 +1,64 @@
+"""The picture in the README: a workflow after its run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from attn_support.browser import Browser
+from attn_support.comfy_frontend import open_page, picture, show
+from attn_support.comfy_server import ComfyServer
+from attn_support.workflow_files import opened
+from PIL import Image
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCS = REPOSITORY / "docs"
+NAME, CHECKPOINT = "Pascal-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
+STEPS = 4  # of the run; everything else is as in the file
+
+
+def put_tiny_checkpoint(models: Path) -> None:
+    """Random weights of one UNet level under the name of the published file."""
+    builder = REPOSITORY / "tests" / "support" / "comfy_tiny_build.py"
+    python = os.environ["COMFYUI_PYTHON"]
+    subprocess.run([python, str(builder), str(models), "sd15_checkpoint"], check=True, stdout=subprocess.DEVNULL)
+    (models / "checkpoints" / "tiny_sd15_checkpoint.safetensors").rename(models / "checkpoints" / CHECKPOINT)
+
+
+def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
+    """Run the workflow in the page; write docs/comfyui-graph.png."""
+    open_page(browser, server)
+    show(browser, _short(opened(NAME)))
+    browser.script("return app.queuePrompt(0, 1).then(() => true)")
+    _wait(server)
+    time.sleep(3)  # the front end fetches the pictures
+    _save(picture(browser, folder / "graph.png"), DOCS / "comfyui-graph.png")
+
+
+def _short(workflow: dict) -> dict:
+    for node in workflow["nodes"]:
+        if node["type"] == "KSampler":
+            node["widgets_values"][2] = STEPS
+    return workflow
+
+
+def _wait(server: ComfyServer, timeout_s: float = 600) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not (history := server.request("/history")):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the workflow did not end")
+        time.sleep(1)
+    (entry,) = history.values()
+    if entry["status"]["status_str"] != "success":
+        raise RuntimeError(json.dumps(entry["status"]["messages"])[-2000:])
+
+
+def _save(source: Path, target: Path, width: int = 1600) -> None:
+    """A PNG of at most ``width`` pixels and 256 colours."""
+    image = Image.open(source).convert("RGB")
+    if image.width > width:
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)

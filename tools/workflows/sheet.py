@@ -1,0 +1,74 @@
+"""A workflow as we write it down: nodes by name, where they stand, and what is set on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Out:
+    """An output of a node."""
+
+    key: str
+    slot: int = 0
+
+
+@dataclass
+class Sheet:
+    """One workflow.
+
+    Attributes:
+        name: of its files, and what the template browser shows.
+        nodes: what ``draw.js`` builds, in order.
+        stacks: left to right; each holds groups, top to bottom; each of those columns of nodes.
+    """
+
+    name: str
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    stacks: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def add(
+        self,
+        key: str,
+        kind: str,
+        *,
+        title: str = "",
+        size: tuple[int, int] = (0, 0),
+        models: tuple[dict[str, str], ...] = (),
+        **inputs: Any,
+    ) -> Out:
+        """A node of class ``kind``: an ``Out`` among the inputs is a link, anything else a widget's value.
+
+        Args:
+            size: the least width and height.
+            models: files that ComfyUI offers to download when they are missing.
+        """
+        links = {name: [value.key, value.slot] for name, value in inputs.items() if isinstance(value, Out)}
+        widgets = {name: value for name, value in inputs.items() if not isinstance(value, Out)}
+        node = {"key": key, "type": kind, "title": title, "size": list(size)}
+        self.nodes.append({**node, "links": links, "widgets": widgets, "models": list(models)})
+        return Out(key)
+
+    def note(self, key: str, title: str, text: str, size: tuple[int, int]) -> None:
+        """A page of Markdown."""
+        self.add(key, "MarkdownNote", title=title, size=size, text=text.strip())
+
+    def group(self, title: str, colour: str, *columns: list[str], below: bool = False) -> None:
+        """Frame nodes, column by column, to the right of the groups so far or below the last; no title, no frame."""
+        group = {"title": title, "colour": colour, "columns": list(columns)}
+        if below:
+            self.stacks[-1].append(group)
+        else:
+            self.stacks.append([group])
+
+
+def model_file(name: str, folder: str, repository: str, path: str = "") -> dict[str, str]:
+    """A public file as the front end wants to know it."""
+    url = f"https://huggingface.co/{repository}/resolve/main/{path}{name}"
+    return {"name": name, "url": url, "directory": folder}
+
+
+def model_files(sheet: Sheet) -> list[dict[str, str]]:
+    """Every file that a workflow loads."""
+    return [model for node in sheet.nodes for model in node["models"]]
