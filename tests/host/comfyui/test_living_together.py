@@ -168,19 +168,31 @@ def test_an_error_in_the_middle_reaches_the_user_and_the_next_run_is_clean(serve
     assert_clean(server, graph, latent)
 
 
+def wait_until_within_attention(server: ComfyServer, texts_from: int) -> None:
+    """Returns when a node has said how far an attention call is, as it does after a second in one."""
+    deadline = time.monotonic() + 120
+    while not any("attention" in text and "%" in text for _, text in texts(server)[texts_from:]):
+        assert time.monotonic() < deadline, "no attention call lasted a second"
+        time.sleep(0.05)
+
+
+def texts(server: ComfyServer) -> list[list[str]]:
+    """``[node id, text]`` for everything that nodes have written on themselves so far."""
+    return server.request("/probe/texts")["texts"]
+
+
 def test_cancel_does_not_wait_for_the_attention_call_to_end(server: ComfyServer) -> None:
     """12544 tokens in tiles of 64 keys on one core: one call takes many seconds."""
     graph, latent = sample_graph("sd15", [attention_patch(route="tiled", tile_size=64)], "long")
     graph.add("ProbeCapture", value=latent, path=str(server.base / "never.pt"), tag="")
     sizes = [node["inputs"] for node in graph.prompt.values() if node["class_type"] == "EmptyLatentImage"]
     sizes[0].update(width=896, height=896)
-    before = len(server.log)
+    log_from, texts_from = len(server.log), len(texts(server))
     prompt_id = server.post(graph.prompt)
-    while not any("attention" in text and "%" in text for _, text in server.request("/probe/texts")["texts"]):
-        time.sleep(0.05)
+    wait_until_within_attention(server, texts_from)
     server.interrupt()
     pressed = time.monotonic()
-    outcome = server.outcome(server.wait(prompt_id), before)
+    outcome = server.outcome(server.wait(prompt_id), log_from)
     assert outcome.status == "interrupted"
     assert time.monotonic() - pressed < 10.0
     assert [run.calls for run in patch_runs(outcome.log)] == [1]
