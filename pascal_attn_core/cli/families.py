@@ -18,7 +18,7 @@ import torch
 from . import CommandError
 from .tables import print_table
 
-_COLUMNS = ("family", "calls", "masked", "taken", "error", "torch's", "uniform", "no mask", "left alone")
+_COLUMNS = ("family", "calls", "masked", "taken", "error", "torch's", "uniform", "no mask", "sliced", "left alone")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -119,6 +119,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['torch_error']:.1e}" if has_site else "-",
         f"{row['uniform']:.2g}" if has_site else "-",
         "-" if maskless is None else f"{maskless:.2g}",
+        str(row["sliced"] or "-"),
         "; ".join(row["left_alone"]),
     ]
 
@@ -163,8 +164,9 @@ def _legend(run: dict[str, Any]) -> Iterator[str]:
         "`model.set_attn_processor` and by `pipe.set_attn_processor` alike; **error**: the largest difference to exact "
         "(float64) attention, relative to the largest value of the output, in tiles of 5 x 4 tokens and with the "
         "default configuration; **torch's**: the same of torch's own backends, the worse of two; **uniform**, **no "
-        "mask**: how far off the output is when every key counts the same, or when masks are dropped; **left alone**: "
-        "attention that is not ours. In every row what was there before is back after removal, the same objects and "
+        "mask**: how far off the output is when every key counts the same, or when masks are dropped; **sliced**: "
+        "feed-forward modules that `patch_ffn` runs in slices at the same time; **left alone**: attention that is not "
+        "ours. In every row what was there before is back after removal, the same objects and "
         "the same bits."
     )
 

@@ -16,6 +16,7 @@ from ... import _diffusers_redirect as redirecting
 from ..._diffusers_sites import left_alone, sites_of
 from ...config import AttentionConfig
 from ...diffusers import PascalAttnProcessor, patch_pipeline
+from ...ffn import patch_ffn
 from ...reference import reference_sdpa
 from .family import Family
 
@@ -37,6 +38,7 @@ class Proof:
         torch_error: the same of torch's own backends, the worst of them.
         uniform, maskless: how far off the output is, likewise, where every key counts the same and where masks are
             dropped; None where there is no mask.
+        sliced: how many feed-forward modules ``patch_ffn`` ran in slices beside ours, with the same output.
         left_alone: kinds of attention that are not ours.
         problems: sentences; empty = proven.
     """
@@ -49,6 +51,7 @@ class Proof:
     torch_error: float = 0.0
     uniform: float = 0.0
     maskless: float | None = None
+    sliced: int = 0
     left_alone: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -116,6 +119,7 @@ def prove(family: Family) -> Proof:
     size = true.abs().max().item()
     proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
     _measure_ours(family, model, proof, true)
+    _measure_beside_ffn(family, model, proof, true)
     if attention_state(model) != before:
         proof.problems.append("what was there before is not back")
     elif not torch.equal(outputs(family, model), stock):
@@ -138,6 +142,15 @@ def _measure_ours(family: Family, model: nn.Module, proof: Proof, true: Tensor) 
     if proof.masked:
         with patch_pipeline(model), replaced(maskless):
             proof.maskless = _distance(outputs(family, model), true) / size
+
+
+def _measure_beside_ffn(family: Family, model: nn.Module, proof: Proof, true: Tensor) -> None:
+    ffn = patch_ffn(model, chunk_tokens=4, min_tokens=5)
+    with patch_pipeline(model), ffn, counted() as calls:
+        error = _distance(outputs(family, model), true) / true.abs().max().item()
+        proof.sliced = ffn.report().count("chunked")
+    proof.taken["beside patch_ffn"] = len(calls)
+    proof.error = max(proof.error, error)
 
 
 def _judge(proof: Proof, size: float) -> None:

@@ -1,0 +1,119 @@
+"""What being in the way costs: nothing but the attention call is seen by Python.
+
+The measure is a count, not a time: a function seen by a mode costs 1 to 2 us.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_processor as host
+
+from pascal_attn_core import _diffusers_redirect
+from pascal_attn_core.cli.zoo import families
+from pascal_attn_core.cli.zoo.proof import counted, outputs
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+
+FAMILIES = {family.name: family for family in families()}
+#: the redirect is a mode inside diffusers' dispatch function only: three permutes and one back, and masks reshaped
+SEEN_PER_DISPATCH = 8
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The functions that the redirect has been asked about."""
+    functions = []
+    original = _diffusers_redirect.SdpaRedirect.__torch_function__
+
+    def asked(self, func, types, args=(), kwargs=None):
+        functions.append(func)
+        return original(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(_diffusers_redirect.SdpaRedirect, "__torch_function__", asked)
+    return functions
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize(
+    ("name", "per_call"),
+    [
+        ("UNet2DConditionModel (SDXL)", 0),
+        ("SD3Transformer2DModel (SD3)", 0),
+        ("CogVideoXTransformer3DModel (CogVideoX)", 0),
+        ("StableAudioDiTModel", 0),
+        ("AutoencoderKL", 0),
+        ("FluxTransformer2DModel", SEEN_PER_DISPATCH),
+        ("WanTransformer3DModel (text to video)", SEEN_PER_DISPATCH),
+        ("QwenImageTransformer2DModel", SEEN_PER_DISPATCH),
+        ("HunyuanVideoTransformer3DModel (text to video)", SEEN_PER_DISPATCH),
+        ("LTXVideoTransformer3DModel", SEEN_PER_DISPATCH),
+    ],
+)
+def test_no_other_function_of_the_model_is_seen(name, per_call, how, seen):
+    family = FAMILIES[name]
+    if family.model_class() is None:
+        pytest.skip(f"this diffusers has no {name}")
+    model = family.build()
+    if how == "patch":
+        patch_pipeline(model)
+    else:
+        model.set_attn_processor(PascalAttnProcessor())
+    with counted() as calls:
+        outputs(family, model)
+    assert calls
+    if per_call and not hasattr(host, "MochiAttention"):  # before there was a dispatch function
+        per_call = 0
+    assert len(seen) <= per_call * len(calls)
+
+
+def test_processors_of_third_parties_run_as_they_are(seen):
+    class Theirs(host.AttnProcessor2_0):
+        def __call__(self, attn, hidden_states, **kwargs):
+            return super().__call__(attn, hidden_states, **kwargs)
+
+    module, x = host.Attention(16, heads=2, dim_head=8, processor=Theirs()).eval(), torch.randn(1, 5, 16)
+    stock = module(x)
+    with patch_pipeline(module), counted() as calls:
+        torch.testing.assert_close(module(x), stock)
+    assert len(calls) == 1
+    assert len(seen) > 5  # all under the mode: how their code calls attention cannot be told
+
+
+def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
+    """The copied processor looks its names up in the module of the original, at the time of the call."""
+    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+    if not hasattr(flux, "_get_qkv_projections"):
+        pytest.skip("this diffusers has no such helper")
+    family = FAMILIES["FluxTransformer2DModel"]
+    model = family.build()
+    with patch_pipeline(model):
+        before = outputs(family, model)
+        original = flux._get_qkv_projections
+        monkeypatch.setattr(
+            flux, "_get_qkv_projections", lambda *a: tuple(None if p is None else 1.1 * p for p in original(*a))
+        )
+        ours = outputs(family, model)
+    assert not torch.allclose(ours, before)
+    assert_same(ours, outputs(family, model))
+
+
+def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):
+    """Code that had replaced torch's function keeps its turn; we get what it hands on to torch's own."""
+    torchs, calls = F.scaled_dot_product_attention, []
+
+    def doubled(query, key, value, *args, **kwargs):
+        calls.append(query.shape)
+        return 2 * torchs(query, key, value, *args, **kwargs)
+
+    family = FAMILIES["SD3Transformer2DModel (SD3)"]
+    model = family.build()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", doubled)
+    stock, made = outputs(family, model), len(calls)
+    with patch_pipeline(model), counted() as ours:
+        assert_same(outputs(family, model), stock)
+    assert len(calls) == 2 * made
+    assert len(ours) == made

@@ -1,0 +1,209 @@
+"""Ours beside what diffusers, accelerate and torch do to a model: offloading, caches, parallelism, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import attn_support.diffusers_parallel
+import diffusers
+import torch
+
+from pascal_attn_core import AttentionConfig, patch_ffn
+from pascal_attn_core.cli.zoo import families
+from pascal_attn_core.cli.zoo.proof import counted, outputs
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.sdpa_patch import patch_sdpa
+
+FAMILIES = {family.name: family for family in families()}
+SOME = [
+    "UNet2DConditionModel (SDXL)",
+    "SD3Transformer2DModel (SD3)",
+    "FluxTransformer2DModel",
+    "WanTransformer3DModel (text to video)",
+    "LTXVideoTransformer3DModel",
+    "CogVideoXTransformer3DModel (CogVideoX)",
+    "HunyuanVideoTransformer3DModel (text to video)",
+    "QwenImageTransformer2DModel",
+    "AutoencoderKL",
+]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def family_or_skip(name):
+    if FAMILIES[name].model_class() is None:
+        pytest.skip(f"this diffusers has no {name}")
+    return FAMILIES[name]
+
+
+def hand_over(how, model, config=None):
+    if how == "patch":
+        return patch_pipeline(model, config)
+    model.set_attn_processor(PascalAttnProcessor(config))
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("name", SOME)
+def test_group_offload(name, offload, ours_first, how, assert_same):
+    hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
+    family = family_or_skip(name)
+    if offload == "block_level" and name == "AutoencoderKL":
+        pytest.skip("an autoencoder has no stack of blocks")
+    model, stock_model = family.build(), family.build()
+    with counted() as none:
+        stock = outputs(family, stock_model)
+    assert not none
+
+    def offloaded():
+        blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+        hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, offload_type=offload, **blocks)
+
+    steps = [offloaded, lambda: hand_over(how, model)]
+    for step in steps if not ours_first else reversed(steps):
+        step()
+    with counted() as calls:
+        assert_same(outputs(family, model), stock)
+    assert calls
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("name", SOME)
+def test_sequential_offload(name, ours_first, how, assert_same):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    family = family_or_skip(name)
+    model = family.build()
+    stock = outputs(family, model)
+    steps = [
+        lambda: accelerate.cpu_offload(model, execution_device=CPU, offload_buffers=True),
+        lambda: hand_over(how, model),
+    ]
+    for step in reversed(steps) if ours_first else steps:
+        step()
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    with counted() as calls:
+        assert_same(outputs(family, model), stock)
+    assert calls
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("name", SOME)
+def test_gradient_checkpointing_gives_the_gradients_of_stock(name, how, assert_same):
+    family = family_or_skip(name)
+
+    def gradients(model):
+        model.zero_grad()
+        out = model(**family.arguments())[0]
+        out.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    model = family.build()
+    if not getattr(model, "_supports_gradient_checkpointing", False):
+        pytest.skip(f"{name} has no gradient checkpointing")
+    torch.manual_seed(0)
+    stock = gradients(model)
+    model.enable_gradient_checkpointing()
+    with hand_over(how, model), counted() as calls:
+        model.train()
+        assert_same(gradients(model), stock)
+    assert calls
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_family_compiles_to_one_graph(name, how, assert_same):
+    family = family_or_skip(name)
+    model = family.build()
+    stock = outputs(family, model)
+    torch._dynamo.reset()
+    try:
+        outputs(family, torch.compile(model, fullgraph=True, backend="eager"))
+    except Exception as error:  # whatever diffusers cannot have compiled
+        pytest.skip(f"{name} does not compile by itself: {type(error).__name__}")
+    torch._dynamo.reset()
+    hand_over(how, model)
+    with counted() as calls:
+        assert_same(outputs(family, torch.compile(model, fullgraph=True, backend="eager")), stock)
+    assert calls  # seen while tracing
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_feed_forward_slices_work_beside_ours(name, assert_same):
+    family = family_or_skip(name)
+    model = family.build()
+    stock = outputs(family, model)
+    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_pipeline(model)
+    for _ in range(2):
+        with counted() as calls:
+            assert_same(outputs(family, model), stock)
+        assert calls
+    ffn.remove()
+    assert_same(outputs(family, model), stock)
+    attention.remove()
+    assert torch.equal(outputs(family, model), stock)
+
+
+def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
+    family = FAMILIES["FluxTransformer2DModel"]
+    model = family.build()
+    stock = outputs(family, model)
+    inner = AttentionConfig(budget_mib=2)
+    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_pipeline(model, inner):
+        assert_same(outputs(family, model), stock)
+    assert [call["config"] for call in routed] in ([inner] * 2, [])
+
+
+def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
+    unet = tiny.tiny_unet()
+    whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
+    with patch_pipeline(unet, whole), patch_pipeline(unet.mid_block, part) as inner:
+        unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
+        assert sum(call["config"] is part for call in routed) == inner.sites
+        assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed, assert_same):
+    if not hasattr(diffusers, "PyramidAttentionBroadcastConfig"):
+        pytest.skip("this diffusers has no pyramid attention broadcast")
+
+    def cached(case):
+        case.arguments["num_inference_steps"] = 4
+        case.denoiser.enable_cache(
+            diffusers.PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2,
+                spatial_attention_timestep_skip_range=(-1, 1001),
+                current_timestep_callback=lambda: case.pipe.current_timestep,
+            )
+        )
+        return case
+
+    stock = cached(tiny.cogvideox()).run()
+    case = cached(tiny.cogvideox())
+    with hand_over(how, case.denoiser):
+        assert_same(case.run(), stock)
+    assert 0 < len(routed) < 4 * 2 * 2
+
+
+def test_context_parallelism_over_two_processes_gives_the_output_of_one():
+    if not hasattr(diffusers, "ContextParallelConfig"):
+        pytest.skip("this diffusers has no context parallelism")
+    script = Path(attn_support.diffusers_parallel.__file__)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert [calls for _, _, calls in results] == [0, 2, 2, 2, 2]
+    assert max(difference for _, difference, _ in results) < 1e-5
