@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .ffn_find import Found, find_ffn
-from .ffn_forward import SlicedForward, attach, detach
+from .ffn_forward import SlicedForward, detach, place
 from .ffn_plan import Settings, Site
 from .ffn_report import FfnReport, FfnReportLine, report_line
 from .ffn_rules import NotTokenwise
@@ -50,14 +50,15 @@ class FfnBinding:
         """Put slices into the feed-forward modules of ``model``; returns how many. Doing it twice changes nothing."""
         sites = [(found.module, self._site(found.module)) for found in self._found(model) if not found.why_not]
         for module, site in sites:
+            site.leave()
             take_off(module)
-            attach(module, site)
-            site.follow(module.__dict__.get("forward"))
+            site.enter(place(module, site))
         return len(sites)
 
     def detach(self, model: nn.Module) -> int:
         """Take them out again; returns from how many. Others' slices and forwards stay."""
-        return sum(take_off(found.module, self) for found in self._found(model) if not found.why_not)
+        sites = [self._sites.get(module) for module in model.modules()]
+        return sum(site.leave() for site in sites if site is not None)
 
     def restart_report(self) -> None:
         """The report begins anew."""
@@ -89,7 +90,7 @@ class FfnBinding:
     def _site(self, module: nn.Module) -> BoundSite:
         site = self._sites.get(module)
         if site is None:
-            site = self._sites[module] = BoundSite(self.settings, binding=weakref.ref(self))
+            site = self._sites[module] = BoundSite(self.settings)
         return site
 
     def _line(self, found: Found) -> FfnReportLine:
@@ -99,17 +100,25 @@ class FfnBinding:
 class BoundSite(Site):
     """A module under a binding."""
 
-    def __init__(self, settings: Settings, binding: weakref.ref[FfnBinding]):
+    def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.binding = binding
+        self._sliced: SlicedForward | None = None
         self._is_plain, self._inner = True, _nothing
 
     def copy(self) -> BoundSite:
-        return BoundSite(self.settings, self.binding)
+        return BoundSite(self.settings)
 
-    def follow(self, forward: Any) -> None:
-        """What was proven holds for the forward below ours only."""
-        inner = forward.inner if isinstance(forward, SlicedForward) else None
+    def leave(self) -> bool:
+        """Take it off its module, also from below another pack's forward; returns whether it was on."""
+        sliced, self._sliced = self._sliced, None
+        if sliced is None or self not in sliced.sites:
+            return False
+        detach(sliced, self)
+        return True
+
+    def enter(self, sliced: SlicedForward) -> None:
+        """It has been put into ``sliced``. What was proven holds for the same forward below only."""
+        self._sliced, inner = sliced, sliced.inner
         is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
         if not is_same:
             self.plans.clear()
@@ -118,16 +127,12 @@ class BoundSite(Site):
         self._is_plain, self._inner = inner is None, _nothing if inner is None else _reference(inner)
 
 
-def take_off(module: nn.Module, binding: FfnBinding | None = None) -> bool:
-    """Remove the slices of ``binding`` (None = of any) from one module; returns whether there were any."""
+def take_off(module: nn.Module) -> None:
+    """Remove the slices of any binding from one module."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, SlicedForward):
-        return False
-    bound = [site for site in forward.sites if isinstance(site, BoundSite)]
-    removed = [site for site in bound if binding is None or site.binding() is binding]
-    for site in removed:
-        detach(forward, site)
-    return bool(removed)
+    if isinstance(forward, SlicedForward):
+        for site in [site for site in forward.sites if isinstance(site, BoundSite)]:
+            detach(forward, site)
 
 
 def _nothing() -> None:

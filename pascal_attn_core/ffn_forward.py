@@ -94,17 +94,25 @@ def forward_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:
-    forwards = [place.get(key) for place, key in forward_slots(module)]
-    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
-    if sliced is None:
-        place, key = next(forward_slots(module))
-        sliced = SlicedForward(module, place.get(key))
-        place[key] = sliced
-    sliced.sites.append(site)
+    """Let ``site`` decide over the calls of ``module``; returns what undoes it and says what could not be undone."""
+    sliced = place(module, site)
     return lambda: detach(sliced, site)
 
 
+def place(module: nn.Module, site: Site) -> SlicedForward:
+    """Likewise; returns what stands in the module's forward."""
+    forwards = [place.get(key) for place, key in forward_slots(module)]
+    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
+    if sliced is None:
+        holder, key = next(forward_slots(module))
+        sliced = SlicedForward(module, holder.get(key))
+        holder[key] = sliced
+    sliced.sites.append(site)
+    return sliced
+
+
 def detach(sliced: SlicedForward, site: Site) -> list[str]:
+    """Take ``site`` off again, and the rest with the last of them unless somebody's forward lies on top of it."""
     sliced.sites = [other for other in sliced.sites if other is not site]
     if sliced.sites:
         return []

@@ -20,6 +20,7 @@ from .ffn_verify import Trace, prove, trace
 MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
 _MAX_SHARED = 1024
+_LEAST_TOKENS = 2  # of a slice
 _LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
 
 
@@ -172,6 +173,8 @@ def make_plan(
 
 def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool) -> Plan:
     tokens = inputs.x.shape[-2]
+    if tokens < 2 * _LEAST_TOKENS:
+        return Plan((), "too few tokens for two slices")
     if settings.verify and (hooked := hooked_children(module)):
         raise NotTokenwise(f"a hook on {hooked[0]} would see slices of its tokens")
     if settings.chunk_tokens is not None and not settings.verify:
@@ -193,7 +196,7 @@ def _decide(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs,
 
 def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
     """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
-    count = min(count, tokens // 2)
+    count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
         return Plan((), "one slice is enough")
     short, longer = divmod(tokens, count)
