@@ -68,8 +68,8 @@ function placeGroup(group, left, top, width) {
   frame.color = group.colour;
   graph.add(frame);
   frame.pos = [left, top];
-  frame.size = [width, bottom + 2 * PADDING - top];
-  return bottom + 2 * PADDING;
+  frame.size = [width, bottom + 3 * PADDING - top];
+  return bottom + 3 * PADDING;
 }
 
 function groupWidth(group) {

@@ -76,6 +76,13 @@ def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, na
     assert known_inputs(prompt_of_page(page)) == known_inputs(prompt_of(name))
 
 
+def test_a_node_that_is_missing_would_be_seen(page: Browser) -> None:
+    workflow = opened("Pascal-SDXL")
+    next(node for node in workflow["nodes"] if node["type"] == "PascalVAEAttention")["type"] = "PascalNothing"
+    show(page, workflow)
+    assert red_nodes(page) == ["PascalNothing"]
+
+
 @every_workflow
 def test_nodes_do_not_overlap_in_the_other_design(page: Browser, server_with_files: ComfyServer, name: str) -> None:
     if "Comfy.VueNodes.Enabled" not in page.script("return Object.keys(app.ui.settings.settingsLookup)"):
