@@ -10,6 +10,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,23 @@ def _unknown() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    import diffusers
-    import transformers
-
     from ..version import __version__
 
     return {
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
+        "diffusers": metadata.version("diffusers"),
+        "transformers": _version_or_none("transformers"),
         "torch": torch.__version__,
         "pascal_attn_core": __version__,
         "python": platform.python_version(),
         "device": "cpu, 1 thread",
     }
+
+
+def _version_or_none(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _title(run: dict[str, Any]) -> str:

@@ -200,3 +200,34 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
         assert patch.sites == 1
     with pytest.raises(ValueError, match="left alone: 1 x SanaLinearAttnProcessor2_0: linear attention"):
         patch_pipeline(both[1])
+
+
+def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
+    """Its masks are of another kind: whoever chose flex for NABLA would otherwise get an error from our sdpa."""
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
+    transformer = tiny.tiny_flux_transformer()
+    for backend, expected in (("flex", "FLEX"), ("flash", "NATIVE"), ("_flash_3", "NATIVE")):
+        for processor in transformer.attn_processors.values():
+            processor._attention_backend = dispatch.AttentionBackendName(backend)
+        transformer.set_attn_processor(PascalAttnProcessor())
+        found = {p._attention_backend for p in transformer.attn_processors.values()}
+        assert found == {dispatch.AttentionBackendName[expected]}
+        transformer.set_attn_processor(None)
+
+
+def plain_function(attn, hidden_states, **_):
+    heads = [getattr(attn, name)(hidden_states).unflatten(-1, (attn.heads, -1)) for name in ("to_q", "to_k", "to_v")]
+    out = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads))
+    return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed, assert_same):
+    module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
+    module.processor = plain_function
+    stock = module(x)
+    with patch_pipeline(module):
+        assert_same(module(x), stock)
+        assert module.processor is plain_function
+    assert len(routed) == 1
+    with pytest.raises(TypeError, match="patch_pipeline redirects it as it is"):
+        module.set_processor(PascalAttnProcessor())

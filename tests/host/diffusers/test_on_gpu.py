@@ -1,0 +1,57 @@
+"""Families on a CUDA card, in the types that cards run them in."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import torch
+
+from pascal_attn_core import AttentionConfig
+from pascal_attn_core.cli.zoo import families
+from pascal_attn_core.cli.zoo.proof import counted
+from pascal_attn_core.diffusers import patch_pipeline
+
+FAMILIES = {family.name: family for family in families()}
+SOME = [
+    "UNet2DConditionModel (Stable Diffusion 1.5)",
+    "FluxTransformer2DModel",
+    "WanTransformer3DModel (text to video)",
+    "QwenImageTransformer2DModel",
+    "StableAudioDiTModel",
+    "AutoencoderKL",
+]
+
+
+def on_gpu(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to("cuda", dtype) if value.is_floating_point() else value.cuda()
+    if isinstance(value, dict):
+        return {name: on_gpu(item, dtype) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_gpu(item, dtype) for item in value)
+    return value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ["auto", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SOME)
+def test_a_family_gives_the_output_of_stock(name, dtype, route):
+    family = FAMILIES[name]
+    if family.model_class() is None:
+        pytest.skip(f"this diffusers has no {name}")
+    model = family.build().to("cuda", dtype)
+
+    def run():
+        with torch.no_grad():
+            return model(**on_gpu(family.arguments(), dtype))[0].float()
+
+    stock = run()
+    with patch_pipeline(model, AttentionConfig(route=route)), counted() as calls:
+        ours = run()
+    assert calls
+    # a rounding of every layer, of which a tiny model has up to a hundred
+    limit = 100 * torch.finfo(dtype).eps * stock.abs().max().item()
+    torch.testing.assert_close(ours, stock, rtol=0, atol=limit)
