@@ -138,13 +138,15 @@ def test_what_the_user_sets_replaces_ours_even_if_it_is_a_fused_processor(tiny, 
 # --- taking off -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("by", ["pipe", "denoiser"])
 @pytest.mark.parametrize("family", ["sd15", "flux", "wan"])
-def test_none_gives_the_very_processors_back(family, tiny, routed):
+def test_none_gives_the_very_processors_back(family, by, tiny, routed):
     case = tiny.BUILD[family]()
+    door = getattr(case, by)
     stock = case.run()
     before = [(type(m), getattr(m, "processor", None)) for m in case.denoiser.modules()]
-    case.pipe.set_attn_processor(PascalAttnProcessor())
-    case.pipe.set_attn_processor(None)
+    door.set_attn_processor(PascalAttnProcessor())
+    door.set_attn_processor(None)
     after = [(type(m), getattr(m, "processor", None)) for m in case.denoiser.modules()]
     assert all(a[0] is b[0] and a[1] is b[1] for a, b in zip(before, after))
     assert torch.equal(case.run(), stock)
