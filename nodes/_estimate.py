@@ -120,8 +120,8 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     if not takes:
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
-    why = "PyTorch has a fused kernel for it here, which stores no score matrix; the patch uses it too"
-    return Need(0, 0 if host.info.is_gpu else patched, why)
+    why = "PyTorch has a fused kernel for it here, which stores no score matrix"
+    return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
 
 
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool | None:
