@@ -151,7 +151,7 @@ class Tracer(TorchDispatchMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Note a call ``[B, H, L, D]``; an empty result of its shape."""
-        shapes = (tuple(tensor.shape) for tensor in (query, key, value))
+        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
         self.found.attention.append(AttentionShape(*shapes, query.dtype, mask is not None, self.live))
         return out.transpose(1, 2)
