@@ -7,12 +7,16 @@ import difflib
 import functools
 import logging
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 log = logging.getLogger("pascal_attn")
 
 ROUTES = ("fused", "torch", "tiled", "math")
+# Less exact: taken only where they are asked for by name.
+OPT_IN_ROUTES = ("fused-int8",)
 ENV_PREFIX = "PASCAL_ATTN_"
 # Read by pascal_attn_core.auto, not fields of a config.
 SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE")
@@ -29,6 +33,9 @@ class AttentionConfig:
     Attributes:
         route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused"``, ``"torch"``, ``"tiled"``,
             ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
+            ``"fused-int8"``, never chosen by ``"auto"``: the fused kernel with Q and K in 8 bits (sm_61 and newer, no
+            gradients; relative error about 1e-2).
+        fused: whether the fused CUDA kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
             gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass.
@@ -49,13 +56,14 @@ class AttentionConfig:
     softmax: str = "auto"
     math_limit_mib: float = 1.0
     trim_masks: bool = True
+    fused: bool = True
 
     token: ClassVar[str] = ""
     """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a custom
     operator's schema can carry. :meth:`from_token` is its inverse."""
 
     def __post_init__(self) -> None:
-        _one_of("route", self.route, ("auto", *ROUTES))
+        _one_of("route", self.route, ("auto", *ROUTES, *OPT_IN_ROUTES))
         _one_of("softmax", self.softmax, ("auto", "online"))
         if self.budget_mib is not None:
             _number("budget_mib", self.budget_mib, at_least=_MIN_BUDGET_MIB)
@@ -64,8 +72,9 @@ class AttentionConfig:
             value = getattr(self, name)
             if value is not None:
                 _whole_number(name, value)
-        if not isinstance(self.trim_masks, bool):
-            raise TypeError(f"trim_masks must be a bool, got {self.trim_masks!r}")
+        for name in ("trim_masks", "fused"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "token", _token(self))
 
     @staticmethod
@@ -128,6 +137,17 @@ class UnsupportedAttention(NotImplementedError):
 def default_config() -> AttentionConfig:
     """The config used when a call passes none: the environment, read at the first call."""
     return AttentionConfig.from_env()
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the platform's folder for a user's caches."""
+    if sys.platform == "win32":
+        root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    else:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "pascal-attention"
 
 
 def _token(config: AttentionConfig) -> str:

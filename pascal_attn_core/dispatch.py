@@ -13,6 +13,7 @@ from . import report
 from .arguments import PLAIN, prepared
 from .call import AttentionCall, check_call
 from .config import ROUTES, AttentionConfig, default_config
+from .fused import route as fused
 from .layout import without_autocast
 from .lazy_mask import LazyMask
 from .math_route import run_math
@@ -238,6 +239,11 @@ def run(
             result: tuple[Tensor, Tensor | None] = run_form(call, choice.form), None
         elif choice.route == "math":
             result = run_math(call), None
+        elif choice.route.startswith("fused"):
+            try:
+                result = fused.run(call, config, with_lse=with_lse, int8=choice.route == "fused-int8")
+            except fused.KernelUnavailable:  # why_not says so from now on
+                return run(call, config, with_lse=with_lse, stats=stats)
         else:
             result = run_tiled(call, config, with_lse=with_lse, stats=stats)
     if stats is not None and report.recording():

@@ -4,15 +4,17 @@ graphs see of a call. Its body is the ordinary dispatch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dispatch, tiled_route
-from .backward import sinks_gradient
+from . import dispatch, routes, tiled_route
+from .backward import Gradients, sinks_gradient
 from .call import AttentionCall, check_call
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, UnsupportedAttention, default_config
+from .fused import route as fused
 from .layout import accumulate_dtype, empty_output, without_autocast
 from .lazy_mask import LazyMask
 from .outputs import AttentionOutput
@@ -156,7 +158,7 @@ def _sdpa(
     settings = _config(config)
     with without_autocast(query):
         if for_grad:
-            result = tiled_route.forward(call, settings, for_grad=True)
+            result = _forward_for_grad(call, settings)
         else:
             result = tiled_route.Forward(*dispatch.run(call, settings, with_lse=with_lse), None, None)
     dtype = accumulate_dtype(query.dtype)
@@ -166,6 +168,23 @@ def _sdpa(
         _or_empty(result.log_sum, query, dtype),
         _or_empty(result.seed, query, torch.int64),
     )
+
+
+def _by_fused(call: AttentionCall, config: AttentionConfig) -> bool:
+    """Whether the fused route takes a call whose gradients will be wanted: the same answer in both passes."""
+    if config.route not in ("auto", "fused") or call.query.device.type != "cuda":
+        return False
+    return routes.choose(replace(call, needs_grad=True), config, with_lse=True).route == "fused"
+
+
+def _forward_for_grad(call: AttentionCall, config: AttentionConfig) -> tiled_route.Forward:
+    if _by_fused(call, config):
+        try:
+            return tiled_route.Forward(*fused.forward(call, with_lse=True, for_grad=True), None)
+        except fused.KernelUnavailable as unavailable:
+            if config.route == "fused":
+                raise UnsupportedAttention("fused", [str(unavailable)]) from unavailable
+    return tiled_route.forward(call, config, for_grad=True)
 
 
 def _laid_out(call: AttentionCall, out: Tensor) -> Tensor:
@@ -237,7 +256,11 @@ def _sdpa_backward(
     )
     saved = tiled_route.Forward(out, lse, log_sum if log_sum.numel() else None, seed if seed.numel() else None)
     with without_autocast(query):
-        grads = tiled_route.backward(call, _config(config), grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
+        if not wants_mask and _by_fused(call, _config(config)):
+            grads = Gradients(*fused.backward(call, grad_out, out, lse, saved.log_sum, grad_lse), None)
+        else:
+            settings = _config(config)
+            grads = tiled_route.backward(call, settings, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
         sinks_grad = None
         if wants_sinks:
             sinks_grad = sinks_gradient(call, grad_out, out, lse, grad_lse)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from .call import AttentionCall
-from .config import ROUTES, AttentionConfig, UnsupportedAttention
+from .config import OPT_IN_ROUTES, ROUTES, AttentionConfig, UnsupportedAttention
 from .device import MIB, device_info
+from .fused import route as fused
 from .lazy_mask import LazyMask
 from .torch_route import TorchForm, find_form, fused_takes
 
@@ -45,9 +46,9 @@ def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_ls
         return form if isinstance(form, list) else []
     if route == "math":
         return _why_not_math(call, config, with_lse)
-    if route == "fused":
-        return ["the fused CUDA kernel is not part of this version"]
-    raise ValueError(f"route must be one of {list(ROUTES)}, got {route!r}")
+    if route in ("fused", "fused-int8"):
+        return fused.why_not(call, config, int8=route == "fused-int8", with_lse=with_lse)
+    raise ValueError(f"route must be one of {[*ROUTES, *OPT_IN_ROUTES]}, got {route!r}")
 
 
 def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> Choice:
@@ -61,6 +62,8 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if _tiled_is_faster(call):
         return Choice("tiled", "measured faster than torch's kernel for this kind of call on a CPU")
     form = find_form(call, _budget(call, config), with_lse=with_lse)
+    if _fused_is_faster(call, config, form):
+        return Choice("fused", "expected to be the fastest on a card without tensor cores")
     if isinstance(form, TorchForm):
         words = form.words()
         return Choice("torch", "torch has a fused kernel for it" + (f" ({words})" if words else ""), form)
@@ -72,6 +75,12 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if not with_lse:
         _warn_once(call.query.device.type, form[0])
     return Choice("tiled", form[0])
+
+
+def _fused_is_faster(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> bool:
+    if call.query.device.type != "cuda" or not fused.wins(call, torch_takes_it=isinstance(form, TorchForm)):
+        return False
+    return not fused.why_not(call, config)
 
 
 def _by_name(route: str, call: AttentionCall, config: AttentionConfig, with_lse: bool) -> Choice:

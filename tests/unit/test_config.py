@@ -27,7 +27,7 @@ def test_it_is_frozen_and_changed_by_replace() -> None:
         (
             {"route": "flash"},
             ValueError,
-            r"route must be one of \['auto', 'fused', 'torch', 'tiled', 'math'\], got 'flash'",
+            r"route must be one of \['auto', 'fused', 'torch', 'tiled', 'math', 'fused-int8'\], got 'flash'",
         ),
         ({"softmax": "fast"}, ValueError, r"softmax must be one of .*, got 'fast'"),
         ({"budget_mib": 0}, ValueError, r"budget_mib must be at least 0.0625 .*, got 0"),

@@ -1,0 +1,121 @@
+"""NVRTC, NVIDIA's runtime compiler, through ctypes: it needs no driver, no toolkit and no other compiler. torch's
+CUDA 12 wheels bring it; CUDA 13's compiles for sm_75 and newer only."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+OPTIONS = ("--std=c++14", "-w", "--ptxas-options=-v")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused the source; the message ends with its log."""
+
+
+class Compiled(NamedTuple):
+    """A cubin, and the log in which ptxas reports registers, spills and shared memory."""
+
+    cubin: bytes
+    log: str
+
+
+class Nvrtc:
+    """One NVRTC library.
+
+    Raises:
+        OSError: the file is no library that can be loaded here.
+        AttributeError: it is not NVRTC.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self._lib = ctypes.CDLL(path)
+        self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+        self.version = (major.value, minor.value)
+
+    def archs(self) -> list[int]:
+        """Architectures it compiles for: 61 is sm_61."""
+        count = ctypes.c_int()
+        self._check(self._lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
+        archs = (ctypes.c_int * count.value)()
+        self._check(self._lib.nvrtcGetSupportedArchs(archs), "nvrtcGetSupportedArchs")
+        return list(archs)
+
+    def compile(self, text: str, arch: int, macros: dict[str, object]) -> Compiled:
+        """Machine code of one source text.
+
+        Raises:
+            CompileError: with the compiler's log.
+        """
+        options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *(f"-D{name}={value}" for name, value in macros.items())]
+        program = ctypes.c_void_p()
+        created = self._lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"pascal_attn.cu", 0, None, None)
+        self._check(created, "nvrtcCreateProgram")
+        try:
+            passed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            result = self._lib.nvrtcCompileProgram(program, len(options), passed)
+            log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            if result:
+                raise CompileError(f"{self._error(result)} for sm_{arch}\n{log}")
+            return Compiled(self._fetch(program, "CUBIN"), log)
+        finally:
+            self._lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _fetch(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
+        buffer = ctypes.create_string_buffer(max(1, size.value))
+        self._check(getattr(self._lib, f"nvrtcGet{what}")(program, buffer), f"nvrtcGet{what}")
+        return buffer.raw[: size.value]
+
+    def _error(self, code: int) -> str:
+        return self._lib.nvrtcGetErrorString(code).decode()
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            raise CompileError(f"{what}: {self._error(code)}")
+
+
+def _folders() -> Iterator[Path]:
+    """Where wheels put it: NVIDIA's own packages, and torch's (on Windows)."""
+    for package in ("nvidia", "torch"):
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or ()) if spec else ():
+            if package == "nvidia":
+                yield from sorted(Path(root).glob("*/lib"))
+                yield from sorted(Path(root).glob("*/bin"))
+            else:
+                yield Path(root) / "lib"
+
+
+def candidates() -> list[str]:
+    """Files and names that may be NVRTC, in the order in which they are tried."""
+    pattern = "nvrtc64_*.dll" if sys.platform == "win32" else "libnvrtc.so*"
+    found = [str(path) for folder in _folders() for path in sorted(folder.glob(pattern)) if "alt" not in path.name]
+    names = ["nvrtc64_120_0.dll"] if sys.platform == "win32" else ["libnvrtc.so.12", "libnvrtc.so"]
+    return [*found, *names]
+
+
+def load(paths: Sequence[str]) -> list[Nvrtc]:
+    """The libraries among these that can be loaded."""
+    libraries = []
+    for path in paths:
+        try:
+            libraries.append(Nvrtc(path))
+        except (OSError, AttributeError):
+            continue  # not there, for another platform, or something else by that name
+    return libraries
+
+
+@functools.cache
+def find(arch: int) -> Nvrtc | None:
+    """An NVRTC on this machine that compiles for sm_<arch>, or None."""
+    return next((library for library in load(candidates()) if arch in library.archs()), None)

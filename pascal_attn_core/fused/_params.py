@@ -1,0 +1,49 @@
+"""The kernels' parameters as ctypes structures: field for field what the CUDA source declares."""
+
+from __future__ import annotations
+
+import ctypes
+
+_POINTER, _I64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Params(ctypes.Structure):
+    """Base of all parameter structures; a field that is not set is zero."""
+
+    def __init__(self, **values: int | float | None) -> None:
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Forward(Params):
+    _fields_ = [
+        *_fields(_POINTER, "q k v o mask lse log_sum part_sums part_max part_out cu_q cu_k"),
+        *_fields(_I64, "qb qh qs kb kh ks vb vh vs ob oh os mb mh mq mk lb lh"),
+        *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
+        *_fields(_INT, "first_tile first_batch"),
+        *_fields(_FLOAT, "scale scale_log2"),
+        *_fields(_INT, "row_words"),
+        *_fields(_POINTER, "q_words k_words q_scales k_scales"),
+    ]
+
+
+class Quantize(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x mean words scales"),
+        *_fields(_I64, "xb xh xs"),
+        *_fields(_INT, "rows heads batches dim row_words"),
+    ]
+
+
+class Backward(Params):
+    _fields_ = [
+        *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits"),
+        *_fields(_I64, "qb qh qs kb kh ks vb vh vs ob oh os gb gh gs dqb dqh dqs dkb dkh dks dvb dvh dvs mb mh mq mk"),
+        *_fields(_INT, "lq lk heads group batches low high dim dim_v mask_is_float32 first_tile first_batch"),
+        *_fields(_FLOAT, "scale scale_log2"),
+    ]

@@ -1,0 +1,57 @@
+"""Cubins that ship with the package: packs of one architecture and head_dim, compressed together, and a manifest that
+says which source each was made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+from ._source import DTYPES, HEAD_DIMS, MASKS, Variant, digest
+
+FOLDER = Path(__file__).parent / "prebuilt"
+ARCHS = (50, 60, 61, 70)
+
+
+def variants(head_dim: int) -> list[Variant]:
+    """What ships for a head_dim: everything but padded head_dims and the int8 mode."""
+    kinds = ("forward", "split") if head_dim > 256 else ("forward", "split", "grad_query", "grad_key_value")
+    return [Variant(kind, head_dim, dtype, mask) for kind in kinds for dtype in DTYPES for mask in MASKS]
+
+
+def all_variants() -> list[Variant]:
+    return [variant for head_dim in HEAD_DIMS for variant in variants(head_dim)]
+
+
+def pack_name(arch: int, head_dim: int) -> str:
+    return f"sm_{arch}-{head_dim}.xz"
+
+
+@functools.cache
+def manifest() -> dict[str, Any]:
+    """``{"nvrtc": [12, 6], "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
+    empty if nothing was shipped."""
+    path = FOLDER / "manifest.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+
+
+def best_arch(capability: tuple[int, int]) -> int | None:
+    """The architecture that ships and runs on a device: the same major version, a minor one that is not newer."""
+    major, minor = capability
+    return max((arch for arch in ARCHS if arch // 10 == major and arch % 10 <= minor), default=None)
+
+
+def load(variant: Variant, arch: int) -> bytes | None:
+    """The shipped cubin, or None: there is none, or it was made from another source."""
+    if manifest()["digests"].get(variant.name) != digest(variant):
+        return None
+    pack = pack_name(arch, variant.head_dim)
+    place = manifest()["packs"].get(pack, {}).get(variant.name)
+    return None if place is None else _unpacked(pack)[place[0] : place[1]]
+
+
+@functools.lru_cache(maxsize=4)
+def _unpacked(pack: str) -> bytes:
+    return lzma.decompress((FOLDER / pack).read_bytes())

@@ -1,0 +1,334 @@
+// softmax(Q K^T * scale + mask) V by the online softmax, one block per tile of query rows.
+// PA_SPLIT 0: pa_forward writes the output. PA_SPLIT 1: the rows of a tile are the queries of all heads of a group
+// (few queries each), the keys are cut into p.splits ranges, one block each, and pa_combine joins the parts.
+
+struct Forward {
+    const T* q; const T* k; const T* v; T* o;
+    const void* mask;
+    float* lse;                        // natural log of the denominator, or null
+    float* log_sum;                    // its part besides the row maximum, or null
+    float* part_sums; float* part_max; float* part_out;  // PA_SPLIT: [splits, B, Hq, Lq] twice and [..., dim_v]
+    const int* cu_q; const int* cu_k;  // [B + 1] first tokens of the sequences of a batch without padding, or null
+    i64 qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os;  // strides of batch, head, token in elements
+    i64 mb, mh, mq, mk, lb, lh;                          // of the mask; of lse and log_sum (batch, head)
+    int lq, lk, heads, group, batches;  // group: query heads per key/value head
+    int low, high;                      // the band
+    int lower_right;                    // add lk - lq to the band
+    int dim, dim_v, mask_is_float32, splits;
+    int first_tile, first_batch;        // of this launch
+    float scale, scale_log2;            // softmax scale, and the same times log2(e)
+    int row_words;                      // PA_INT8: words of a row of Q and K, see int8.cuh
+    const int* q_words; const int* k_words;
+    const float* q_scales; const float* k_scales;
+};
+
+// Where a sequence begins, in elements: by its number in a batch, or by its first token.
+INLINE i64 sequence_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
+    return first_tokens ? first_tokens[b] * token_stride : b * batch_stride;
+}
+
+// What a block works on. Row r of its tile is query query(r) of head head(r): of any head of a group with PA_SPLIT,
+// elsewhere of one.
+struct Place {
+    int b, hk, first_head, lq, lk;
+    int row0, rows;                  // first row of the tile; rows from there on, may exceed BR
+    int first_query, last_query;     // of the tile
+    int k_begin, k_end, keys, split; // keys to visit; behind the last of `keys` nothing belongs to this block
+    Band band;
+
+#if PA_SPLIT
+    __device__ __forceinline__ int query(int r) const { return (row0 + r) % lq; }
+    __device__ __forceinline__ int head(int r) const { return first_head + (row0 + r) / lq; }
+#else
+    __device__ __forceinline__ int query(int r) const { return row0 + r; }
+    __device__ __forceinline__ int head(int) const { return first_head; }
+#endif
+};
+
+INLINE Place find_place(const Forward& p) {
+    Place at;
+    at.b = blockIdx.z + p.first_batch;
+    at.lq = p.cu_q ? p.cu_q[at.b + 1] - p.cu_q[at.b] : p.lq;
+    at.lk = p.cu_q ? p.cu_k[at.b + 1] - p.cu_k[at.b] : p.lk;
+    at.band.low = p.low + (p.lower_right ? at.lk - at.lq : 0);
+    at.band.high = p.high + (p.lower_right ? at.lk - at.lq : 0);
+#if PA_SPLIT
+    at.hk = blockIdx.y;
+    at.first_head = at.hk * p.group;
+    at.split = blockIdx.x % p.splits;
+    at.row0 = ((int)blockIdx.x / p.splits + p.first_tile) * PA_BR;
+    at.rows = p.group * at.lq - at.row0;
+    at.first_query = 0;
+    at.last_query = at.lq - 1;
+#else
+    at.first_head = blockIdx.y;
+    at.hk = at.first_head / p.group;
+    at.split = 0;
+    // Under a causal rule the last tiles have the most keys: they go first.
+    const int tile = p.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+    at.row0 = (tile + p.first_tile) * PA_BR;
+    at.rows = at.lq - at.row0;
+    at.first_query = at.row0;
+    at.last_query = min_int(at.row0 + PA_BR, at.lq) - 1;
+#endif
+    at.k_begin = max_int(0, at.first_query + at.band.low);
+    at.k_end = min_int(at.lk, at.last_query + at.band.high + 1);
+    at.keys = at.lk;
+#if PA_SPLIT
+    const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC, each = (tiles + p.splits - 1) / p.splits;
+    at.k_begin += at.split * each * PA_BC;
+    at.k_end = min_int(at.k_end, at.k_begin + each * PA_BC);
+    at.keys = min_int(at.lk, at.k_end);
+#endif
+    return at;
+}
+
+#if PA_MASK
+// Where a row of the tile's mask begins, for the key col0.
+struct PlacedMaskRow {
+    const Place* place;
+    i64 at, row, head;
+    __device__ __forceinline__ i64 operator()(int r) const {
+        return at + place->head(r) * head + place->query(r) * row;
+    }
+};
+
+INLINE PlacedMaskRow mask_row_at(const Forward& p, const Place& place, int col0) {
+    PlacedMaskRow row;
+    row.place = &place;
+    row.at = place.b * p.mb + col0 * p.mk;
+    row.row = p.mq;
+    row.head = p.mh;
+    return row;
+}
+#endif
+
+INLINE float prob_of(float s, float scale_log2, float row_max) {
+#if PA_MASK == 2
+    return exp2_approx((s - row_max) * LOG2E);
+#else
+    return exp2_approx(fmaf(s, scale_log2, -row_max));
+#endif
+}
+
+// A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, which float32
+// has room for): after a call's first tiles hardly ever, and the sums need not be scaled.
+#define SLACK 8.f
+
+// One step of the online softmax on a tile's scores: S becomes exp(S - max), row_max and row_sum are brought up to date
+// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum.
+INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max)[RM], float (&row_sum)[RM],
+                         float scale_log2) {
+    float tile_max[RM];
+    bool rises = false;
+    FOR(i, RM) {
+        float mx = S[i][0];
+        FOR(j, CN) mx = fmaxf(mx, S[i][j]);
+        FOR(s, 4) if ((2 << s) <= PA_TX) mx = fmaxf(mx, __shfl_xor_sync(FULL_WARP, mx, 2 << s));
+#if PA_MASK != 2
+        mx *= scale_log2;  // rounded once: the same number is subtracted from every score of the row
+#endif
+        tile_max[i] = mx;
+        rises |= mx > row_max[i] + SLACK / UNIT_TO_LOG2;
+    }
+    if (rises) {
+        KEEP_BRANCH();
+        FOR(i, RM) if (tile_max[i] > row_max[i] + SLACK / UNIT_TO_LOG2) {
+            const float fade = exp2_approx((row_max[i] - tile_max[i]) * UNIT_TO_LOG2);
+            row_max[i] = tile_max[i];
+            row_sum[i] *= fade;
+            FOR(j, DN) O[i][j] *= fade;
+        }
+    }
+    FOR(i, RM) {
+        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
+        float sum = 0.f;
+        FOR(j, CN) {
+            S[i][j] = prob_of(S[i][j], scale_log2, reference);
+            sum += S[i][j];
+        }
+        row_sum[i] += sum;
+    }
+}
+
+#if PA_FLUSH
+// A float32 sum over n keys errs by sqrt(n) roundings. Every PA_FLUSH tiles the sums move to the output, so that none
+// is longer than PA_FLUSH * PA_BC keys. `flushed_max` (shared memory) is the maximum they were scaled to.
+INLINE void flush_sums(float (&O)[RM][DN], const float (&row_max)[RM], float* flushed_max, float* o, i64 stride,
+                       int rows, int dim, bool first, const Lane& t) {
+    FOR(i, RM) {
+        int r = ROW(i);
+        OPAQUE(r);
+        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];
+        const float fade = first ? 0.f : exp2_approx((flushed_max[r] - reference) * UNIT_TO_LOG2);
+        volatile float* const row = o + (i64)r * stride;  // volatile: one at a time, with few registers
+        FOR(j, DN) {
+            const int c = sum_column(j, t);
+            if (r < rows && (!PA_PAD || c < dim)) row[c] = first ? O[i][j] : fmaf(row[c], fade, O[i][j]);
+            O[i][j] = 0.f;
+        }
+    }
+    __syncwarp();  // the lanes that share a row have read its maximum
+    FOR(i, RM) if (t.tx == 0) flushed_max[ROW(i)] = row_max[i];
+}
+
+// The sums of a row as if it had never been flushed.
+INLINE void unflush_row(float (&O)[DN], float row_max, float flushed_max, const float* row, int dim, const Lane& t) {
+    const float reference = row_max == NEG_INF ? 0.f : row_max;
+    const float fade = exp2_approx((flushed_max - reference) * UNIT_TO_LOG2);
+    FOR(j, DN) {
+        const int c = sum_column(j, t);
+        if (!PA_PAD || c < dim) O[j] = fmaf(row[c], fade, O[j]);
+    }
+}
+#endif
+
+INLINE void store_row(T* d, const float (&O)[DN], float factor, int dim, const Lane& t) {
+    FOR(j, DN4) {
+        const int c = j * 4 * PA_TX + t.tx * 4;
+        float4 f;
+        f.x = O[4 * j] * factor; f.y = O[4 * j + 1] * factor; f.z = O[4 * j + 2] * factor; f.w = O[4 * j + 3] * factor;
+        if (!PA_PAD || c < dim) *(Raw4*)(d + c) = to_raw(f);
+    }
+    FOR(j, DNR) {
+        const int c = sum_column(DN4 * 4 + j, t);
+        if (!PA_PAD || c < dim) d[c] = to_storage(O[DN4 * 4 + j] * factor);
+    }
+}
+
+INLINE void store_lse(const Forward& p, i64 at, float row_max, float row_sum) {
+    const float log_sum = row_sum > 0.f ? log2f(row_sum) * LN2 : NEG_INF;
+    p.lse[at] = row_sum > 0.f ? fmaf(row_max, UNIT_TO_LN, log_sum) : NEG_INF;
+    if (p.log_sum) p.log_sum[at] = log_sum;
+}
+
+#if PA_SPLIT
+INLINE void store_part(const Forward& p, i64 at, const float (&O)[DN], float row_max, float row_sum, const Lane& t) {
+    FOR(j, DN) {
+        const int c = sum_column(j, t);
+        if (!PA_PAD || c < p.dim_v) p.part_out[at * p.dim_v + c] = O[j];
+    }
+    if (t.tx == 0) {
+        p.part_max[at] = row_max;
+        p.part_sums[at] = row_sum;
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(const Forward p) {
+    __shared__ __align__(128) float sm[SMEM_TILE];
+#if PA_FLUSH
+    __shared__ float flushed_max[PA_BR];
+    bool flushed = false;
+#endif
+    const Lane t = lane_of(threadIdx.x);
+    const Place at = find_place(p);
+    if (at.rows <= 0) return;
+
+    const int xr = min_int(staged_x_row(t), at.rows - 1);
+    const T* const x = p.q + sequence_at(p.cu_q, at.b, p.qb, p.qs) + at.head(xr) * p.qh + at.query(xr) * p.qs +
+                       staged_x_col(t);
+    const T* y = p.k + sequence_at(p.cu_k, at.b, p.kb, p.ks) + at.hk * p.kh + (at.k_begin + staged_y_row(t)) * p.ks +
+                 staged_y_col(t);
+    const T* const first_value = p.v + sequence_at(p.cu_k, at.b, p.vb, p.vs) + at.hk * p.vh + at.k_begin * p.vs;
+    Moving v = moving_rows(first_value, p.vs, p.dim_v, t);
+
+    float O[RM][DN], row_max[RM], row_sum[RM];
+    clear(O);
+    FOR(i, RM) {
+        row_max[i] = NEG_INF;
+        row_sum[i] = 0.f;
+    }
+#if PA_MASK
+    const MaskView mask = view_mask(p.mask, PA_SPLIT ? 1 : p.mq, p.mk, p.mask_is_float32);
+#endif
+    for (int col0 = at.k_begin; col0 < at.k_end; col0 += PA_BC) {
+        const int cols = at.keys - col0;
+#if PA_MASK
+        u32 bits[MASK_WORDS];
+        const PlacedMaskRow mask_row = mask_row_at(p, at, col0);
+        if (p.mask && !__syncthreads_or(read_mask(bits, mask, mask_row, at.rows, cols, t))) {
+            y += PA_BC * p.ks;  // nobody may look at any key of this tile
+            v.at += PA_BC * v.stride;
+            continue;
+        }
+#endif
+        float S[RM][CN];
+#if PA_INT8
+        int sums[RM][CN];
+        const i64 q_row = ((i64)at.b * p.heads + at.first_head) * at.lq + at.row0;
+        const i64 k_row = ((i64)at.b * (p.heads / p.group) + at.hk) * at.lk + col0;
+        product_words(sums, p.q_words + (q_row + xr) * p.row_words,
+                      p.k_words + (k_row + min_int(staged_y_row(t), cols - 1)) * p.row_words, p.row_words, sm, t);
+        scores_of_words(S, sums, p.q_scales + q_row, p.k_scales + k_row, at.rows, cols, t);
+#else
+        product_rows(S, x, existing_row(y, p.ks, cols, t), p.dim, sm, t);
+#endif
+        y += PA_BC * p.ks;
+        scale_scores(S, p.scale);
+#if PA_MASK
+        if (p.mask) apply_mask(S, bits, mask, mask_row, t);
+#endif
+        if (cols < PA_BC || band_cuts(at.band, at.first_query, at.last_query, col0)) {
+            KEEP_BRANCH();
+            FOR(i, RM) forbid_outside(S[i], at.query(ROW(i)) - col0, at.band, cols, t);
+        }
+        softmax_step(S, O, row_max, row_sum, p.scale_log2);
+        product_cols(O, S, v, cols, p.dim_v, sm, t);
+#if PA_FLUSH
+        if (flush_is_due(col0 - at.k_begin)) {
+            int b = at.b;
+            OPAQUE(b);
+            float* const o = p.o + sequence_at(p.cu_q, b, p.ob, p.os) + at.first_head * p.oh + at.row0 * p.os;
+            flush_sums(O, row_max, flushed_max, o, p.os, at.rows, p.dim_v, !flushed, t);
+            flushed = true;
+        }
+#endif
+    }
+#if PA_FLUSH
+    __syncwarp();  // flushed_max is complete: the shuffles below bring the lanes together, but order no memory
+#endif
+    FOR(i, RM) {
+        float sum = row_sum[i];
+        FOR(s, 4) if ((2 << s) <= PA_TX) sum += __shfl_xor_sync(FULL_WARP, sum, 2 << s);
+        if (ROW(i) >= at.rows) continue;
+        const int h = at.head(ROW(i)), query = at.query(ROW(i));
+#if PA_SPLIT
+        store_part(p, (((i64)at.split * p.batches + at.b) * p.heads + h) * at.lq + query, O[i], row_max[i], sum, t);
+#else
+        T* const o = p.o + sequence_at(p.cu_q, at.b, p.ob, p.os) + h * p.oh + query * p.os;
+#if PA_FLUSH
+        if (flushed) unflush_row(O[i], row_max[i], flushed_max[ROW(i)], o, p.dim_v, t);
+#endif
+        store_row(o, O[i], sum > 0.f ? 1.f / sum : 0.f, p.dim_v, t);
+        if (p.lse && t.tx == 0)
+            store_lse(p, sequence_at(p.cu_q, at.b, p.lb, 1) + h * p.lh + query, row_max[i], sum);
+#endif
+    }
+}
+
+#if PA_SPLIT
+// Joins the parts of pa_forward_split: one warp per query row, lanes along head_dim_v.
+extern "C" __global__ void __launch_bounds__(128) pa_combine(const Forward p) {
+    const i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32, total = (i64)p.batches * p.heads * p.lq;
+    if (row >= total) return;
+    float best = NEG_INF, sum = 0.f;
+    for (int s = 0; s < p.splits; ++s) best = fmaxf(best, p.part_max[s * total + row]);
+    const float reference = best == NEG_INF ? 0.f : best;
+    for (int s = 0; s < p.splits; ++s) {
+        const float fade = exp2_approx((p.part_max[s * total + row] - reference) * UNIT_TO_LOG2);
+        sum = fmaf(p.part_sums[s * total + row], fade, sum);
+    }
+    const int i = (int)(row % p.lq), h = (int)(row / p.lq % p.heads), b = (int)(row / p.lq / p.heads);
+    const float factor = sum > 0.f ? 1.f / sum : 0.f;
+    for (int c = threadIdx.x % 32; c < p.dim_v; c += 32) {
+        float out = 0.f;
+        for (int s = 0; s < p.splits; ++s) {
+            const float fade = exp2_approx((p.part_max[s * total + row] - reference) * UNIT_TO_LOG2);
+            out = fmaf(p.part_out[(s * total + row) * p.dim_v + c], fade, out);
+        }
+        p.o[b * p.ob + h * p.oh + i * p.os + c] = to_storage(out * factor);
+    }
+    if (p.lse && threadIdx.x % 32 == 0) store_lse(p, b * p.lb + h * p.lh + i, best, sum);
+}
+#endif

@@ -1,0 +1,149 @@
+"""The routes ``fused`` and ``fused-int8``: reasons, forward, and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..config import AttentionConfig
+from ..device import DeviceInfo, device_info
+from ..layout import empty_output, without_autocast
+from . import _kernels
+from ._plan import forward_launches, num_splits, variant_of
+from ._plan_backward import backward_launches
+from ._plan_int8 import int8_launches
+from ._select import call_reasons, rows_are_readable
+from ._source import Variant
+from ._verify import ensure
+
+KernelUnavailable = _kernels.KernelUnavailable
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+_DP4A = (6, 1)
+
+
+def why_not(call: AttentionCall, config: AttentionConfig, *, int8: bool = False, with_lse: bool = False) -> list[str]:
+    """Why the fused route cannot take a call; empty = it can."""
+    if call.query.device.type != "cuda":
+        return [f"the fused kernel needs a CUDA device, got {call.query.device.type}"]
+    if not config.fused:
+        return ["switched off by the configuration (fused)"]
+    reasons = call_reasons(call, int8=int8, with_lse=with_lse)
+    if reasons:
+        return reasons
+    index = _index(call)
+    reasons = list(_kernels.machine_reasons(index))
+    info = device_info(call.query.device)
+    if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
+        reasons.append(f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}")
+    if not reasons:
+        variants = _variants(call, info, int8, for_grad=call.needs_grad)
+        failures = (_kernels.failure(index, variant) for variant in variants)
+        reasons += [reason for reason in failures if reason]
+    return reasons
+
+
+def wins(call: AttentionCall, *, torch_takes_it: bool) -> bool:
+    """Whether the kernel is expected to be the fastest route: on cards without tensor cores, for all calls; on Volta
+    where torch has nothing fused. Gradients: where torch has nothing fused. From a simulation; not measured there."""
+    info = device_info(call.query.device)
+    if info.capability is None or info.capability >= (7, 5):
+        return False
+    return not torch_takes_it or (info.capability < (7, 0) and not call.needs_grad)
+
+
+def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:
+    """(out, lse or None), with gradients where the call needs them.
+
+    Raises:
+        KernelUnavailable: a kernel could not be had; nothing has been queued, and :func:`why_not` says so from now on.
+    """
+    if int8:
+        ensure([variant_of(call, "int8")], _index(call))
+        out = empty_output(call)
+        _kernels.run(int8_launches(call, out), _index(call))
+        return out, None
+    if call.needs_grad:
+        return FusedFunction.apply(call.query, call.key, call.value, call, config)
+    return forward(call, with_lse=with_lse)[:2]
+
+
+def forward(call: AttentionCall, *, with_lse: bool, for_grad: bool = False) -> Results:
+    """(out, lse, log_sum), the last two only where they are wanted: log_sum for the gradients of calls with a float
+    mask, next to whose largest numbers it would be lost in lse. No graph for gradients."""
+    info = device_info(call.query.device)
+    ensure(_variants(call, info, False, for_grad=for_grad), _index(call))
+    out = empty_output(call)
+    wanted = with_lse or for_grad
+    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if wanted else None
+    has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+    log_sum = torch.empty_like(lse) if lse is not None and for_grad and has_bias else None
+    _kernels.run(forward_launches(call, out, lse, log_sum, info), _index(call))
+    return out, lse, log_sum
+
+
+def backward(
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, log_sum: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in their shapes. Extra memory: three float32 numbers per query row, the
+    gradients of inputs that broadcast in full, and a copy of grad_out where its rows cannot be read as they lie."""
+    grad_out = grad_out.expand(out.shape)
+    if not rows_are_readable(grad_out):
+        grad_out = grad_out.contiguous()
+    heads = () if call.query.dim() == 2 else (call.num_heads,)
+    kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
+    grads = (
+        call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim)),
+        call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
+        call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
+    )
+    contiguous_grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
+    launches = backward_launches(call, grad_out, out, lse.contiguous(), log_sum, contiguous_grad_lse, grads)
+    _kernels.run(launches, _index(call))
+    query, key, value = (
+        grad if grad.shape == t.shape else grad.sum_to_size(t.shape)
+        for grad, t in zip(grads, (call.query, call.key, call.value))
+    )
+    return query, key, value
+
+
+class FusedFunction(torch.autograd.Function):
+    """``apply(query, key, value, call, config) -> (out, lse)``; keeps inputs, out, lse and log_sum."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, config: Any) -> Any:
+        out, lse, log_sum = forward(call, with_lse=True, for_grad=True)
+        ctx.save_for_backward(query, key, value, call.attn_mask, out, lse, log_sum)
+        ctx.call = call.without_tensors()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of gradients must be taken with route='math', got a fused call; "
+                "pass config=AttentionConfig(route='math', math_limit_mib=...)"
+            )
+        query, key, value, attn_mask, out, lse, log_sum = ctx.saved_tensors
+        call = ctx.call.with_tensors(query, key, value, attn_mask)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        with without_autocast(query):
+            return *backward(call, grad_out, out, lse, log_sum, grad_lse), None, None
+
+
+def _variants(call: AttentionCall, info: DeviceInfo, int8: bool, *, for_grad: bool) -> list[Variant]:
+    """What a call needs; for its gradients too, while another route could still take the call."""
+    if int8:
+        kinds = ["int8"]
+    else:
+        kinds = ["split" if num_splits(call, info) > 1 else "forward"]
+        kinds += ["grad_query", "grad_key_value"] if for_grad else []
+    return [variant_of(call, kind) for kind in kinds]
+
+
+def _index(call: AttentionCall) -> int:
+    index = call.query.device.index
+    return torch.cuda.current_device() if index is None else index

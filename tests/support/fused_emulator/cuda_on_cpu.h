@@ -1,0 +1,161 @@
+// Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread, one block at a time, the next fiber drawn at random
+// wherever a thread waits. What a GPU would not tell:
+//   a barrier that not all threads reach            -> run_block returns false (nobody can move)
+//   shared memory that is read before it is written -> NaN: it is poisoned before every block
+//   a missing barrier                               -> other numbers, since the order of the threads is random
+//   an access outside of a tensor                   -> built with -fsanitize=address
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static __attribute__((section("shared_memory")))
+
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct Index3 { unsigned x, y, z; };
+
+extern "C" char __start_shared_memory[] __attribute__((visibility("hidden")));
+extern "C" char __stop_shared_memory[] __attribute__((visibility("hidden")));
+
+namespace emu {
+constexpr size_t STACK = 64 << 10;
+struct Fiber { ucontext_t context; bool done; };
+struct Group { unsigned waiting = 0, generation = 0; };  // threads that meet at a barrier
+struct State {
+    ucontext_t main;
+    std::vector<Fiber> fibers;
+    std::vector<char> stacks;
+    std::vector<Group> warps;
+    std::vector<uint32_t> exchange;  // [generation & 1][thread]
+    Group block;
+    unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0};
+    uint64_t progress = 0, random = 1, barriers = 0;
+    void (*body)(void*) = nullptr;
+    void* argument = nullptr;
+};
+static State state;
+
+static inline void wait_while(const unsigned& generation, unsigned seen) {
+    while (generation == seen) swapcontext(&state.fibers[state.current].context, &state.main);
+}
+
+static inline unsigned meet(Group& group, unsigned size) {
+    const unsigned seen = group.generation;
+    if (++group.waiting == size) {
+        group.waiting = 0;
+        ++group.generation;
+        ++state.progress;
+    } else {
+        wait_while(group.generation, seen);
+    }
+    return seen;
+}
+
+static inline int block_or(int value) {
+    const unsigned slot = state.block.generation & 1;
+    if (!state.block.waiting) { state.any[slot] = 0; ++state.barriers; }
+    state.any[slot] |= value != 0;
+    meet(state.block, state.threads);
+    return state.any[slot];
+}
+
+static inline uint32_t exchange(uint32_t value, unsigned lane_xor) {
+    const unsigned thread = state.current, warp = thread / 32;
+    uint32_t* slot = state.exchange.data() + (state.warps[warp].generation & 1) * state.threads;
+    slot[thread] = value;
+    meet(state.warps[warp], 32);
+    return slot[warp * 32 + ((thread & 31) ^ lane_xor)];
+}
+
+static void entry() {
+    state.body(state.argument);
+    state.fibers[state.current].done = true;
+    --state.alive;
+    ++state.progress;
+    swapcontext(&state.fibers[state.current].context, &state.main);
+}
+
+static inline uint64_t draw() {
+    state.random ^= state.random << 13;
+    state.random ^= state.random >> 7;
+    state.random ^= state.random << 17;
+    return state.random;
+}
+
+static void start(unsigned threads) {
+    state.threads = state.alive = threads;
+    state.fibers.resize(threads);
+    state.stacks.resize(STACK * threads);
+    state.warps.assign(threads / 32, Group());
+    state.exchange.resize(2 * threads);
+    state.block = Group();
+    for (unsigned i = 0; i < threads; ++i) {
+        Fiber& fiber = state.fibers[i];
+        fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = state.stacks.data() + STACK * i;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, (void (*)())entry, 0);
+    }
+}
+
+// False: the threads wait for each other at different barriers, or some have left a barrier that others wait at.
+static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
+    memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
+    state.body = body;
+    state.argument = argument;
+    start(threads);
+    std::vector<unsigned> order(threads);
+    for (unsigned i = 0; i < threads; ++i) order[i] = i;
+    while (state.alive) {
+        const uint64_t before = state.progress;
+        for (unsigned i = threads - 1; i > 0; --i) std::swap(order[i], order[draw() % (i + 1)]);
+        for (unsigned thread : order) {
+            if (state.fibers[thread].done) continue;
+            state.current = thread;
+            swapcontext(&state.main, &state.fibers[thread].context);
+        }
+        if (state.progress == before) return false;
+    }
+    return state.block.waiting == 0;
+}
+}  // namespace emu
+
+static Index3 blockIdx, gridDim;
+struct ThreadIndex { operator unsigned() const { return emu::state.current; } };
+static struct { ThreadIndex x; } threadIdx;
+static inline void __syncthreads() { emu::block_or(0); }
+static inline int __syncthreads_or(int value) { return emu::block_or(value); }
+static inline void __syncwarp() { emu::exchange(0, 0); }
+static inline float __shfl_xor_sync(unsigned, float value, int lane_xor) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits = emu::exchange(bits, lane_xor);
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
+    return sum;
+}
+static inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+static inline float emu_half2float(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return (float)half; }
+static inline unsigned short emu_float2half(float x) {
+    const _Float16 half = (_Float16)x;
+    unsigned short bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}

@@ -1,0 +1,155 @@
+"""Compiles the fused kernels without a GPU, for every architecture: ``python tools/fused.py table | prebuilt | share``.
+
+Needs the test extra (NVRTC 12.6 as a wheel). Compilations are kept in ``build/fused`` by the hash of their source, so
+that a second run only compiles what has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from maxwell import decode, sections
+from share import share
+
+from pascal_attn_core.fused import _nvrtc, _prebuilt
+from pascal_attn_core.fused._source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "fused"
+TABLE = ROOT / "docs" / "fused-static.txt"
+ARCHS = (50, 60, 61, 70, 75, 80, 90)
+NVRTC = (12, 6)
+_HEAD = """\
+# What ptxas says of every variant of the fused kernels, by NVRTC {}.{}: architecture, then for each function registers
+# per thread (spilled bytes after "!"), then shared memory of a block in bytes. Written by: python tools/fused.py table
+"""
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every variant that the package can ask for."""
+    for kind in KINDS:
+        for head_dim in HEAD_DIMS:
+            if kind.startswith("grad") and head_dim > 256:
+                continue
+            for padded in (False, True) if kind != "int8" else (False,):
+                for dtype in DTYPES:
+                    for mask in MASKS:
+                        yield Variant(kind, head_dim, dtype, mask, padded)
+
+
+def archs_of(variant: Variant) -> list[int]:
+    return [arch for arch in ARCHS if variant.kind != "int8" or arch >= 61]
+
+
+def nvrtc(arch: int) -> _nvrtc.Nvrtc:
+    """The library whose output the table and the prebuilt cubins are."""
+    found = [lib for lib in _nvrtc.load(_nvrtc.candidates()) if lib.version == NVRTC and arch in lib.archs()]
+    if not found:
+        sys.exit(f"NVRTC {NVRTC[0]}.{NVRTC[1]} must be installed: pip install -e '.[test]'")
+    return found[0]
+
+
+def compiled(variant: Variant, arch: int) -> _nvrtc.Compiled:
+    """The variant's machine code and the compiler's log, from ``build/fused`` where they have been made before."""
+    stem = BUILD / f"{digest(variant)[:32]}-sm_{arch}"
+    cubin, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
+    if not log.exists():
+        result = nvrtc(arch).compile(source(variant.kind), arch, variant.macros())
+        BUILD.mkdir(parents=True, exist_ok=True)
+        cubin.write_bytes(result.cubin)
+        log.write_text(result.log)
+    return _nvrtc.Compiled(cubin.read_bytes(), log.read_text())
+
+
+def usage(log: str) -> tuple[list[tuple[int, int]], int]:
+    """([(registers, spilled bytes) of each function], largest shared memory) that a log reports."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
+    return list(zip(registers, spills, strict=True)), max(shared, default=0)
+
+
+def cell(arch: int, log: str) -> str:
+    functions, shared = usage(log)
+    words = "/".join(f"{registers}!{spilled}" if spilled else str(registers) for registers, spilled in functions)
+    return f"{arch}:{words}:{shared}"
+
+
+def read_table() -> dict[str, dict[int, str]]:
+    """Variant -> architecture -> its cell."""
+    rows: dict[str, dict[int, str]] = {}
+    for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
+        if not line.startswith("#"):
+            name, *cells = line.split()
+            rows[name] = {int(c.split(":")[0]): c for c in cells}
+    return rows
+
+
+def write_table(archs: Iterable[int]) -> None:
+    """Bring the table up to date for some architectures; the others keep the cells they have."""
+    before = read_table()
+    with TABLE.with_suffix(".part").open("w") as file:
+        file.write(_HEAD.format(*NVRTC))
+        for variant in all_variants():
+            cells = before.get(variant.name, {})
+            cells |= {arch: cell(arch, compiled(variant, arch).log) for arch in archs if arch in archs_of(variant)}
+            file.write(" ".join([variant.name, *(cells[arch] for arch in sorted(cells))]) + "\n")
+    TABLE.with_suffix(".part").replace(TABLE)
+
+
+def write_prebuilt() -> None:
+    """Write the packs that ship with the package, and their manifest."""
+    folder = _prebuilt.FOLDER
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.xz"):
+        old.unlink()
+    packs: dict[str, dict[str, list[int]]] = {}
+    for arch in _prebuilt.ARCHS:
+        for head_dim in HEAD_DIMS:
+            content, places = bytearray(), {}
+            for variant in _prebuilt.variants(head_dim):
+                cubin = compiled(variant, arch).cubin
+                places[variant.name] = [len(content), len(content) + len(cubin)]
+                content += cubin
+            name = _prebuilt.pack_name(arch, head_dim)
+            filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 25}]
+            (folder / name).write_bytes(lzma.compress(bytes(content), filters=filters))
+            packs[name] = places
+    digests = {variant.name: digest(variant) for variant in _prebuilt.all_variants()}
+    content_ = {"nvrtc": list(NVRTC), "digests": digests, "packs": packs}
+    (folder / "manifest.json").write_text(json.dumps(content_, separators=(",", ":")) + "\n")
+
+
+def shares() -> Iterator[tuple[Variant, float]]:
+    """The share of needed FFMA in all instructions on sm_61, for calls without a mask."""
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            variant = Variant("forward", head_dim, dtype)
+            code = sections(compiled(variant, 61).cubin)["pa_forward"]
+            yield variant, share(variant, decode(code)).value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["table", "prebuilt", "share"])
+    parser.add_argument(
+        "--archs", type=int, nargs="*", default=list(ARCHS), help="for table: those to bring up to date"
+    )
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        write_table(arguments.archs)
+    elif arguments.what == "prebuilt":
+        write_prebuilt()
+    else:
+        for variant, value in shares():
+            print(f"{variant.head_dim:4} {variant.dtype:9} {value:6.1%}")
+
+
+if __name__ == "__main__":
+    main()
