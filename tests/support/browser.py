@@ -112,7 +112,6 @@ class Browser:
     def _new_session(self) -> str:
         options = {"binary": _chromium(), "args": [*FLAGS, f"--user-data-dir={self.profile}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "unhandledPromptBehavior": "accept"}
-        wanted["goog:loggingPrefs"] = {"browser": "ALL"}
         return self._request("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
 
     def _request(self, method: str, path: str, data: Any = None, timeout_s: float = 120) -> Any:
@@ -159,12 +158,6 @@ class Browser:
         visible = "return [...document.querySelectorAll(arguments[0])].find(e => e.getClientRects().length)"
         return self.wait_for(visible, css, timeout_s=timeout_s)
 
-    def find_text(self, text: str, css: str = "*", timeout_s: float = 30) -> dict[str, str]:
-        """The innermost visible element whose text is ``text``."""
-        code = """return [...document.querySelectorAll(arguments[1])].filter(e => e.getClientRects().length
-                  && e.textContent.trim() === arguments[0]).pop()"""
-        return self.wait_for(code, text, css, timeout_s=timeout_s)
-
     def click(self, element: dict[str, str]) -> None:
         self._request("POST", f"/element/{element[ELEMENT]}/click")
 
@@ -178,24 +171,8 @@ class Browser:
         moves = [{"type": "pointerMove", "duration": 30, "x": int(x) + d, "y": int(y)} for d in (-4, 0)]
         self._act([{"type": "pointer", "id": "mouse", "actions": moves}])
 
-    def click_at(self, x: float, y: float, button: int = 0) -> None:
-        move = {"type": "pointerMove", "duration": 30, "x": int(x), "y": int(y)}
-        press = [{"type": kind, "button": button} for kind in ("pointerDown", "pointerUp")]
-        self._act([{"type": "pointer", "id": "mouse", "actions": [move, *press]}])
-
-    def key(self, key: str) -> None:
-        self._act([{"type": "key", "id": "keys", "actions": [{"type": t, "value": key} for t in ("keyDown", "keyUp")]}])
-
     def _act(self, actions: list[dict[str, Any]]) -> None:
         self._request("POST", "/actions", {"actions": actions})
-
-    def errors(self) -> list[str]:
-        """The errors on the page's console since the last call."""
-        return [
-            entry["message"]
-            for entry in self._request("POST", "/se/log", {"type": "browser"})
-            if entry["level"] == "SEVERE"
-        ]
 
     def screenshot(self, path: Path) -> Path:
         """The viewport as a PNG."""
