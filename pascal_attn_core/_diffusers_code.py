@@ -43,7 +43,8 @@ def names_linear_attention(function: Callable) -> bool:
 
 
 def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
-    """A copy of ``function`` for which ``F`` means ``functional`` and ``dispatch_attention_fn`` means ``dispatch``.
+    """A copy of ``function`` for which ``F`` means ``functional``, and which instead of ``dispatch_attention_fn(...)``
+    calls ``dispatch(dispatch_attention_fn, ...)``.
 
     Everything else it looks up where the original does, at the time of the call. What it calls is not copied.
 
@@ -63,7 +64,7 @@ def with_other_attention(function: Callable, owner: type, functional: Any, dispa
     if _DISPATCH in names:
         if _DISPATCH in function.__code__.co_varnames or _DISPATCH not in variables:
             return None
-        replaced[_DISPATCH] = dispatch
+        replaced[_DISPATCH] = lambda *args, **kwargs: dispatch(variables[_DISPATCH], *args, **kwargs)
     return _copy(function, _Globals(variables, replaced)) if replaced else None
 
 

@@ -9,6 +9,7 @@ So where the code of a processor shows how it calls attention, a copy of that co
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,11 +107,9 @@ class _Functional:
 FUNCTIONAL = _Functional()
 
 
-def dispatch(*args: Any, **kwargs: Any) -> Tensor:
-    """``dispatch_attention_fn`` for a copied processor: diffusers' own, under the redirect."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
+def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    """diffusers' ``dispatch_attention_fn`` for a copied processor: ``function``, under the redirect."""
     redirect = this_thread.redirect
     assert redirect is not None
     with redirect:
-        return dispatch_attention_fn(*args, **kwargs)
+        return function(*args, **kwargs)

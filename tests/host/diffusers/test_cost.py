@@ -101,6 +101,24 @@ def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
     assert_same(ours, outputs(family, model))
 
 
+def test_a_dispatch_function_that_is_patched_meanwhile_keeps_its_turn(monkeypatch):
+    pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no dispatch function")
+    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
+    family = FAMILIES["FluxTransformer2DModel"]
+    model, theirs, original = family.build(), [], flux.dispatch_attention_fn
+
+    def counting(*args, **kwargs):
+        theirs.append(kwargs)
+        return original(*args, **kwargs)
+
+    with patch_pipeline(model), counted() as ours:
+        outputs(family, model)
+        monkeypatch.setattr(flux, "dispatch_attention_fn", counting)
+        outputs(family, model)
+    assert len(theirs) == 2
+    assert len(ours) == 4
+
+
 def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):
     """Code that had replaced torch's function keeps its turn; we get what it hands on to torch's own."""
     torchs, calls = F.scaled_dot_product_attention, []
