@@ -140,7 +140,7 @@ def plan_tiles(
     if q_block is not None:
         units, rows = 1, min(q_block, work.seq_len_q)
     if kv_block is not None:
-        units, keys = 1, min(kv_block, work.seq_len_kv)
+        keys = min(kv_block, work.seq_len_kv)
     units, rows, keys = _fit(work, budget, units, rows, keys, q_block is not None, kv_block is not None)
     needed = step_bytes(work, units, rows, keys)
     if needed > budget:

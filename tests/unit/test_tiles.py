@@ -100,6 +100,13 @@ def test_the_default_budget_is_64_mib_on_a_gpu_and_4_on_a_cpu() -> None:
     assert not CARDS["CPU"].is_gpu
 
 
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("card", CARDS)
+def test_asking_for_the_keys_that_would_be_chosen_changes_nothing(card: str, name: str) -> None:
+    plan = plan_tiles(CARDS[card], WORKLOADS[name])
+    assert plan_tiles(CARDS[card], WORKLOADS[name], kv_block=plan.kv_block) == plan
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_a_tile_asked_for_is_the_tile_used(card: str) -> None:
     plan = plan_tiles(CARDS[card], SDXL, 16 * MIB, q_block=100, kv_block=30)
