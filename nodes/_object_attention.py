@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..pascal_attn_core.function_copy import copy_over
 from . import _host
 from ._engine import Engine
 from ._objects import Make, replaced_by_others
@@ -112,7 +113,7 @@ def named_attention(engine: Engine, scope: Scope, block: str) -> Make:
         module, forward = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
         if isinstance(module, nn.Module) and isinstance(forward, FunctionType) and forward is type(module).forward:
             replaced = {name: _by_name(engine, scope, block, forward, name) for name in host_names(type(module))}
-            previous = MethodType(_copy(forward, replaced), module)
+            previous = MethodType(copy_over(forward, replaced), module)
 
         @functools.wraps(previous)
         def forward_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
@@ -148,21 +149,3 @@ def _by_name(engine: Engine, scope: Scope, block: str, forward: FunctionType, na
         return attention(*args, **kwargs)
 
     return looked_up
-
-
-def _copy(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
-    code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
-    copy = FunctionType(code, _Globals(function.__globals__, replaced), function.__name__, defaults, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-class _Globals(dict):
-    """The globals of a file with some names replaced; the others are looked up there when they are asked for."""
-
-    def __init__(self, variables: dict[str, Any], replaced: dict[str, Any]):
-        super().__init__(replaced, __builtins__=variables["__builtins__"])
-        self.variables = variables
-
-    def __missing__(self, name: str) -> Any:
-        return self.variables[name]

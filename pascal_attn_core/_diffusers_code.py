@@ -1,14 +1,15 @@
-"""What a function of diffusers does about attention, read from its code; and copies of functions over other globals."""
+"""What a function of diffusers does about attention, read from its code; and copies of it that call ours."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch.nn.functional as F
+
+from .function_copy import copy_over
 
 _SDPA, _DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
 _HELPER_DEPTH = 3
@@ -46,8 +47,6 @@ def with_other_attention(function: Callable, owner: type, functional: Any, dispa
     """A copy of ``function`` for which ``F`` means ``functional``, and which instead of ``dispatch_attention_fn(...)``
     calls ``dispatch(dispatch_attention_fn, ...)``.
 
-    Everything else it looks up where the original does, at the time of the call. What it calls is not copied.
-
     Returns:
         None unless the code shows that it calls attention by these two names and in no other way.
     """
@@ -65,28 +64,7 @@ def with_other_attention(function: Callable, owner: type, functional: Any, dispa
         if _DISPATCH in function.__code__.co_varnames or _DISPATCH not in variables:
             return None
         replaced[_DISPATCH] = lambda *args, **kwargs: dispatch(variables[_DISPATCH], *args, **kwargs)
-    return _copy(function, _Globals(variables, replaced)) if replaced else None
-
-
-class _Globals(dict):
-    """The globals of a module, with some names replaced. The others are looked up in the module when they are asked
-    for, so that whoever patches that module later is heard."""
-
-    def __init__(self, module: dict[str, Any], replaced: dict[str, Any]):
-        # what the interpreter itself looks up, for builtins and relative imports, past __missing__
-        own = {name: value for name, value in module.items() if name.startswith("__")}
-        super().__init__({**own, **replaced})
-        self.module = module
-
-    def __missing__(self, name: str) -> Any:
-        return self.module[name]
-
-
-def _copy(function: FunctionType, variables: dict[str, Any]) -> Callable:
-    code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
-    copy = FunctionType(code, variables, function.__name__, defaults, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    return copy_over(function, replaced) if replaced else None
 
 
 def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[FunctionType]:

@@ -1,0 +1,33 @@
+"""A function's own code over other globals: what it calls by a global name can be another function for it alone."""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+
+def copy_over(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
+    """A copy of ``function`` for which the global names in ``replaced`` mean what is given there.
+
+    Everything else it looks up where the original does, at the time of the call, so that whoever patches that module
+    later is heard. What it calls is not copied.
+    """
+    code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
+    copy = FunctionType(code, _Globals(function.__globals__, replaced), function.__name__, defaults, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return copy
+
+
+class _Globals(dict):
+    """The globals of a module with some names replaced; the others are looked up there when they are asked for."""
+
+    def __init__(self, module: dict[str, Any], replaced: dict[str, Any]):
+        # what the interpreter itself looks up, for builtins and relative imports, past __missing__
+        own = {name: value for name, value in module.items() if name.startswith("__")}
+        super().__init__({**own, **replaced})
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self.module[name]
