@@ -70,7 +70,7 @@ def _widths_by_name(network: nn.Module) -> Iterator[int]:
         if any(word in name for word in ("txt", "text", "context", "caption", "cap_")) and hasattr(
             module, "in_features"
         ):
-            yield int(module.in_features)  # type: ignore[arg-type]
+            yield int(module.in_features)
 
 
 def prompts(conditioning: Conditioning) -> list[dict[str, Any]]:

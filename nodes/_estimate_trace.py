@@ -202,10 +202,14 @@ class _CatchSDPA(TorchFunctionMode):
         given = dict(zip(("query", "key", "value", "attn_mask"), args)) | kwargs
         query = given["query"]
         lead = query.shape[:-3]
-        four = [t.flatten(0, -4) if t.dim() > 4 else t[None] if t.dim() == 3 else t for t in
-                (query, given["key"], given["value"])]  # fmt: skip
-        out = self.tracer.attend(*four, given.get("attn_mask"))
+        key, value = _four_dimensions(given["key"]), _four_dimensions(given["value"])
+        out = self.tracer.attend(_four_dimensions(query), key, value, given.get("attn_mask"))
         return out.reshape(*lead, *out.shape[-3:]) if query.dim() != 4 else out
+
+
+def _four_dimensions(tensor: Tensor) -> Tensor:
+    """``[*batch, H, N, D]`` with one leading dimension."""
+    return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor[None] if tensor.dim() == 3 else tensor
 
 
 def _is_large(args: Iterable[Any]) -> bool:

@@ -66,8 +66,8 @@ class Chunking:
         run.started, self._started = self._started, None
         report = self.binding.report(network_of(patcher))
         run.note(_headline(report, self.binding.settings.min_tokens))
-        for line in report.text().splitlines()[1:]:
-            run.note(line.strip())
+        for sentence in report.text().splitlines()[1:]:
+            run.note(sentence.strip())
         for line in report.lines:
             if line.state == "refused" and run.warn(f"{line.kind} runs whole: {line.why}"):
                 log.warning("pascal_attn: %s: %s (%s) runs whole: %s", self.subject, line.name, line.kind, line.why)

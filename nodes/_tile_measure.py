@@ -68,10 +68,10 @@ def measure(card: Card, shape: Shape, planned: int, device: torch.device) -> Tim
 
 def _warmed_up(
     shape: Shape, device: torch.device, deadline: float, most_seconds: float
-) -> tuple[tuple[Tensor, ...], Shape]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Shape]:
     """Tensors of a call that takes ``most_seconds`` at most, and its shape."""
     while True:
-        tensors = tuple(_numbers(shape, device, seed) for seed in range(3))
+        tensors = _numbers(shape, device, 0), _numbers(shape, device, 1), _numbers(shape, device, 2)
         taken = min(_time(shape.config, AUTO, tensors, deadline) for _ in range(2))
         if taken <= most_seconds or not shape.can_shrink:
             return tensors, shape
@@ -104,7 +104,7 @@ def _numbers(shape: Shape, device: torch.device, seed: int) -> Tensor:
     return tensor
 
 
-def _time(config: AttentionConfig, size: int, tensors: tuple[Tensor, ...], deadline: float) -> float:
+def _time(config: AttentionConfig, size: int, tensors: tuple[Tensor, Tensor, Tensor], deadline: float) -> float:
     _host.throw_if_interrupted()
     _finished(tensors[0])
     start = time.perf_counter()
