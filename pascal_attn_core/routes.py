@@ -63,7 +63,7 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
         return Choice("tiled", "measured faster than torch's kernel for this kind of call on a CPU")
     form = find_form(call, _budget(call, config), with_lse=with_lse)
     if _fused_is_faster(call, config, form):
-        return Choice("fused", "expected to be the fastest on a card without tensor cores")
+        return Choice("fused", "torch has no fused kernel that takes it as it is")
     if isinstance(form, TorchForm):
         words = form.words()
         return Choice("torch", "torch has a fused kernel for it" + (f" ({words})" if words else ""), form)
@@ -78,7 +78,8 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
 
 
 def _fused_is_faster(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> bool:
-    if call.query.device.type != "cuda" or not fused.wins(call, torch_takes_it=isinstance(form, TorchForm)):
+    as_it_is = isinstance(form, TorchForm) and form.is_one_call
+    if call.query.device.type != "cuda" or not fused.wins(call, torch_takes_it_as_it_is=as_it_is):
         return False
     return not fused.why_not(call, config)
 

@@ -91,26 +91,30 @@ def read_table() -> dict[str, dict[int, str]]:
     return rows
 
 
-def write_table(archs: Iterable[int]) -> None:
-    """Bring the table up to date for some architectures; the others keep the cells they have."""
+def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool) -> None:
+    """Bring the table up to date for some architectures and kinds of kernels; others keep the cells they have."""
     before = read_table()
     with TABLE.with_suffix(".part").open("w") as file:
         file.write(_HEAD.format(*NVRTC))
         for variant in all_variants():
             cells = before.get(variant.name, {})
-            cells |= {arch: cell(arch, compiled(variant, arch).log) for arch in archs if arch in archs_of(variant)}
+            if variant.kind in kinds and (padded or not variant.padded):
+                wanted = [arch for arch in archs if arch in archs_of(variant)]
+                cells |= {arch: cell(arch, compiled(variant, arch).log) for arch in wanted}
+            if not cells:
+                continue
             file.write(" ".join([variant.name, *(cells[arch] for arch in sorted(cells))]) + "\n")
     TABLE.with_suffix(".part").replace(TABLE)
 
 
-def write_prebuilt() -> None:
+def write_prebuilt(archs: Iterable[int]) -> None:
     """Write the packs that ship with the package, and their manifest."""
     folder = _prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.xz"):
         old.unlink()
     packs: dict[str, dict[str, list[int]]] = {}
-    for arch in _prebuilt.ARCHS:
+    for arch in archs:
         for head_dim in HEAD_DIMS:
             content, places = bytearray(), {}
             for variant in _prebuilt.variants(head_dim):
@@ -118,8 +122,7 @@ def write_prebuilt() -> None:
                 places[variant.name] = [len(content), len(content) + len(cubin)]
                 content += cubin
             name = _prebuilt.pack_name(arch, head_dim)
-            filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 25}]
-            (folder / name).write_bytes(lzma.compress(bytes(content), filters=filters))
+            (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
             packs[name] = places
     digests = {variant.name: digest(variant) for variant in _prebuilt.all_variants()}
     content_ = {"nvrtc": list(NVRTC), "digests": digests, "packs": packs}
@@ -138,14 +141,14 @@ def shares() -> Iterator[tuple[Variant, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["table", "prebuilt", "share"])
-    parser.add_argument(
-        "--archs", type=int, nargs="*", default=list(ARCHS), help="for table: those to bring up to date"
-    )
+    parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="for table: which kernels")
+    parser.add_argument("--padded", action="store_true", help="for table: also those for other head_dims")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        write_table(arguments.archs)
+        write_table(arguments.archs, arguments.kinds, arguments.padded)
     elif arguments.what == "prebuilt":
-        write_prebuilt()
+        write_prebuilt([arch for arch in _prebuilt.ARCHS if arch in arguments.archs])
     else:
         for variant, value in shares():
             print(f"{variant.head_dim:4} {variant.dtype:9} {value:6.1%}")

@@ -9,16 +9,23 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from ._source import DTYPES, HEAD_DIMS, MASKS, Variant, digest
+from ._source import DTYPES, HEAD_DIMS, Variant, digest
 
 FOLDER = Path(__file__).parent / "prebuilt"
-ARCHS = (50, 60, 61, 70)
+ARCHS = (50, 60, 61, 70)  # those worth shipping
+_OFTEN_MASKED = (40, 64, 80, 128)
+_LANGUAGE_MODELS = (64, 128)
 
 
 def variants(head_dim: int) -> list[Variant]:
-    """What ships for a head_dim: everything but padded head_dims and the int8 mode."""
-    kinds = ("forward", "split") if head_dim > 256 else ("forward", "split", "grad_query", "grad_key_value")
-    return [Variant(kind, head_dim, dtype, mask) for kind in kinds for dtype in DTYPES for mask in MASKS]
+    """What ships for a head_dim: the calls that models make most. The rest is compiled at its first use, since a cubin
+    is some 13 KB, compressed, and there are a thousand."""
+    chosen = [Variant("forward", head_dim, dtype) for dtype in DTYPES]
+    if head_dim in _OFTEN_MASKED:
+        chosen += [Variant("forward", head_dim, dtype, "bool") for dtype in DTYPES]
+    if head_dim in _LANGUAGE_MODELS:
+        chosen += [Variant("split", head_dim, dtype) for dtype in DTYPES]
+    return chosen
 
 
 def all_variants() -> list[Variant]:
@@ -37,10 +44,15 @@ def manifest() -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
 
 
+def shipped_archs() -> tuple[int, ...]:
+    """The architectures that this copy of the package brings packs for."""
+    return tuple(sorted({int(pack.removeprefix("sm_").split("-")[0]) for pack in manifest()["packs"]}))
+
+
 def best_arch(capability: tuple[int, int]) -> int | None:
     """The architecture that ships and runs on a device: the same major version, a minor one that is not newer."""
     major, minor = capability
-    return max((arch for arch in ARCHS if arch // 10 == major and arch % 10 <= minor), default=None)
+    return max((arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor), default=None)
 
 
 def load(variant: Variant, arch: int) -> bytes | None:

@@ -79,6 +79,7 @@ _FORWARD = {
 }
 _FORWARD_MASKED = {
     **_FORWARD,
+    32: Geometry(64, 64, 8, 16, depth=8),
     **dict.fromkeys((48, 64, 80, 96), _HIGH),
     **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
 }
@@ -135,7 +136,9 @@ class Variant:
     def geometry(self) -> Geometry:
         if self.kind in _OTHERS:
             return _OTHERS[self.kind][self.head_dim]
-        tight = self.padded or (self.mask == "float" and (self.dtype == "float32" or self.head_dim >= 112))
+        wide = self.head_dim >= 112
+        tight = self.padded or (self.mask == "float" and (self.dtype == "float32" or wide))
+        tight |= self.mask == "bool" and self.dtype == "float32" and wide
         table = _FORWARD_TIGHT if tight else _FORWARD if self.mask == "none" else _FORWARD_MASKED
         return table[self.head_dim]
 

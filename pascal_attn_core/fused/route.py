@@ -45,13 +45,12 @@ def why_not(call: AttentionCall, config: AttentionConfig, *, int8: bool = False,
     return reasons
 
 
-def wins(call: AttentionCall, *, torch_takes_it: bool) -> bool:
-    """Whether the kernel is expected to be the fastest route: on cards without tensor cores, for all calls; on Volta
-    where torch has nothing fused. Gradients: where torch has nothing fused. From a simulation; not measured there."""
+def wins(call: AttentionCall, *, torch_takes_it_as_it_is: bool) -> bool:
+    """Whether the kernel is expected to be the fastest route: on cards without tensor cores and on Volta, for what
+    torch has no fused kernel for, or one only after the call has been converted or cut up. What torch's kernel takes as
+    it is stays there until the two have been measured side by side on such a card."""
     info = device_info(call.query.device)
-    if info.capability is None or info.capability >= (7, 5):
-        return False
-    return not torch_takes_it or (info.capability < (7, 0) and not call.needs_grad)
+    return info.capability is not None and info.capability < (7, 5) and not torch_takes_it_as_it_is
 
 
 def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:

@@ -1,0 +1,156 @@
+"""The fused kernels on a GPU: the emulation's table with fresh numbers, streams, threads, graphs, memory."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.table import GRADIENT_TABLE, TABLE, Case
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import device_info
+from pascal_attn_core.fused import _prebuilt, _verify
+from pascal_attn_core.fused._kernels import run
+from pascal_attn_core.fused._source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant
+from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import why_not
+
+pytestmark = pytest.mark.gpu
+
+FUSED = AttentionConfig(route="fused")
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_the_kernel_gives_the_answer_of_the_definition(case: Case) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16) if case.dtype == torch.float32 else (case.dtype,):
+        inputs, options = replace(case, dtype=dtype, name=f"{case.name} {dtype}").build(device="cuda")
+        if why_not("fused", check_call(*inputs, **options), FUSED):
+            with pytest.raises(UnsupportedAttention):
+                sdpa(*inputs, **options, config=FUSED)
+            continue
+        out, lse = sdpa_with_lse(*inputs, **options, config=FUSED)
+        oracle, oracle_lse = exact(inputs, options)
+        similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
+        assert_close(out, oracle, similar, f"out {dtype}", dtype=dtype)
+        assert_close(lse, oracle_lse, similar_lse, f"lse {dtype}", dtype=dtype)
+
+
+@pytest.mark.parametrize("case", GRADIENT_TABLE, ids=lambda case: case.name)
+def test_gradients_are_those_of_the_definition(case: Case) -> None:
+    inputs, options = case.build(requires_grad=True, device="cuda")
+    if why_not("fused", check_call(*inputs, **options), FUSED):
+        pytest.skip("another route's")
+    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(case.dtype, as_torch=True)))
+    oracle, lse = reference_sdpa(*wide, **options)
+    outs = (sdpa(*inputs, **options, config=FUSED), oracle, reference_sdpa(*narrow, **options)[0])
+    grad_out = torch.randn(oracle.shape, dtype=torch.float64, device="cuda")
+    answers = [gradients(out, some[:3], grad_out) for out, some in zip(outs, (inputs, wide, narrow))]
+    assert_gradients_close(*answers, lse, case.dtype)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variant_is_right_on_this_card(kind: str, head_dim: int) -> None:
+    if kind.startswith("grad") and head_dim > 256:
+        pytest.skip("has no gradients")
+    if kind == "int8" and (device_info("cuda").capability or (0, 0)) < (6, 1):
+        pytest.skip("has no dp4a")
+    for padded in (False, True) if kind != "int8" else (False,):
+        for dtype in DTYPES:
+            for mask in MASKS:
+                variant = Variant(kind, head_dim, dtype, mask, padded)
+                error = _verify.largest_error(variant, torch.device("cuda", 0), lambda some: run(some, 0))
+                assert error <= (0.1 if kind == "int8" else _verify._TOLERANCE[dtype]), variant.name
+
+
+def _large(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, 4096, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2)]
+
+
+def test_two_streams_at_once_do_not_disturb_each_other() -> None:
+    calls = [_large(), _large()]
+    expected = [sdpa(*call, enable_gqa=True, config=FUSED) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        for stream, call in zip(streams, calls):
+            with torch.cuda.stream(stream):
+                results.append(sdpa(*call, enable_gqa=True, config=FUSED))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected))
+
+
+def test_two_threads_at_once_do_not_disturb_each_other() -> None:
+    calls = [_large(torch.float16), _large(torch.float16)]
+    expected = [sdpa(*call, enable_gqa=True, config=FUSED) for call in calls]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not torch.equal(sdpa(*calls[index], enable_gqa=True, config=FUSED), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_a_captured_graph_repeats_the_call_on_new_numbers(tokens: int) -> None:
+    query, key, value = (torch.randn(1, 4, n, 64, device="cuda") for n in (tokens, 2000, 2000))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        sdpa(query, key, value, config=FUSED)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(query, key, value, config=FUSED)
+    for tensor in (query, key, value):
+        tensor.copy_(torch.randn_like(tensor) * 3)
+    graph.replay()
+    torch.testing.assert_close(out, reference_sdpa(query, key, value)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_compiled_call_and_its_gradients_are_one_graph() -> None:
+    leaves = [torch.randn(1, 2, 100, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(lambda *t: sdpa(*t, is_causal=True, config=FUSED), fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*leaves), reference_sdpa(*leaves, is_causal=True)[0]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    actual, wanted = (torch.autograd.grad(o.square().sum(), leaves) for o in (out, expected))
+    for a, w in zip(actual, wanted):
+        torch.testing.assert_close(a, w, atol=1e-4, rtol=1e-3)
+
+
+def test_the_forward_pass_takes_no_memory_but_its_output() -> None:
+    call = _large()
+    sdpa(*call, enable_gqa=True, config=FUSED)
+    with PeakMemory("cuda", follow=False) as peak:
+        out = sdpa(*call, enable_gqa=True, config=FUSED)
+    assert peak.peak_bytes - out.numel() * out.element_size() <= MIB
+
+
+def test_gradients_are_the_same_bits_every_time() -> None:
+    leaves = [t.requires_grad_() for t in _large(torch.float16)]
+    grads = [torch.autograd.grad(sdpa(*leaves, enable_gqa=True, config=FUSED).float().sum(), leaves) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
+
+
+def test_a_card_with_prebuilt_kernels_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pascal_attn_core.fused import _kernels, _nvrtc
+
+    if _prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
+        pytest.skip("nothing ships for this card")
+    monkeypatch.setattr(_nvrtc, "find", lambda arch: None)
+    monkeypatch.setattr(_kernels, "_loaded", {})
+    sdpa(*_large(), enable_gqa=True, config=FUSED)

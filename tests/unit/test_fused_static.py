@@ -1,0 +1,127 @@
+"""What NVRTC makes of the kernels without a GPU: no spills, the registers of the table, the share of useful work.
+
+The whole table takes hours on two cores (``python tools/fused.py table``); here a few variants per run are compiled
+afresh, others every day, and the rest is held against the table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import fused as tool  # noqa: E402
+import maxwell  # noqa: E402
+from share import share  # noqa: E402
+
+from pascal_attn_core.fused import _nvrtc, _prebuilt  # noqa: E402
+from pascal_attn_core.fused._source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
+
+SHARE = 0.82
+SHARED_LIMIT = 48 << 10
+
+
+def _library() -> _nvrtc.Nvrtc | None:
+    return next((lib for lib in _nvrtc.load(_nvrtc.candidates()) if lib.version == tool.NVRTC), None)
+
+
+LIBRARY = _library()
+needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
+
+
+def _compile(variant: Variant, arch: int) -> _nvrtc.Compiled:
+    assert LIBRARY is not None
+    return LIBRARY.compile(source(variant.kind), arch, variant.macros())
+
+
+def _drawn(count: int) -> list[tuple[str, int]]:
+    """Variants of the table, others every day, the same in all processes of a run."""
+    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
+    return random.Random(datetime.date.today().toordinal()).sample(cells, min(count, len(cells)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", range(6))
+def test_ptxas_says_what_the_table_says(place: int) -> None:
+    name, arch = _drawn(6)[place]
+    variant = next(v for v in tool.all_variants() if v.name == name)
+    assert tool.cell(arch, _compile(variant, arch).log) == tool.read_table()[name][arch], f"{name} sm_{arch}"
+
+
+def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() -> None:
+    table = tool.read_table()
+    assert table
+    for name, row in table.items():
+        for arch, cell in row.items():
+            assert "!" not in cell, f"{name} sm_{arch} spills: {cell}"
+            assert int(cell.split(":")[2]) <= SHARED_LIMIT
+            assert all(int(registers) <= 255 for registers in cell.split(":")[1].split("/"))
+
+
+def test_the_table_has_every_variant_that_is_not_padded_for_the_first_target() -> None:
+    table = tool.read_table()
+    for variant in tool.all_variants():
+        if not variant.padded and variant.kind != "int8":
+            assert 61 in table.get(variant.name, {}), variant.name
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", tool.ARCHS)
+def test_every_architecture_compiles(arch: int) -> None:
+    kind = KINDS[tool.ARCHS.index(arch) % 4]
+    functions, _ = tool.usage(_compile(Variant(kind, 64, "float32"), arch).log)
+    assert [spilled for _, spilled in functions] == [0] * len(functions)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128])
+def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -> None:
+    for dtype in ("float32", "float16"):
+        variant = Variant("forward", head_dim, dtype)
+        code = maxwell.sections(_compile(variant, 61).cubin)["pa_forward"]
+        assert share(variant, maxwell.decode(code)).value >= SHARE
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
+    assert LIBRARY is not None
+    with pytest.raises(_nvrtc.CompileError, match=r"unsupported tile geometry"):
+        LIBRARY.compile(source("forward"), 61, {**Variant("forward", 64, "float32").macros(), "PA_BR": 100})
+
+
+def test_prebuilt_kernels_were_made_from_this_source() -> None:
+    manifest = _prebuilt.manifest()
+    for name, made_from in manifest["digests"].items():
+        variant = next(v for v in _prebuilt.all_variants() if v.name == name)
+        assert made_from == digest(variant), f"{name} has changed: python tools/fused.py prebuilt"
+    for pack, places in manifest["packs"].items():
+        arch = int(pack.removeprefix("sm_").split("-")[0])
+        for name in places:
+            variant = next(v for v in _prebuilt.all_variants() if v.name == name)
+            cubin = _prebuilt.load(variant, arch)
+            assert cubin is not None
+            assert set(variant.functions) <= set(maxwell.sections(cubin))
+
+
+def test_what_ships_stays_small() -> None:
+    packs = list(_prebuilt.FOLDER.glob("*"))
+    assert sum(path.stat().st_size for path in packs) < 3_500_000
+
+
+def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prebuilt, "shipped_archs", lambda: (50, 60, 61, 70))
+    wanted = {(5, 2): 50, (6, 0): 60, (6, 1): 61, (6, 2): 61, (7, 0): 70, (7, 5): 70, (8, 0): None, (3, 7): None}
+    assert {capability: _prebuilt.best_arch(capability) for capability in wanted} == wanted
+
+
+def test_every_head_dim_and_kind_has_a_geometry() -> None:
+    for variant in tool.all_variants():
+        geometry = variant.geometry
+        assert geometry.threads % 32 == 0
+        assert variant.head_dim in HEAD_DIMS
