@@ -135,35 +135,61 @@ def _growing(keys: int, head_dim: int) -> torch.Tensor:
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
 _UNSEEN = "flushed_max is complete"
-_SENSITIVE = ((64, 130, 200), (40, 70, 1300), (128, 70, 1024))
+# head_dim, queries, keys: between them they notice every barrier.
+_SENSITIVE = {
+    "forward": ((64, 130, 200), (40, 70, 1300), (128, 70, 1024)),
+    "grad_query": ((64, 70, 200), (40, 70, 330)),
+    "grad_key_value": ((64, 200, 70), (40, 330, 70)),
+}
 
 
-def _errors(text: str | None) -> list[float]:
+_WEIGHTS = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0))  # gradient of the output
+
+
+def _error(kind: str, inputs: list, expected: list, mutated: dict[str, str] | None) -> float:
+    """Largest error of the output, or of the gradients, with other source texts; infinite for a deadlock or a NaN."""
+    try:
+        result = forward(inputs, {}, mutated=mutated)
+        actual = (
+            [result.out]
+            if kind == "forward"
+            else backward(result, _WEIGHTS[: result.out.numel()].view_as(result.out), mutated=mutated)
+        )
+    except Deadlock:
+        return float("inf")
+    errors = torch.stack([(a - e).abs().max() for a, e in zip(actual, expected)])
+    return errors.nan_to_num(nan=torch.inf).max().item()
+
+
+def _worst(kind: str, text: str | None) -> float:
     errors = []
-    for head_dim, rows, keys in _SENSITIVE:
+    for head_dim, rows, keys in _SENSITIVE[kind]:
         torch.manual_seed(head_dim)
         inputs = [torch.randn(1, 1, rows, head_dim), _growing(keys, head_dim), torch.randn(1, 1, keys, head_dim), None]
-        oracle = exact(inputs, {})[0]
-        try:
-            error = (forward(inputs, {}, text=text).out - oracle).abs().max().item()
-        except Deadlock:
-            error = float("inf")
-        errors.append(error if error == error else float("inf"))
-    return errors
+        leaves = [cast(t, torch.float64).requires_grad_() for t in inputs[:3]]
+        out = reference_sdpa(*leaves)[0]
+        expected = (
+            [out.detach()]
+            if kind == "forward"
+            else list(torch.autograd.grad(out, leaves, _WEIGHTS[: out.numel()].view_as(out).double()))
+        )
+        errors.append(_error(kind, inputs, expected, None if text is None else {kind: text}))
+    return max(errors)
 
 
-def test_the_kernel_without_any_one_barrier_is_wrong() -> None:
-    text = source("forward")
-    assert max(_errors(text)) < 1e-4
+@pytest.mark.parametrize("kind", list(_SENSITIVE))
+def test_a_kernel_without_any_one_barrier_is_wrong(kind: str) -> None:
+    text = source(kind)
+    assert _worst(kind, None) < 1e-3
     for found in _BARRIER.finditer(text):
         line = text[: text.index("\n", found.start())].rsplit("\n", 1)[-1]
         if _UNSEEN not in line:
-            assert max(_errors(text[: found.start()] + ";" + text[found.end() :])) > 1e-2, line
+            assert _worst(kind, text[: found.start()] + ";" + text[found.end() :]) > 1e-2, line
 
 
 def test_a_barrier_that_some_threads_miss_is_a_deadlock() -> None:
     text = source("forward").replace("if (more) __syncthreads();", "if (more && t.ty) __syncthreads();")
-    assert max(_errors(text)) == float("inf")
+    assert _worst("forward", text) == float("inf")
 
 
 def test_every_head_dim_up_to_the_last_has_a_place_in_the_table() -> None:

@@ -65,15 +65,22 @@ def build(variant: Variant, text: str | None = None, flags: tuple[str, ...] = ()
     return loaded
 
 
-def emulate(launches: Iterable[Launch], seed: int = 1, text: str | None = None, flags: tuple[str, ...] = ()) -> int:
+def emulate(
+    launches: Iterable[Launch],
+    seed: int = 1,
+    mutated: dict[str, str] | None = None,
+    flags: tuple[str, ...] = (),
+) -> int:
     """Run launches one after the other; returns how many block barriers were passed.
 
+    Args:
+        mutated: other texts for some kinds of kernels.
     Raises:
         Deadlock: a barrier that some threads of a block never reach.
     """
     barriers = 0
     for launch in launches:
-        library = build(launch.variant, text, flags)
+        library = build(launch.variant, (mutated or {}).get(launch.variant.kind), flags)
         name = launch.function.encode()
         size = library.params_size(name)
         assert size == ctypes.sizeof(launch.params), f"{launch.function}: {size} bytes of parameters"

@@ -16,11 +16,12 @@ import torch
 from attn_support.fused_cases import CARD, WHOLE
 from attn_support.fused_emulation import GXX, HERE
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, dispatch, routes, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused import _cache, _driver, _kernels, _nvrtc, _prebuilt
+from pascal_attn_core.fused import _cache, _driver, _kernels, _nvrtc, _prebuilt, route
 from pascal_attn_core.fused._plan import forward_launches
 from pascal_attn_core.fused._source import Variant
+from pascal_attn_core.reference import reference_sdpa
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
@@ -207,3 +208,25 @@ def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA device, got cpu"):
         sdpa(query, query, query, config=AttentionConfig(route="fused-int8"))
     assert AttentionConfig.from_env({"PASCAL_ATTN_FUSED": "0"}).fused is False
+
+
+def test_a_kernel_that_fails_at_its_first_call_hands_the_call_to_the_next_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query = torch.randn(1, 1, 600, 16)
+    call, failed = check_call(query, query, query), []
+
+    def fails(*arguments: object, **options: object) -> None:
+        failed.append("no kernel")
+        raise _kernels.KernelUnavailable("no kernel")
+
+    monkeypatch.setattr(route, "run", fails)
+    monkeypatch.setattr(route, "why_not", lambda call, config, **options: list(failed))
+    monkeypatch.setattr(routes, "_fused_is_faster", lambda call, config, form: not failed)
+    monkeypatch.setattr(routes, "_tiled_is_faster", lambda call: False)
+    out, _ = dispatch.run(call, AttentionConfig(), with_lse=False)
+    assert failed == ["no kernel"]
+    torch.testing.assert_close(out, reference_sdpa(query, query, query)[0], atol=1e-5, rtol=1e-5)
+    failed.clear()
+    with pytest.raises(UnsupportedAttention, match="route 'fused' cannot take this call: no kernel"):
+        dispatch.run(call, AttentionConfig(route="fused"), with_lse=False)

@@ -1,0 +1,42 @@
+"""The check at a kernel's first use: right kernels pass it, wrong ones do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_support.fused_emulation import GXX, emulate
+
+from pascal_attn_core.fused import _verify
+from pascal_attn_core.fused._source import Variant, source
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+VARIANTS = (
+    Variant("forward", 64, "float32"),
+    Variant("forward", 128, "float16", "bool"),
+    Variant("forward", 160, "float32", "float", True),
+    Variant("split", 80, "bfloat16", "float"),
+    Variant("grad_query", 40, "float32", "float"),
+    Variant("grad_key_value", 64, "float16", "bool"),
+    Variant("int8", 72, "float32"),
+)
+# One number or sign of the source made wrong.
+WRONG = {
+    "forward": ("sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"),
+    "split": ("out = fmaf(p.part_out", "out = fmaf(-p.part_out"),
+    "grad_query": ("S[i][j] *= dP[i][j] - delta[i]", "S[i][j] *= dP[i][j] + delta[i]"),
+    "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
+    "int8": ("largest / 127.f", "largest / 100.f"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
+    tolerance = _verify._INT8_TOLERANCE if variant.kind == "int8" else _verify._TOLERANCE[variant.dtype]
+    error = _verify.largest_error(variant, torch.device("cpu"), emulate)
+    assert error <= tolerance / 4
+    right, wrong = WRONG[variant.kind]
+    text = source(variant.kind)
+    assert right in text
+    mutated = {variant.kind: text.replace(right, wrong)}
+    error = _verify.largest_error(variant, torch.device("cpu"), lambda some: emulate(some, mutated=mutated))
+    assert error > tolerance
