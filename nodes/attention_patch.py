@@ -93,6 +93,12 @@ class PascalAttentionPatch:
         return (patched,)
 
 
+# What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
+# some models refine the prompt before the first step, ControlNets are called beside the model; and on multi-GPU hosts
+# the model itself runs in a thread of its own.
+_AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet call", "APPLY_MODEL": "call"}
+
+
 def _install(patched: Any, engine: Engine, whole_model: bool) -> None:
     """Put our override, wrapper and callbacks on a fresh clone; a patch of ours that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -100,15 +106,13 @@ def _install(patched: Any, engine: Engine, whole_model: bool) -> None:
     options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-    for around in (WrappersMP.APPLY_MODEL, WrappersMP.CALC_COND_BATCH):
-        patched.remove_wrappers_with_key(around, KEY)
     scope = Scope()
+    for around, word in _AROUND.items():
+        kind = getattr(WrappersMP, around)
+        patched.remove_wrappers_with_key(kind, KEY)
+        if whole_model or around == "APPLY_MODEL":
+            patched.add_wrapper_with_key(kind, KEY, make_wrapper(engine, scope, word, catches=whole_model))
     options[OVERRIDE] = make_override(engine, scope, previous_of(options.get(OVERRIDE)))
-    in_model = make_wrapper(engine, scope, "call", catches=whole_model)
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, in_model)
-    if whole_model:  # a ControlNet is called beside the model
-        beside = make_wrapper(engine, scope, "ControlNet call", catches=True)
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, beside)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda patcher: _after_run(engine, patcher))
 
