@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 def load_pack() -> ModuleType:
     """The repository's root as ComfyUI's loader imports it: a package by a name of its own, loaded once."""
     if NAME not in sys.modules:
-        spec = importlib.util.spec_from_file_location(NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+        spec = importlib.util.spec_from_file_location(
+            NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
