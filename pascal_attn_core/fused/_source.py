@@ -88,7 +88,7 @@ _FORWARD_TIGHT = {**_FORWARD_MASKED, **dict.fromkeys((32, 48, 64, 80, 96, 112, 1
 # Few query rows: small tiles, many of them.
 _SPLIT = {
     **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(16, 64, 16, 4, parts=1, blocks=6)),
-    **dict.fromkeys((40, 72), Geometry(32, 64, 8, 8, depth=8, parts=1, blocks=6)),
+    **dict.fromkeys((40, 72), Geometry(32, 64, 8, 8, depth=8, parts=1, blocks=4)),
     **dict.fromkeys((160, 192, 256), Geometry(16, 64, 16, 4, staged=8, parts=1, blocks=4)),
     512: Geometry(16, 64, 16, 4, staged=4, parts=1, blocks=2),
 }
@@ -99,7 +99,8 @@ _GRAD_QUERY = {
     **dict.fromkeys((160, 192, 256), Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1)),
 }
 _GRAD_KEY_VALUE = {
-    **dict.fromkeys((32, 48, 64, 80, 96), Geometry(64, 64, 16, 8, parts=1)),
+    **dict.fromkeys((32, 48, 64, 80), Geometry(64, 64, 16, 8, parts=1)),
+    96: Geometry(64, 64, 16, 8, depth=8, parts=1),
     **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
     **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, blocks=1)),
     **dict.fromkeys((160, 192), Geometry(32, 64, 16, 8, staged=8, parts=1)),
