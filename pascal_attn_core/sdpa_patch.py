@@ -48,6 +48,7 @@ log = logging.getLogger("pascal_attn")
 
 _NAME = "scaled_dot_product_attention"
 _PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE_NAME = _PACKAGE.rpartition(".")[2]  # also of a second copy, say one in a ComfyUI pack
 _TORCH_SDPA = torch_route.torch_sdpa
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MASKS = (*_PLAIN, CausalBias)
@@ -306,7 +307,7 @@ def _report_holders() -> None:
     holders = sorted(
         name
         for name, module in list(sys.modules.items())
-        if not name.startswith((_PACKAGE, "torch.")) and _holds_torch_sdpa(module)
+        if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".") and _holds_torch_sdpa(module)
     )
     if holders:
         log.warning(

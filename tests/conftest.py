@@ -16,6 +16,21 @@ _support.__path__ = [str(Path(__file__).parent / "support")]
 sys.modules.setdefault("attn_support", _support)
 
 
+class _RootIsNoPackage:
+    """The repository's root has an ``__init__.py`` for ComfyUI's loader; pytest would import it as a package."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == self.root else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_RootIsNoPackage(config.rootpath))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
