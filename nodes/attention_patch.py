@@ -150,9 +150,11 @@ def _name_of(function: Any) -> str:
 
 
 def name_of_model(model: nn.Module) -> str:
-    """``"Flux"``, ``"SDXL"``: ComfyUI's class of the model, or its network's where ComfyUI has none of its own."""
-    kind = type(model).__name__
-    return type(model.diffusion_model).__name__ if kind == "BaseModel" else kind
+    """``"Flux"``, ``"SDXL"``: ComfyUI's class of the model; ``"SD15"``, that of its configuration, where many share it;
+    its network's where there is neither."""
+    kinds = type(model).__name__, type(getattr(model, "model_config", None)).__name__
+    shared = ("BaseModel", "NoneType", "BASE")
+    return next((kind for kind in kinds if kind not in shared), type(model.diffusion_model).__name__)
 
 
 def count_blocks(model: nn.Module) -> int:

@@ -87,7 +87,7 @@ def test_sampling_and_decoding_are_both_in_it_and_the_image_goes_through(server:
     image = graph.add("VAEDecode", samples=latent, vae=patched)
     direct = graph.add("ProbeFresh", value=image)
     found = reported(server, graph, image)
-    assert "UNetModel, diffusion model, node" in found.text
+    assert "SD15, diffusion model, node" in found.text
     assert ", VAE, node" in found.text or "AutoencoderKL" in found.text
     assert capture(server, graph, direct)[0].tensors[0].equal(found.value[0])
 
@@ -103,7 +103,7 @@ def test_a_latent_goes_through_as_it_is_and_feeds_the_decoder(server: ComfyServe
 
 def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
     found = sampled(server, "sd15", attention_patch(), ("ProbeOtherPatch", {"kind": "replace", "tag": "x"}))
-    assert "!! UNetModel, diffusion model: no attention call reached the patch" in found.top
+    assert "!! SD15, diffusion model: no attention call reached the patch" in found.top
     assert "replaced it and hands nothing on" in found.top
     assert "0 calls" in found.top
     assert found.is_alarmed
@@ -144,7 +144,7 @@ def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfySe
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/view?{query}") as answer:
         assert numpy.asarray(Image.open(io.BytesIO(answer.read()))).shape[1] == 1200
     texts = [text for unique_id, text in server.request("/probe/texts")["texts"] if unique_id == node]
-    assert any("UNetModel" in text for text in texts)
+    assert any("SD15" in text for text in texts)
 
 
 def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: ComfyServer) -> None:
@@ -208,4 +208,4 @@ print(classes["PascalAttentionReport"]().report(True, None, "2", {{}})["result"]
 def test_a_wrong_attention_fails_the_exactness_check(host_script: Any, factor: float, verdict: str) -> None:
     printed = host_script(MUTANT.format(factor=factor), "--use-pytorch-cross-attention")
     assert f"exactness   {verdict}" in printed
-    assert ("!! UNetModel, diffusion model: NOT EXACT" in printed) == (factor != 1.0)
+    assert ("!! SD15, diffusion model: NOT EXACT" in printed) == (factor != 1.0)
