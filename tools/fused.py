@@ -12,6 +12,7 @@ import lzma
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from maxwell import decode, sections
@@ -93,18 +94,28 @@ def read_table() -> dict[str, dict[int, str]]:
 
 def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool) -> None:
     """Bring the table up to date for some architectures and kinds of kernels; others keep the cells they have."""
-    before = read_table()
-    with TABLE.with_suffix(".part").open("w") as file:
-        file.write(_HEAD.format(*NVRTC))
-        for variant in all_variants():
-            cells = before.get(variant.name, {})
-            if variant.kind in kinds and (padded or not variant.padded):
-                wanted = [arch for arch in archs if arch in archs_of(variant)]
-                cells |= {arch: cell(arch, compiled(variant, arch).log) for arch in wanted}
-            if not cells:
-                continue
-            file.write(" ".join([variant.name, *(cells[arch] for arch in sorted(cells))]) + "\n")
-    TABLE.with_suffix(".part").replace(TABLE)
+    rows = read_table()
+    jobs = [
+        (variant, arch)
+        for variant in all_variants()
+        if variant.kind in kinds and (padded or not variant.padded)
+        for arch in archs_of(variant)
+        if arch in archs
+    ]
+    with ProcessPoolExecutor() as pool:
+        for (variant, arch), text in zip(jobs, pool.map(_table_cell, jobs, chunksize=4)):
+            rows.setdefault(variant.name, {})[arch] = text
+    lines = [
+        " ".join([variant.name, *(rows[variant.name][arch] for arch in sorted(rows[variant.name]))])
+        for variant in all_variants()
+        if variant.name in rows
+    ]
+    TABLE.write_text(_HEAD.format(*NVRTC) + "\n".join(lines) + "\n")
+
+
+def _table_cell(job: tuple[Variant, int]) -> str:
+    variant, arch = job
+    return cell(arch, compiled(variant, arch).log)
 
 
 def write_prebuilt(archs: Iterable[int]) -> None:

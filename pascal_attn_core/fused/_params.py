@@ -42,8 +42,12 @@ class Quantize(Params):
 
 class Backward(Params):
     _fields_ = [
-        *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits"),
-        *_fields(_I64, "qb qh qs kb kh ks vb vh vs ob oh os gb gh gs dqb dqh dqs dkb dkh dks dvb dvh dvs mb mh mq mk"),
-        *_fields(_INT, "lq lk heads group batches low high dim dim_v mask_is_float32 first_tile first_batch"),
+        *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits cu_q cu_k"),
+        *_fields(
+            _I64, "qb qh qs kb kh ks vb vh vs ob oh os gb gh gs dqb dqh dqs dkb dkh dks dvb dvh dvs mb mh mq mk lb lh"
+        ),
+        *_fields(
+            _INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 first_tile first_batch"
+        ),
         *_fields(_FLOAT, "scale scale_log2"),
     ]

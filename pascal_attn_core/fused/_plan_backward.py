@@ -50,6 +50,7 @@ def _launches_of(call: AttentionCall, view: View, has_log_sum: bool, has_grad_ls
         "delta": stats[0].data_ptr(),
         "shift": stats[1].data_ptr(),
         "bits": stats[2].data_ptr(),
+        **stride_fields(lse, "lb lh"),
         **stride_fields(out, "ob oh os"),
         **stride_fields(grad_out, "gb gh gs"),
         **stride_fields(grad_query, "dqb dqh dqs"),

@@ -98,18 +98,23 @@ _GRAD_QUERY = {
     **dict.fromkeys((112, 128), Geometry(64, 64, 16, 8, depth=8, staged=8, parts=1)),
     **dict.fromkeys((160, 192, 256), Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1)),
 }
+_GRAD_QUERY_TIGHT = {**_GRAD_QUERY, **dict.fromkeys((112, 128), _GRAD_QUERY[160])}
 _GRAD_KEY_VALUE = {
     **dict.fromkeys((32, 48, 64, 80), Geometry(64, 64, 16, 8, parts=1)),
     96: Geometry(64, 64, 16, 8, depth=8, parts=1),
     **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
     **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, blocks=1)),
     **dict.fromkeys((160, 192), Geometry(32, 64, 16, 8, staged=8, parts=1)),
-    256: Geometry(32, 64, 16, 8, staged=8, parts=1, blocks=1),
+    256: Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1),
+}
+_GRAD_KEY_VALUE_TIGHT = {
+    **_GRAD_KEY_VALUE,
+    **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
+    256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
 }
 HEAD_DIMS = tuple(_FORWARD)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
 _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
-_OTHERS = {"int8": _INT8, "split": _SPLIT, "grad_query": _GRAD_QUERY, "grad_key_value": _GRAD_KEY_VALUE}
 
 
 @dataclass(frozen=True)
@@ -135,19 +140,27 @@ class Variant:
 
     @property
     def geometry(self) -> Geometry:
-        if self.kind in _OTHERS:
-            return _OTHERS[self.kind][self.head_dim]
-        wide = self.head_dim >= 112
-        tight = self.padded or (self.mask == "float" and (self.dtype == "float32" or wide))
-        tight |= self.mask == "bool" and self.dtype == "float32" and wide
-        table = _FORWARD_TIGHT if tight else _FORWARD if self.mask == "none" else _FORWARD_MASKED
-        return table[self.head_dim]
+        return self._table()[self.head_dim]
+
+    def _table(self) -> dict[int, Geometry]:
+        """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
+        wide, float32 = self.head_dim >= 112, self.dtype == "float32"
+        if self.kind == "grad_query":
+            return _GRAD_QUERY_TIGHT if float32 and self.padded and self.mask == "float" else _GRAD_QUERY
+        if self.kind == "grad_key_value":
+            tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
+            return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE
+        if self.kind != "forward":
+            return _INT8 if self.kind == "int8" else _SPLIT
+        tight = (
+            self.padded or (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
+        )
+        return _FORWARD_TIGHT if tight else _FORWARD if self.mask == "none" else _FORWARD_MASKED
 
     @property
     def flush_tiles(self) -> int:
         """Tiles after which float32 sums are moved to the output, 0 = never: for sums of some 512 numbers."""
-        no_registers = self.head_dim == 512 and self.mask != "none"
-        if self.dtype != "float32" or self.kind in ("split", "int8") or no_registers:
+        if self.dtype != "float32" or self.kind in ("split", "int8"):
             return 0
         return 512 // self.geometry.cols
 
@@ -157,11 +170,13 @@ class Variant:
 
     def macros(self) -> dict[str, object]:
         g = self.geometry
+        # A number of chunks known when compiling makes ptxas keep more in registers than there are.
+        unknown_dim = self.padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
         return {
             "PA_D": self.head_dim,
             "PA_DTYPE": DTYPES.index(self.dtype),
             "PA_MASK": MASKS.index(self.mask),
-            "PA_PAD": int(self.padded),
+            "PA_PAD": int(unknown_dim),
             "PA_BR": g.rows,
             "PA_BC": g.cols,
             "PA_TX": g.tx,

@@ -151,6 +151,12 @@ INLINE Lane lane_of(int tid) {
     return t;
 }
 
+// The same lane, of which what is derived from its number is computed anew.
+INLINE Lane anew(Lane t) {
+    OPAQUE(t.tid);
+    return t;
+}
+
 #define ROW(i) (t.ty * 4 + ((i) & 3) + ((i) >> 2) * 4 * PA_TY)  // row i of this thread within the tile
 #define COL(j) (t.tx * 4 + ((j) & 3) + ((j) >> 2) * 4 * PA_TX)  // column j of this thread within the tile
 #define FOR(i, n) _Pragma("unroll") for (int i = 0; i < (n); ++i)

@@ -8,7 +8,7 @@ struct Forward {
     float* lse;                        // natural log of the denominator, or null
     float* log_sum;                    // its part besides the row maximum, or null
     float* part_sums; float* part_max; float* part_out;  // PA_SPLIT: [splits, B, Hq, Lq] twice and [..., dim_v]
-    const int* cu_q; const int* cu_k;  // [B + 1] first tokens of the sequences of a batch without padding, or null
+    const int* cu_q; const int* cu_k;  // [B + 1] first tokens of packed sequences, or null
     i64 qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os;  // strides of batch, head, token in elements
     i64 mb, mh, mq, mk, lb, lh;                          // of the mask; of lse and log_sum (batch, head)
     int lq, lk, heads, group, batches;  // group: query heads per key/value head
@@ -22,19 +22,13 @@ struct Forward {
     const float* q_scales; const float* k_scales;
 };
 
-// Where a sequence begins, in elements: by its number in a batch, or by its first token.
-INLINE i64 sequence_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
-    return first_tokens ? first_tokens[b] * token_stride : b * batch_stride;
-}
-
 // What a block works on. Row r of its tile is query query(r) of head head(r): of any head of a group with PA_SPLIT,
 // elsewhere of one.
-struct Place {
-    int b, hk, first_head, lq, lk;
+struct Place : Sequence {
+    int b, hk, first_head;
     int row0, rows;                  // first row of the tile; rows from there on, may exceed BR
     int first_query, last_query;     // of the tile
     int k_begin, k_end, keys, split; // keys to visit; behind the last of `keys` nothing belongs to this block
-    Band band;
 
 #if PA_SPLIT
     __device__ __forceinline__ int query(int r) const { return (row0 + r) % lq; }
@@ -48,10 +42,7 @@ struct Place {
 INLINE Place find_place(const Forward& p) {
     Place at;
     at.b = blockIdx.z + p.first_batch;
-    at.lq = p.cu_q ? p.cu_q[at.b + 1] - p.cu_q[at.b] : p.lq;
-    at.lk = p.cu_q ? p.cu_k[at.b + 1] - p.cu_k[at.b] : p.lk;
-    at.band.low = p.low + (p.lower_right ? at.lk - at.lq : 0);
-    at.band.high = p.high + (p.lower_right ? at.lk - at.lq : 0);
+    (Sequence&)at = sequence_of(p, at.b);
 #if PA_SPLIT
     at.hk = blockIdx.y;
     at.first_head = at.hk * p.group;
@@ -65,7 +56,7 @@ INLINE Place find_place(const Forward& p) {
     at.hk = at.first_head / p.group;
     at.split = 0;
     // Under a causal rule the last tiles have the most keys: they go first.
-    const int tile = p.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+    const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
     at.row0 = (tile + p.first_tile) * PA_BR;
     at.rows = at.lq - at.row0;
     at.first_query = at.row0;
@@ -228,8 +219,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     const int xr = min_int(staged_x_row(t), at.rows - 1);
     const T* const x = p.q + sequence_at(p.cu_q, at.b, p.qb, p.qs) + at.head(xr) * p.qh + at.query(xr) * p.qs +
                        staged_x_col(t);
-    const T* y = p.k + sequence_at(p.cu_k, at.b, p.kb, p.ks) + at.hk * p.kh + (at.k_begin + staged_y_row(t)) * p.ks +
-                 staged_y_col(t);
+    const T* k = p.k + sequence_at(p.cu_k, at.b, p.kb, p.ks) + at.hk * p.kh + at.k_begin * p.ks;
     const T* const first_value = p.v + sequence_at(p.cu_k, at.b, p.vb, p.vs) + at.hk * p.vh + at.k_begin * p.vs;
     Moving v = moving_rows(first_value, p.vs, p.dim_v, t);
 
@@ -248,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         u32 bits[MASK_WORDS];
         const PlacedMaskRow mask_row = mask_row_at(p, at, col0);
         if (p.mask && !__syncthreads_or(read_mask(bits, mask, mask_row, at.rows, cols, t))) {
-            y += PA_BC * p.ks;  // nobody may look at any key of this tile
+            k += PA_BC * p.ks;  // nobody may look at any key of this tile
             v.at += PA_BC * v.stride;
             continue;
         }
@@ -262,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
                       p.k_words + (k_row + min_int(staged_y_row(t), cols - 1)) * p.row_words, p.row_words, sm, t);
         scores_of_words(S, sums, p.q_scales + q_row, p.k_scales + k_row, at.rows, cols, t);
 #else
-        product_rows(S, x, existing_row(y, p.ks, cols, t), p.dim, sm, t);
+        product_rows(S, x, staged_row(k, p.ks, cols, t), p.dim, sm, t);
 #endif
-        y += PA_BC * p.ks;
+        k += PA_BC * p.ks;
         scale_scores(S, p.scale);
 #if PA_MASK
         if (p.mask) apply_mask(S, bits, mask, mask_row, t);

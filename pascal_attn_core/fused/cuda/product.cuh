@@ -212,13 +212,19 @@ INLINE void product_cols(float (&O)[RM][DN], const float (&P)[RM][CN], Moving& y
     }
 }
 
-// This thread's staged row of the moving tile, or the tile's first row where the tile has no such row.
-INLINE const T* existing_row(const T* y, i64 stride, int rows, const Lane& t) {
-    if (rows < PA_BC) {
-        KEEP_BRANCH();
-        if (staged_y_row(t) >= rows) y -= staged_y_row(t) * stride;
-    }
-    return y;
+// Where this thread's staged row of the moving tile begins, at its staged columns; `first` is the tile's first row,
+// which is taken where the tile has no such row. Made anew for every tile: kept, it would take registers of the sums.
+INLINE const T* staged_row(const T* first, i64 stride, int rows, const Lane& t) {
+    int r = staged_y_row(t);
+    OPAQUE(r);
+    return first + (r < rows ? r : 0) * stride + staged_y_col(t);
+}
+
+// The same of the tile that stays, whose first row is row row0 of its head.
+INLINE const T* staying_row(const T* head, i64 stride, int row0, int rows, const Lane& t) {
+    int r = staged_x_row(t);
+    OPAQUE(r);
+    return head + (row0 + min_int(r, rows - 1)) * stride + staged_x_col(t);
 }
 
 INLINE void clear(float (&O)[RM][DN]) {
