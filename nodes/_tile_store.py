@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+
+from ..pascal_attn_core.files import replace_file
 
 log = logging.getLogger("pascal_attn")
 FILE_NAME = "pascal_attn_tile_sizes.json"
@@ -41,8 +41,8 @@ class TileStore:
         with _lock:
             try:
                 known = self._read(set_aside=True)
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                _replace(self.path, json.dumps({**known, key: entry}, indent=2, ensure_ascii=False) + "\n")
+                text = json.dumps({**known, key: entry}, indent=2, ensure_ascii=False) + "\n"
+                replace_file(self.path, text.encode())
             except OSError as error:
                 log.warning("pascal_attn: measured tile sizes cannot be kept in %s: %s", self.path, error)
 
@@ -61,16 +61,3 @@ class TileStore:
         if set_aside:
             os.replace(self.path, self.path.with_suffix(".broken"))
         return {}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that it is whole at any moment."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

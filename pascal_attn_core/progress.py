@@ -17,8 +17,9 @@ _local = _Local()
 
 
 @contextmanager
-def between_blocks(checkpoint: Checkpoint) -> Iterator[None]:
-    """Call ``checkpoint(done, total)`` in this thread after each block of queries that a call has finished.
+def between_blocks(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Call ``checkpoint(done, total)`` in this thread after each block of queries that a call has finished; None: call
+    nothing.
 
     A block is the smallest piece of work that the route ``tiled`` (and the route ``torch`` where it walks over heads
     or queries) does at a time; a call that is a single kernel has none. On a GPU a block is finished when it has been

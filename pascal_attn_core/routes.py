@@ -16,6 +16,7 @@ from .config import OPT_IN_ROUTES, ROUTES, AttentionConfig, UnsupportedAttention
 from .device import MIB, device_info
 from .fused import route as fused
 from .lazy_mask import LazyMask
+from .timing import fused_over_torch
 from .torch_route import TorchForm, find_form, fused_takes
 
 log = logging.getLogger("pascal_attn")
@@ -62,11 +63,10 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if _tiled_is_faster(call):
         return Choice("tiled", "measured faster than torch's kernel for this kind of call on a CPU")
     form = find_form(call, _budget(call, config), with_lse=with_lse)
-    if _fused_is_faster(call, config, form):
-        return Choice("fused", "torch has no fused kernel that takes it as it is")
-    if isinstance(form, TorchForm):
-        words = form.words()
-        return Choice("torch", "torch has a fused kernel for it" + (f" ({words})" if words else ""), form)
+    kernel = _choose_kernel(call, config, form)
+    if kernel is not None:
+        return kernel
+    assert isinstance(form, list)
     if not _why_not_math(call, config, with_lse):
         return Choice("math", f"the score matrix is below {config.math_limit_mib:g} MiB")
     against = _why_not_tiled()
@@ -77,11 +77,21 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     return Choice("tiled", form[0])
 
 
-def _fused_is_faster(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> bool:
-    as_it_is = isinstance(form, TorchForm) and form.is_one_call
-    if call.query.device.type != "cuda" or not fused.wins(call, torch_takes_it_as_it_is=as_it_is):
-        return False
-    return not fused.why_not(call, config)
+def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> Choice | None:
+    """Our fused kernel or torch's, which has said in ``form`` how it takes the call; None = neither."""
+    words = []
+    if call.query.device.type == "cuda" and fused.may_win(call) and not fused.why_not(call, config):
+        if not isinstance(form, TorchForm) or not form.is_one_call:
+            return Choice("fused", "torch has no fused kernel that takes it as it is")
+        ratio = fused_over_torch(call, _budget(call, config))
+        if ratio is not None and ratio < 1:
+            return Choice("fused", f"timed on this card at {ratio:.2f} of the time of torch's kernel")
+        words = [] if ratio is None else [f"ours was timed on this card at {ratio:.2f} of its time"]
+    if not isinstance(form, TorchForm):
+        return None
+    words = [form.words(), *words]
+    said = "; ".join(filter(None, words))
+    return Choice("torch", "torch has a fused kernel for it" + (f" ({said})" if said else ""), form)
 
 
 def _by_name(route: str, call: AttentionCall, config: AttentionConfig, with_lse: bool) -> Choice:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
+
+from ..files import replace_file
 
 _MAGIC = b"pascal-attn cubin 1\n"
 _DIGEST_BYTES = 32
@@ -33,15 +33,7 @@ def load(folder: Path, name: str) -> bytes | None:
 def save(folder: Path, name: str, cubin: bytes) -> str | None:
     """Store a cubin so that no reader ever sees a part of it. Returns why that was not possible, or None."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            os.replace(unfinished, folder / name)
-        except OSError:
-            os.unlink(unfinished)
-            raise
+        replace_file(folder / name, _MAGIC + hashlib.sha256(cubin).digest() + cubin)
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
     return None

@@ -115,6 +115,8 @@ _GRAD_KEY_VALUE_TIGHT = {
 HEAD_DIMS = tuple(_FORWARD)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
 _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
+_TABLES = (_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8)
+_TABLES += (_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT)
 
 
 @dataclass(frozen=True)
@@ -201,3 +203,9 @@ def digest(variant: Variant) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
     text = source(variant.kind) + repr(sorted(variant.macros().items()))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
+    return hashlib.sha256(("".join(map(source, KINDS)) + repr(_TABLES)).encode()).hexdigest()[:16]

@@ -22,6 +22,7 @@ from pascal_attn_core.fused import _cache, _driver, _kernels, _nvrtc, _prebuilt,
 from pascal_attn_core.fused._plan import forward_launches
 from pascal_attn_core.fused._source import Variant
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import Choice
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
@@ -222,7 +223,8 @@ def test_a_kernel_that_fails_at_its_first_call_hands_the_call_to_the_next_route(
 
     monkeypatch.setattr(route, "run", fails)
     monkeypatch.setattr(route, "why_not", lambda call, config, **options: list(failed))
-    monkeypatch.setattr(routes, "_fused_is_faster", lambda call, config, form: not failed)
+    real = routes._choose_kernel
+    monkeypatch.setattr(routes, "_choose_kernel", lambda *what: real(*what) if failed else Choice("fused", ""))
     monkeypatch.setattr(routes, "_tiled_is_faster", lambda call: False)
     out, _ = dispatch.run(call, AttentionConfig(), with_lse=False)
     assert failed == ["no kernel"]

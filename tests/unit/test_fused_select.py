@@ -92,9 +92,8 @@ def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
     assert variant_of(_call(scale=0.5), "forward").mask == "none"
 
 
-def test_auto_takes_it_on_old_cards_for_what_torch_does_not_take_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = {name: replace(CARD, capability=name) for name in ((5, 2), (6, 1), (7, 0), (7, 5), (9, 0))}
+def test_auto_thinks_of_it_on_cards_without_tensor_cores_and_on_volta(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = {name: replace(CARD, capability=name) for name in ((5, 2), (6, 1), (7, 0), (7, 5), (9, 0), None)}
     for capability, card in cards.items():
         monkeypatch.setattr(route, "device_info", lambda device, card=card: card)
-        assert route.wins(_call(), torch_takes_it_as_it_is=False) == (capability < (7, 5))
-        assert not route.wins(_call(), torch_takes_it_as_it_is=True)
+        assert route.may_win(_call()) == (capability is not None and capability < (7, 5))

@@ -23,6 +23,7 @@ CORE = [
     "device",
     "dispatch",
     "dropout",
+    "files",
     "function_copy",
     "layout",
     "lazy_mask",
@@ -41,6 +42,7 @@ CORE = [
     "schedule",
     "tiled_route",
     "tiles",
+    "timing",
     "torch_route",
 ]
 # Module -> what it may import of this package; the arithmetic knows nothing of tensors that flow or routes.
@@ -51,6 +53,7 @@ LAYERS = {
     "lazy_mask": set(),
     "function_copy": set(),
     "progress": set(),
+    "files": set(),
     "reference": set(),
     "device": set(),
     "call": {"lazy_mask"},
