@@ -67,6 +67,11 @@ class Kind:
     is_causal: bool
     gradients: bool
 
+    def __str__(self) -> str:
+        masks = ("", ", one mask row", ", a mask row per query")[self.mask_rows]
+        words = ", causal" * self.is_causal + ", gradients" * self.gradients
+        return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{masks}{words}"
+
     @staticmethod
     def of(call: AttentionCall) -> Kind:
         """The kind of a call that the fused kernel takes."""
@@ -87,6 +92,11 @@ class Kind:
         )
 
 
+def timed_on(info: DeviceInfo) -> dict[Kind, float]:
+    """What has been timed on cards like this one: our kernel's time in units of torch's."""
+    return {kind: ratio for kind, ratio in _known_on(info).items() if ratio is not None}
+
+
 def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
     """How long our kernel takes, in units of torch's time, for calls of this kind on this call's device.
 
@@ -97,8 +107,8 @@ def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
         call: one that the fused route takes, and torch's kernel as it is.
         budget_bytes: extra memory that torch's route may use.
     Returns:
-        None where it could not be found out (memory was short, torch rewrites the timed call), or cannot be now (a
-        graph is being captured).
+        The ratio, or None where it could not be found out (memory was short, torch rewrites the timed call), or cannot
+        be now (a graph is being captured).
     """
     info = device_info(call.query.device)
     kind, known = Kind.of(call), _known_on(info)

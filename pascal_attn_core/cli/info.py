@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import timing
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo, device_info, free_bytes
@@ -54,6 +55,7 @@ class Machine:
         smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
         driver: version of NVIDIA's driver, "" if unknown.
+        timed: kinds of calls for which the fused kernel and torch's were timed here, and ours over theirs.
     """
 
     package: str
@@ -66,6 +68,7 @@ class Machine:
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     config: AttentionConfig = field(default_factory=AttentionConfig)
     driver: str = ""
+    timed: dict[str, float] = field(default_factory=dict)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -184,6 +187,9 @@ def _route_lines(machine: Machine) -> list[str]:
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [_line("", f"  {text}") for text in _route_text(route, list(machine.routes), refused)]
+    if machine.timed:
+        lines.append(_line("timed", "time of the fused kernel over that of torch's, once for each kind of call:"))
+        lines += [_line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(machine.timed.items())]
     return lines
 
 
@@ -224,6 +230,7 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         routes=ask_routes(names[0], config) if runs and asks_devices else {},
         config=config,
         driver=ask_driver() if build.kind == "cuda" else "",
+        timed={str(kind): ratio for kind, ratio in timing.timed_on(devices[0]).items()},
     )
 
 

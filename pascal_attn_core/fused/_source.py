@@ -115,8 +115,10 @@ _GRAD_KEY_VALUE_TIGHT = {
 HEAD_DIMS = tuple(_FORWARD)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
 _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
-_TABLES = (_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8)
-_TABLES += (_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT)
+_TABLES = (
+    *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
+    *(_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT),
+)
 
 
 @dataclass(frozen=True)

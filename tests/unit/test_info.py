@@ -48,6 +48,13 @@ def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
     assert "not bfloat16: bfloat16 goes to math" in text
 
 
+def test_what_was_timed_on_the_card_is_shown():
+    timed = {"forward-64-float32-none: 1024 x 128 tokens, 65536 rows": 0.784}
+    assert "timed" not in block(CARDS["P100"], CU126)
+    lines = block(CARDS["P100"], CU126, timed=timed).splitlines()
+    assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
+
+
 @pytest.mark.parametrize("name", ["GTX 1080 Ti", "P100", "M40", "V100"])
 def test_an_old_card_with_a_new_wheel_is_told_what_to_install(name):
     text = block(CARDS[name], CU130)

@@ -132,6 +132,8 @@ def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path, mon
     monkeypatch.setattr(timing, "_known", {})
     assert timing.fused_over_torch(_call((1, 2, 300, 64)), BUDGET) == 0.75
     assert later.runs == 0
+    (kind,) = timing.timed_on(CARD)
+    assert str(kind) == "forward-64-float32-none: 512 x 512 tokens, 1024 rows"
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["card"] == CARD.name
     monkeypatch.setattr(timing, "device_info", lambda device: replace(CARD, name="another card"))
