@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 
 MIB = 1 << 20
+# Compute capability, or its major version -> float32 units of a multiprocessor.
+_FP32_UNITS: dict[tuple[int, ...], int] = {
+    (5,): 128, (6,): 128, (6, 0): 64, (7,): 64, (8,): 128, (8, 0): 64, (9,): 128, (10,): 128, (12,): 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class DeviceInfo:
         l2_bytes: size of the cache that all of them share in bytes, 0 if unknown.
         total_bytes: device memory in bytes, 0 if unknown.
         arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown.
+        clock_hz: highest clock of the multiprocessors in Hz, 0 if unknown.
     """
 
     kind: str
@@ -33,6 +38,15 @@ class DeviceInfo:
     l2_bytes: int = 0
     total_bytes: int = 0
     arch: str = ""
+    clock_hz: int = 0
+
+    @property
+    def fp32_flops(self) -> float:
+        """Most float32 operations per second of the plain (not tensor) units, a multiply-add counted as two; 0 where
+        the card is not known. Units per multiprocessor: CUDA C++ programming guide, arithmetic instructions."""
+        capability = self.capability or ()
+        units = _FP32_UNITS.get(capability, _FP32_UNITS.get(capability[:1], 0))
+        return 2.0 * units * self.num_sms * self.clock_hz
 
     @property
     def is_gpu(self) -> bool:
@@ -82,6 +96,7 @@ def _cuda_info(index: int) -> DeviceInfo:
         l2_bytes=getattr(props, "L2_cache_size", 0),
         total_bytes=props.total_memory,
         arch=arch,
+        clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only
     )
 
 

@@ -33,7 +33,8 @@ def add_parser(subparsers: Any) -> None:
         help="time every route, torch's own kernels and installed peers on typical shapes",
         description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
         "function as it is, 'of products' the speed relative to the two bare matrix products, 'extra' the peak memory "
-        "besides inputs and outputs, 'error' the largest difference to float64 relative to the largest value.",
+        "besides inputs and outputs, 'TFLOP/s' what the call needs (in float32 on a GPU: and its share of what the "
+        "card's plain units can do), 'error' the largest difference to float64 relative to the largest value.",
     )
     parser.add_argument("--shapes", default="quick", help="names or patterns, comma-separated; quick (default); all")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
@@ -131,7 +132,9 @@ def _bench_shape(
 
     results = race(shape.make(device), candidates, clock, settings, progress)
     progress("done\r\033[K")
-    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, [result_row(result) for result in results])
+    peak = device_info(device).fp32_flops if shape.dtype == "float32" else 0.0
+    rows = [result_row(result, peak) for result in results]
+    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, rows)
     return {
         "shape": dataclasses.asdict(shape),
         "text": shape.text,
@@ -157,6 +160,7 @@ def _document(
             "device": str(device),
             "name": machine_name(device),
             "facts": dataclasses.asdict(device_info(device)),
+            "fp32_flops": device_info(device).fp32_flops,
             "system": platform.platform(),
             "threads": options.threads,
             "clock": clock.kind,

@@ -13,23 +13,31 @@ from ..device import device_info
 from .bench_run import Result
 
 MIB = 1 << 20
-COLUMNS = ("", "ms", "vs torch", "of products", "extra MiB", "operators", "error", "bounded", "")
+COLUMNS = ("", "ms", "vs torch", "of products", "TFLOP/s", "extra MiB", "operators", "error", "bounded", "")
 
 
-def result_row(result: Result) -> list[str]:
-    """One line of a table under :data:`COLUMNS`."""
+def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
+    """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
     remark = ", ".join(filter(None, (result.ran, result.note)))
     return [
         result.name,
         _figure(result.seconds, 1e3),
         _figure(result.ratio),
         "-" if result.share_of_products is None else f"{result.share_of_products:.0%}",
+        _throughput(result.flops, peak_flops),
         "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
         "-" if result.launches is None else f"{result.launches:,}",
         "-" if result.error is None else f"{result.error:.1e}",
         "-" if result.bounded is None else f"{result.bounded:.0%}",
         remark,
     ]
+
+
+def _throughput(flops: float | None, peak_flops: float) -> str:
+    if flops is None:
+        return "-"
+    share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
+    return f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}"
 
 
 def _figure(value: float | None, factor: float = 1.0) -> str:

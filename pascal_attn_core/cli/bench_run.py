@@ -56,6 +56,7 @@ class Result:
         ratio: the median over rounds of its time divided by the baseline's time in the same round.
         share_of_products: time of the bare products divided by its time: 1.0 = nothing but matrix products.
         extra_bytes: peak memory besides inputs and outputs.
+        flops: floating point operations per second that the call needs (:func:`needed_operations`).
         launches: operators that compute something.
         error: largest difference to float64 divided by the largest value of the reference.
         max_abs_error: the same, not divided.
@@ -69,6 +70,7 @@ class Result:
     ratio: float | None = None
     share_of_products: float | None = None
     extra_bytes: int | None = None
+    flops: float | None = None
     launches: int | None = None
     error: float | None = None
     max_abs_error: float | None = None
@@ -118,7 +120,19 @@ def race(
         lanes.append(_plan(_Lane(result, run), clock, settings))
     _run_rounds(lanes, clock, progress)
     _compare(results)
+    for result in results:
+        if result.seconds:
+            result.flops = needed_operations(call, backward=settings.backward) / result.seconds
     return results
+
+
+def needed_operations(call: CapturedCall, *, backward: bool = False) -> int:
+    """Operations of the products that the definition has, a multiply-add counted as two: 2 products forward, and 5 more
+    for the gradients, one of them Q K^T again. What ``is_causal`` forbids is not counted, what a mask forbids is."""
+    (rows, head_dim), keys, head_dim_v = call.query.shape[-2:], call.key.shape[-2], call.value.shape[-1]
+    visible = sum(min(row + 1, keys) for row in range(rows)) if call.is_causal else rows * keys
+    products = (4 * head_dim + 3 * head_dim_v) if backward else head_dim + head_dim_v
+    return 2 * math.prod(call.query.shape[:-2]) * visible * products
 
 
 def _enter(

@@ -14,7 +14,7 @@ from pascal_attn_core.cli import bench_run, bench_shapes
 from pascal_attn_core.cli.bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates, torch_kernel
 from pascal_attn_core.cli.bench_clock import Clock, quiet_torch
 from pascal_attn_core.cli.bench_products import Blocking, best_products
-from pascal_attn_core.cli.bench_report import geometric_means
+from pascal_attn_core.cli.bench_report import geometric_means, result_row
 from pascal_attn_core.cli.bench_run import PRODUCTS, Settings, race
 from pascal_attn_core.cli.bench_shapes import SHAPES, Shape, choose_shapes
 from pascal_attn_core.cli.tables import plain_table
@@ -48,6 +48,21 @@ def named(results):
     return {result.name: result for result in results}
 
 
+def test_the_operations_that_a_call_needs_are_those_of_its_products():
+    dense, causal = TINY["grouped"].make(), TINY["causal"].make()
+    scores = 2 * 4 * 48 * 40
+    assert bench_run.needed_operations(dense) == 2 * 2 * scores * 16
+    assert bench_run.needed_operations(dense, backward=True) == 7 * 2 * scores * 16
+    assert bench_run.needed_operations(causal) == 2 * 2 * (2 * 48 * 49 // 2) * 16
+
+
+def test_throughput_is_shown_beside_the_share_of_the_peak():
+    result = bench_run.Result("ours", flops=36.6e12)
+    assert "36.6 (55%)" in result_row(result, 66.9e12)
+    assert "36.6" in result_row(result)
+    assert result_row(bench_run.Result("none"), 66.9e12)[4] == "-"
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_every_candidate_runs_or_says_why_not(name):
     shape = TINY[name]
@@ -55,6 +70,7 @@ def test_every_candidate_runs_or_says_why_not(name):
     assert [r.name for r in results] == [c.name for c in CANDIDATES] + [PRODUCTS]
     for result in results:
         assert (result.seconds is not None and result.seconds > 0) or result.note, result
+        assert (result.flops is None) == (result.seconds is None)
     found = named(results)
     for one in (BASELINE, "torch-math", "ours-auto", "ours-tiled", "ours-tiled-online"):
         assert found[one].error < (2e-2 if name == "bf16" else 1e-5), found[one]

@@ -61,6 +61,21 @@ def test_old_torch_without_l2_size_gives_zero(monkeypatch: pytest.MonkeyPatch) -
     assert device_module._cuda_info(0).l2_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("capability", "num_sms", "clock_mhz", "tera"),
+    [((6, 1), 28, 1582, 11.3), ((6, 0), 56, 1480.5, 10.6), ((5, 2), 24, 1114, 6.8), ((9, 0), 132, 1980, 66.9)],
+    ids=["GTX 1080 Ti", "P100", "M40", "H200"],
+)
+def test_the_peak_is_that_of_the_data_sheet(
+    capability: tuple[int, int], num_sms: int, clock_mhz: float, tera: float
+) -> None:
+    info = DeviceInfo("cuda", capability=capability, num_sms=num_sms, clock_hz=int(clock_mhz * 1e6))
+    assert info.fp32_flops == pytest.approx(tera * 1e12, rel=0.01)
+    assert dataclasses.replace(info, clock_hz=0).fp32_flops == 0
+    assert dataclasses.replace(info, capability=(99, 0)).fp32_flops == 0
+    assert DeviceInfo("hip", num_sms=60, clock_hz=10**9).fp32_flops == 0
+
+
 def test_free_memory_is_unknown_without_cuda() -> None:
     assert free_bytes("cpu") is None
     assert free_bytes("meta") is None
