@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from maxwell import decode, sections
-from share import share
+from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
 from pascal_attn_core.fused import _nvrtc, _prebuilt
 from pascal_attn_core.fused._source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
@@ -140,13 +139,16 @@ def write_prebuilt(archs: Iterable[int]) -> None:
     (folder / "manifest.json").write_text(json.dumps(content_, separators=(",", ":")) + "\n")
 
 
-def shares() -> Iterator[tuple[Variant, float]]:
-    """The share of needed FFMA in all instructions on sm_61, for calls without a mask."""
-    for head_dim in HEAD_DIMS:
-        for dtype in DTYPES:
-            variant = Variant("forward", head_dim, dtype)
-            code = sections(compiled(variant, 61).cubin)["pa_forward"]
-            yield variant, share(variant, decode(code)).value
+def shares() -> Iterator[tuple[str, int, str, float]]:
+    """(kind, head_dim, dtype, share on sm_61) for calls without a mask; kind "backward": both gradient kernels."""
+    found: dict[tuple[str, int, str], float] = {}
+    for variant in all_variants():
+        if variant.kind in KERNELS and variant.mask == "none" and not variant.padded:
+            found[variant.kind, variant.head_dim, variant.dtype] = share(variant, compiled(variant, 61).cubin).value
+    for (kind, head_dim, dtype), value in list(found.items()):
+        if kind == "grad_query":
+            found["backward", head_dim, dtype] = backward_share(value, found["grad_key_value", head_dim, dtype])
+    yield from ((*key, value) for key, value in found.items())
 
 
 def main() -> None:
@@ -161,8 +163,10 @@ def main() -> None:
     elif arguments.what == "prebuilt":
         write_prebuilt([arch for arch in _prebuilt.ARCHS if arch in arguments.archs])
     else:
-        for variant, value in shares():
-            print(f"{variant.head_dim:4} {variant.dtype:9} {value:6.1%}")
+        print("kind           head_dim dtype    share")
+        for kind, head_dim, dtype, value in shares():
+            print(f"{kind:14} {head_dim:8} {dtype:8} {value:5.1%}")
+        print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the 7 that they make")
 
 
 if __name__ == "__main__":

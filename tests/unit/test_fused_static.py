@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import fused as tool  # noqa: E402
 import maxwell  # noqa: E402
-from share import share  # noqa: E402
+from share import KERNELS, backward_share, share  # noqa: E402
 
 from pascal_attn_core.fused import _nvrtc, _prebuilt  # noqa: E402
 from pascal_attn_core.fused._source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
@@ -84,8 +85,43 @@ def test_every_architecture_compiles(arch: int) -> None:
 def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -> None:
     for dtype in ("float32", "float16"):
         variant = Variant("forward", head_dim, dtype)
-        code = maxwell.sections(_compile(variant, 61).cubin)["pa_forward"]
-        assert share(variant, maxwell.decode(code)).value >= SHARE
+        assert share(variant, _compile(variant, 61).cubin).value >= SHARE
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dtype", "least"),  # a point below what there is
+    [
+        ("grad_query", 64, "float32", 0.792),
+        ("grad_query", 72, "bfloat16", 0.759),
+        ("grad_query", 112, "float16", 0.772),
+        ("grad_query", 128, "float32", 0.800),
+        ("grad_key_value", 64, "float32", 0.771),
+        ("grad_key_value", 72, "bfloat16", 0.739),
+        ("grad_key_value", 112, "float16", 0.760),
+        ("grad_key_value", 128, "float32", 0.795),
+    ],
+)
+def test_most_instructions_of_gradients_are_their_products(kind: str, head_dim: int, dtype: str, least: float) -> None:
+    variant = Variant(kind, head_dim, dtype)
+    assert share(variant, _compile(variant, 61).cubin).value >= least
+
+
+@needs_nvrtc
+def test_a_share_of_another_kernel_than_the_source_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = Variant("grad_key_value", 64, "float16")
+    cubin = _compile(variant, 61).cubin
+    right = KERNELS[variant.kind]
+    for wrong in ({"row_products": 1}, {"column_products": 1}, {"around": 2}):
+        monkeypatch.setitem(KERNELS, variant.kind, replace(right, **wrong))
+        with pytest.raises(ValueError, match="loops"):
+            share(variant, cubin)
+
+
+def test_the_backward_as_a_whole_needs_five_of_the_seven_products_it_makes() -> None:
+    assert backward_share(1.0, 1.0) == pytest.approx(5 / 7)
+    assert backward_share(0.5, 1.0) == pytest.approx(5 / (6 + 4))
+    assert backward_share(1.0, 0.5) == pytest.approx(5 / (3 + 8))
 
 
 @needs_nvrtc
