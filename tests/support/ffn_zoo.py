@@ -75,6 +75,10 @@ class SwiGlu(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def mlp(width: int, hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)).eval()
+
+
 class CapacityMoe(Ffn):
     """Experts that take a limited number of tokens each; the later ones are dropped."""
 

@@ -1,4 +1,4 @@
-"""patch_ffn: memory kept, results and gradients unchanged, modules found, arguments checked."""
+"""patch_ffn: memory kept, results and gradients unchanged, arguments of the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.ffn_zoo import Ffn, Geglu, With
+from attn_support.ffn_zoo import Ffn, Geglu, With, mlp
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import patch_ffn
@@ -19,33 +19,15 @@ from pascal_attn_core.memory import PeakMemory, measure
 MIB = 1 << 20
 
 
-def _mlp(width: int, hidden: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)).eval()
-
-
-class Two(nn.Module):
-    """Two feed-forward modules, one of them in a list, and a head that is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_mlp(16, 64), _mlp(16, 64)])
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
 # --- memory ---
 
 
 @pytest.mark.parametrize(
     ("make", "shape", "budget_mib", "most_slices"),
     [
-        (lambda: _mlp(96, 560), (1, 8192, 96), 4.0, 10),  # Wan 1.3B, a sixteenth as wide: 512 MiB -> 64 MiB there
+        (lambda: mlp(96, 560), (1, 8192, 96), 4.0, 10),  # Wan 1.3B, a sixteenth as wide: 512 MiB -> 64 MiB there
         (lambda: nn.Sequential(Geglu(), nn.Dropout(0.0), nn.Linear(64, 16)).eval(), (2, 8192, 16), 2.0, 12),
-        (lambda: _mlp(192, 768), (1, 4096, 192), 4.0, 7),  # Flux
+        (lambda: mlp(192, 768), (1, 4096, 192), 4.0, 7),  # Flux
     ],
     ids=["Wan", "SDXL", "Flux"],
 )
@@ -65,7 +47,7 @@ def test_the_peak_stays_under_the_budget_from_the_first_call_on(make, shape, bud
 
 
 def test_slices_are_the_fewest_that_fit() -> None:
-    module, x = _mlp(32, 256), torch.randn(1, 3000, 32)
+    module, x = mlp(32, 256), torch.randn(1, 3000, 32)
     with torch.no_grad():
         for budget in (0.5, 1.0, 2.0, 4.0):
             with patch_ffn(module, include="", budget_mib=budget) as patch:
@@ -77,7 +59,7 @@ def test_slices_are_the_fewest_that_fit() -> None:
 
 
 def test_a_wan_sized_call_fits_on_meta() -> None:
-    module, x = _mlp(1536, 8960).to("meta"), torch.empty(1, 8192, 1536, device="meta")
+    module, x = mlp(1536, 8960).to("meta"), torch.empty(1, 8192, 1536, device="meta")
     with torch.no_grad():
         whole = measure(module, x).peak_bytes
         with patch_ffn(module, include="", verify=False):
@@ -88,14 +70,14 @@ def test_a_wan_sized_call_fits_on_meta() -> None:
 
 
 def test_on_meta_nothing_can_be_proven_and_calls_run_whole() -> None:
-    module, x = _mlp(16, 64).to("meta"), torch.empty(1, 4096, 16, device="meta")
+    module, x = mlp(16, 64).to("meta"), torch.empty(1, 4096, 16, device="meta")
     with torch.no_grad(), patch_ffn(module, include="", budget_mib=0.25) as patch:
         module(x)
     assert patch.report().lines[0].state == "waiting"
 
 
 def test_a_call_that_fits_runs_whole() -> None:
-    module, x = _mlp(16, 64), torch.randn(1, 512, 16)
+    module, x = mlp(16, 64), torch.randn(1, 512, 16)
     with torch.no_grad(), patch_ffn(module, include="") as patch:
         module(x)
         line = patch.report().lines[0]
@@ -103,7 +85,7 @@ def test_a_call_that_fits_runs_whole() -> None:
 
 
 def test_a_budget_too_small_for_any_slice_keeps_slices_worth_their_time() -> None:
-    module, x = _mlp(16, 64), torch.randn(1, 4096, 16)
+    module, x = mlp(16, 64), torch.randn(1, 4096, 16)
     with torch.no_grad(), patch_ffn(module, include="", budget_mib=1e-6) as patch:
         torch.testing.assert_close(module(x), patch._found[0].module.forward.whole(x))
         assert patch.report().lines[0].why.startswith("64 slices")
@@ -114,7 +96,7 @@ def test_a_budget_too_small_for_any_slice_keeps_slices_worth_their_time() -> Non
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
-    sliced = _mlp(32, 256).train().requires_grad_(not frozen)
+    sliced = mlp(32, 256).train().requires_grad_(not frozen)
     plain = copy.deepcopy(sliced)
     one = torch.randn(2, 2048, 32, requires_grad=True)
     two = one.detach().clone().requires_grad_()
@@ -134,7 +116,7 @@ def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
 
 
 def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
-    module, x = _mlp(16, 64), torch.randn(1, 512, 16)
+    module, x = mlp(16, 64), torch.randn(1, 512, 16)
     with patch_ffn(module, include="", chunk_tokens=64, checkpoint=False) as patch:
         module(x).sum().backward()
         assert "checkpoint=False" in patch.report().lines[0].why
@@ -144,7 +126,7 @@ def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
 
 
 def test_inference_mode_and_autocast() -> None:
-    module, x = _mlp(16, 64), torch.randn(2, 512, 16)
+    module, x = mlp(16, 64), torch.randn(2, 512, 16)
     with patch_ffn(module, include="", chunk_tokens=64) as patch:
         with torch.inference_mode():
             out = module(x)
@@ -255,11 +237,29 @@ def test_an_interrupt_during_the_trial_goes_through_and_leaves_no_trace() -> Non
     assert module.calls == 0
 
 
+def test_without_verification_a_wrong_slice_is_an_error_and_not_a_result() -> None:
+    module = With(lambda m, x: x[:, :1]).eval()
+    wrong = pytest.raises(RuntimeError, match="one output per token")
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, verify=False), wrong:
+        module(torch.randn(1, 512, 16))
+
+
+def test_relu_as_a_function_attribute_may_be_swapped() -> None:
+    module = With(lambda m, x: m.act(x), act=F.relu).eval()
+    x = torch.randn(1, 64, 16)
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
+        module(x)
+        module.act = F.silu
+        out = module(x)
+    with torch.no_grad():
+        torch.testing.assert_close(out, module(x))
+
+
 # --- speed ---
 
 
 def test_a_second_call_that_is_not_sliced_costs_next_to_nothing() -> None:
-    module, x = _mlp(256, 1024), torch.randn(1, 512, 256)
+    module, x = mlp(256, 1024), torch.randn(1, 512, 256)
     with torch.no_grad(), patch_ffn(module, include="") as patch:
         module(x)
         assert patch.report().lines[0].state == "whole"
@@ -309,96 +309,3 @@ def test_threads_may_call_while_it_is_proven() -> None:
     assert len(outs) == 80
     for out in outs:
         torch.testing.assert_close(out, expected)
-
-
-# --- finding, reporting, arguments of patch_ffn ---
-
-
-def test_plain_sequentials_are_found_and_heads_are_not() -> None:
-    model = Two().eval()
-    with patch_ffn(model) as patch:
-        assert [line.name for line in patch.report().lines] == ["blocks.0", "blocks.1"]
-        assert patch.num_wrapped == 2
-        assert patch.active
-    assert patch.num_wrapped == 0
-    assert not patch.active
-    assert all("forward" not in block.__dict__ for block in model.blocks)
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"include": "blocks.[1-9]"}, ["blocks.1"]),
-        ({"include": ["blocks.0", "head"]}, ["blocks.0", "head"]),
-        ({"include": nn.Linear}, ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]),
-        ({"include": lambda name, module: name == "head"}, ["head"]),
-        ({"exclude": "blocks.0"}, ["blocks.1"]),
-        ({"exclude": nn.Sequential}, []),
-        ({"include": nn.Sequential, "exclude": "*.1"}, ["blocks.0"]),
-    ],
-)
-def test_include_and_exclude_take_patterns_classes_and_predicates(options: dict, names: list[str]) -> None:
-    with patch_ffn(Two(), **options) as patch:
-        assert [line.name for line in patch.report().lines] == names
-
-
-def test_a_report_names_what_happened_in_one_line_each() -> None:
-    model = Two().eval()
-    with torch.no_grad(), patch_ffn(model, chunk_tokens=64, min_tokens=2) as patch:
-        assert "2 waiting" in patch.report().text()
-        model(torch.randn(1, 256, 16))
-        text = patch.report().text()
-    assert text.splitlines() == [
-        "2 feed-forward modules: 2 chunked",
-        "  blocks.0 and 1 more (Sequential): chunked: 4 slices of 64 tokens (0.1 MiB whole)",
-    ]
-    assert patch_ffn(nn.Linear(2, 2)).report().text() == "no feed-forward modules found"
-
-
-def test_a_module_used_twice_is_patched_once() -> None:
-    model = Two()
-    model.blocks[1] = model.blocks[0]
-    with patch_ffn(model) as patch:
-        assert patch.num_wrapped == 1
-    assert "forward" not in model.blocks[0].__dict__
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"budget_mib": 0}, ValueError),
-        ({"budget_mib": "64"}, TypeError),
-        ({"chunk_tokens": 1}, ValueError),
-        ({"chunk_tokens": 2.5}, TypeError),
-        ({"min_tokens": True}, TypeError),
-        ({"verify": 1}, TypeError),
-        ({"include": 3}, TypeError),
-        ({"exclude": [3]}, TypeError),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_named(options: dict, error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(options))):
-        patch_ffn(Two(), **options)
-
-
-def test_a_pipeline_is_refused_with_advice() -> None:
-    with pytest.raises(TypeError, match="pass its transformer or unet"):
-        patch_ffn(object())  # type: ignore[arg-type]
-
-
-def test_without_verification_a_wrong_slice_is_an_error_and_not_a_result() -> None:
-    module = With(lambda m, x: x[:, :1]).eval()
-    wrong = pytest.raises(RuntimeError, match="one output per token")
-    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, verify=False), wrong:
-        module(torch.randn(1, 512, 16))
-
-
-def test_relu_as_a_function_attribute_may_be_swapped() -> None:
-    module = With(lambda m, x: m.act(x), act=F.relu).eval()
-    x = torch.randn(1, 64, 16)
-    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
-        module(x)
-        module.act = F.silu
-        out = module(x)
-    with torch.no_grad():
-        torch.testing.assert_close(out, module(x))

@@ -1,0 +1,116 @@
+"""flash-attn's functions the long way in float64, the flags they are tried with, and what both lengths' tests need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pascal_attn_core.config import default_config
+
+F64 = torch.float64
+CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out ``[B, L, H, D]``, lse ``[B, H, L]``) the long way, in the dtype of the inputs."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("blhd,bshd->bhls", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    length, keys = scores.shape[-2:]
+    distance = torch.arange(keys)[None] - (torch.arange(length)[:, None] + keys - length)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(q.dtype).reshape(-1, q.shape[2])
+        scores = scores - slopes[:, :, None, None] * distance.abs()
+    left, right = window_size
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        right = 0
+    if left >= 0:
+        allowed &= distance >= -left
+    if right >= 0:
+        allowed &= distance <= right
+    scores = scores.masked_fill(~allowed, -math.inf)
+    lse = scores.logsumexp(-1) if keys else scores.new_full(scores.shape[:-1], -math.inf)
+    probs = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    return torch.einsum("bhls,bshd->blhd", probs, v), lse
+
+
+def inputs(
+    batch: int, length: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = F64
+) -> list[Tensor]:
+    shapes = (batch, length, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)
+    return [torch.randn(shape, dtype=F64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def assert_same(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "out") -> None:
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype], msg=lambda m: f"{what}: {m}"
+    )
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"softmax_scale": 0.3},
+    {"window_size": (3, 2)},
+    {"window_size": (4, -1)},
+    {"window_size": (-1, 1)},
+    {"window_size": (5, 3), "causal": True},
+    {"softcap": 1.5},
+    {"alibi_slopes": "heads"},
+    {"alibi_slopes": "batch", "causal": True},
+    {"alibi_slopes": "batch", "softcap": 2.0, "window_size": (6, 6)},
+]
+
+
+def with_slopes(flags: dict[str, Any], batch: int, heads: int) -> dict[str, Any]:
+    kind = flags.get("alibi_slopes")
+    if kind is None:
+        return flags
+    return {**flags, "alibi_slopes": torch.rand((heads,) if kind == "heads" else (batch, heads)) + 0.1}
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every call by the tiled route with small tiles."""
+    for name, value in {"ROUTE": "tiled", "Q_BLOCK": "8", "KV_BLOCK": "16"}.items():
+        monkeypatch.setenv(f"PASCAL_ATTN_{name}", value)
+    default_config.cache_clear()
+    yield
+    monkeypatch.undo()
+    default_config.cache_clear()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest piece of memory that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return result
