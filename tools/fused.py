@@ -7,6 +7,7 @@ that a second run only compiles what has changed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import lzma
 import re
@@ -28,6 +29,7 @@ NVRTC = (12, 6)
 _HEAD = """\
 # What ptxas says of every variant of the fused kernels, by NVRTC {}.{}: architecture, then for each function registers
 # per thread (spilled bytes after "!"), then shared memory of a block in bytes. Written by: python tools/fused.py table
+# Made from: {}
 """
 
 
@@ -81,6 +83,21 @@ def cell(arch: int, log: str) -> str:
     return f"{arch}:{words}:{shared}"
 
 
+def digests() -> dict[str, str]:
+    """Kind of kernel -> hash of the source and the macros of all its variants."""
+    texts: dict[str, str] = {}
+    for variant in all_variants():
+        texts[variant.kind] = texts.get(variant.kind, "") + digest(variant)
+    return {kind: hashlib.sha256(text.encode()).hexdigest()[:12] for kind, text in texts.items()}
+
+
+def read_digests() -> dict[str, str]:
+    """What the table says it was made from; kinds that were only brought up to date in part are missing."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    words = next((line.split()[3:] for line in lines if line.startswith("# Made from:")), [])
+    return dict(zip(words[::2], words[1::2]))
+
+
 def read_table() -> dict[str, dict[int, str]]:
     """Variant -> architecture -> its cell."""
     rows: dict[str, dict[int, str]] = {}
@@ -109,7 +126,11 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool) -> Non
         for variant in all_variants()
         if variant.name in rows
     ]
-    TABLE.write_text(_HEAD.format(*NVRTC) + "\n".join(lines) + "\n")
+    made_from = {kind: found for kind, found in read_digests().items() if kind not in kinds}
+    if padded and set(archs) == set(ARCHS):
+        made_from |= {kind: found for kind, found in digests().items() if kind in kinds}
+    words = " ".join(f"{kind} {made_from[kind]}" for kind in KINDS if kind in made_from)
+    TABLE.write_text(_HEAD.format(*NVRTC, words) + "\n".join(lines) + "\n")
 
 
 def _table_cell(job: tuple[Variant, int]) -> str:
@@ -156,10 +177,10 @@ def main() -> None:
     parser.add_argument("what", choices=["table", "prebuilt", "share"])
     parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="for table: which kernels")
-    parser.add_argument("--padded", action="store_true", help="for table: also those for other head_dims")
+    parser.add_argument("--unpadded", action="store_true", help="for table: only head_dims of the tables")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        write_table(arguments.archs, arguments.kinds, arguments.padded)
+        write_table(arguments.archs, arguments.kinds, not arguments.unpadded)
     elif arguments.what == "prebuilt":
         write_prebuilt([arch for arch in _prebuilt.ARCHS if arch in arguments.archs])
     else:

@@ -90,7 +90,7 @@ _SPLIT = {
     **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(16, 64, 16, 4, parts=1, blocks=6)),
     **dict.fromkeys((40, 72), Geometry(32, 64, 8, 8, depth=8, parts=1, blocks=4)),
     **dict.fromkeys((160, 192, 256), Geometry(16, 64, 16, 4, staged=8, parts=1, blocks=4)),
-    512: Geometry(16, 64, 16, 4, staged=4, parts=1, blocks=2),
+    512: Geometry(32, 64, 16, 8, staged=4, parts=1, blocks=2),
 }
 _GRAD_QUERY = {
     **dict.fromkeys((32, 48, 64, 80, 96), Geometry(64, 64, 16, 8, parts=1)),
