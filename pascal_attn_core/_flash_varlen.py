@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._flash_options import FlashOptions, attend, check_layout
+from ._flash_packed import packed_attend
 from .layout import accumulate_dtype
 
 _LAYOUT = "[total, heads, head_dim]"
@@ -63,6 +64,10 @@ def varlen_attend(
     _check_ends("cu_seqlens_k", k_ends, capacity)
     runs = list(_runs(q_ends, k_ends, one_by_one=block_table is not None))
     all_options = options(len(q_ends) - 1)
+    if block_table is None and sum(run.q_len > 0 for run in runs) > 1:
+        result = packed_attend(q, k, v, q_ends, k_ends, all_options, with_lse=with_lse)
+        if result is not None:
+            return result
     keys = _Slices(k, v, runs) if block_table is None else _Pages(k, v, block_table, len(q_ends) - 1)
     queries = _split(q, [run.size * run.q_len for run in runs])
     pieces = (

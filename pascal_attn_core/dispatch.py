@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -252,6 +252,31 @@ def run(
 
 
 def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
+def run_packed(
+    call: AttentionCall,
+    packed: fused.Packed,
+    *,
+    with_lse: bool,
+    why: str,
+    sequences: Callable[[], Iterable[AttentionCall]],
+) -> tuple[Tensor, Tensor | None]:
+    """A checked call whose tokens are those of many sequences, in one launch of the fused kernel: see
+    :func:`.fused.route.run_packed`. Reports count it as one call; ``sequences`` gives what observers are shown.
+
+    Raises:
+        KernelUnavailable: nothing has been computed.
+    """
+    if _observers:
+        for part in sequences():
+            for observer in _observers:
+                observer(part)
+    with without_autocast(call.query):
+        result = fused.run_packed(call, packed, with_lse=with_lse)
+    if report.recording():
+        _note(call, Choice("fused", why), TiledStats())
+    return result
+
+
     """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
     global _observers
     with _observers_lock:

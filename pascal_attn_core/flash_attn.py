@@ -173,8 +173,8 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """:func:`flash_attn_func` within each of many sequences that lie one behind the other; nothing is padded.
 
-    Neighbouring sequences of equal lengths are computed together. Not for ``torch.compile(fullgraph=True)``: the
-    lengths are read.
+    Neighbouring sequences of equal lengths are computed together, or where the fused kernel is the fastest route all
+    of them at once. Not for ``torch.compile(fullgraph=True)``: the lengths are read.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.

@@ -156,7 +156,13 @@ def common_fields(call: AttentionCall, view: View) -> dict[str, int | float]:
 
 
 def forward_launches(
-    call: AttentionCall, out: Tensor, lse: Tensor | None, log_sum: Tensor | None, info: DeviceInfo
+    call: AttentionCall,
+    out: Tensor,
+    lse: Tensor | None,
+    log_sum: Tensor | None,
+    info: DeviceInfo,
+    *,
+    may_split: bool = True,
 ) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse and log_sum ``[*batch, Hq, L]``."""
     extras = [t for t in (lse, log_sum) if t is not None]
@@ -167,7 +173,7 @@ def forward_launches(
         fields |= {"o": out_view.data_ptr(), **stride_fields(out_view, "ob oh os")}
         for name, stat in zip(("lse", "log_sum"), stat_views):
             fields |= {name: stat.data_ptr(), **stride_fields(stat, "lb lh")}
-        splits = num_splits(call, info)
+        splits = num_splits(call, info) if may_split else 1
         make = _split_launches if splits > 1 else _plain_launches
         launches += make(call, view, fields, splits, info)
     return launches

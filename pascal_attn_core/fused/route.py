@@ -15,6 +15,7 @@ from . import _kernels
 from ._plan import forward_launches, num_splits, variant_of
 from ._plan_backward import backward_launches
 from ._plan_int8 import int8_launches
+from ._plan_packed import Packed, packed_launches
 from ._select import call_reasons, rows_are_readable
 from ._source import Variant
 from ._verify import ensure
@@ -24,7 +25,14 @@ Results = tuple[Tensor, Tensor | None, Tensor | None]
 _DP4A = (6, 1)
 
 
-def why_not(call: AttentionCall, config: AttentionConfig, *, int8: bool = False, with_lse: bool = False) -> list[str]:
+def why_not(
+    call: AttentionCall,
+    config: AttentionConfig,
+    *,
+    int8: bool = False,
+    with_lse: bool = False,
+    packed: Packed | None = None,
+) -> list[str]:
     """Why the fused route cannot take a call; empty = it can."""
     if call.query.device.type != "cuda":
         return [f"the fused kernel needs a CUDA device, got {call.query.device.type}"]
@@ -39,7 +47,7 @@ def why_not(call: AttentionCall, config: AttentionConfig, *, int8: bool = False,
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons.append(f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}")
     if not reasons:
-        variants = _variants(call, info, int8, for_grad=call.needs_grad)
+        variants = _variants(call, info, int8, packed, for_grad=call.needs_grad)
         failures = (_kernels.failure(index, variant) for variant in variants)
         reasons += [reason for reason in failures if reason]
     return reasons
@@ -65,26 +73,55 @@ def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool, int8: b
         _kernels.run(int8_launches(call, out), _index(call))
         return out, None
     if call.needs_grad:
-        return FusedFunction.apply(call.query, call.key, call.value, call, config)
+        return FusedFunction.apply(call.query, call.key, call.value, call, None)
     return forward(call, with_lse=with_lse)[:2]
 
 
-def forward(call: AttentionCall, *, with_lse: bool, for_grad: bool = False) -> Results:
+def run_packed(call: AttentionCall, packed: Packed, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Attention within each of many sequences in one launch, with gradients where the call needs them.
+
+    Args:
+        call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
+            aligned ``upper_left``: ``packed`` says where each sequence's diagonal lies.
+    Returns:
+        (out ``[1, Hq, total_q, Dv]``, zero behind the last sequence; lse ``[1, Hq, total_q]``, there -inf, or None).
+    Raises:
+        KernelUnavailable: as :func:`run`.
+    """
+    if call.needs_grad:
+        return FusedFunction.apply(call.query, call.key, call.value, call, packed)
+    return forward(call, with_lse=with_lse, packed=packed)[:2]
+
+
+def forward(call: AttentionCall, *, with_lse: bool, for_grad: bool = False, packed: Packed | None = None) -> Results:
     """(out, lse, log_sum), the last two only where they are wanted: log_sum for the gradients of calls with a float
     mask, next to whose largest numbers it would be lost in lse. No graph for gradients."""
     info = device_info(call.query.device)
-    ensure(_variants(call, info, False, for_grad=for_grad), _index(call))
+    ensure(_variants(call, info, False, packed, for_grad=for_grad), _index(call))
     out = empty_output(call)
     wanted = with_lse or for_grad
     lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if wanted else None
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = torch.empty_like(lse) if lse is not None and for_grad and has_bias else None
-    _kernels.run(forward_launches(call, out, lse, log_sum, info), _index(call))
+    launches = forward_launches(call, out, lse, log_sum, info, may_split=packed is None)
+    if packed is not None:
+        launches = packed_launches(launches, packed)
+        out[..., packed.end_q :, :] = 0
+        if lse is not None:
+            lse[..., packed.end_q :] = -torch.inf
+    _kernels.run(launches, _index(call))
     return out, lse, log_sum
 
 
 def backward(
-    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, log_sum: Tensor | None, grad_lse: Tensor | None
+    call: AttentionCall,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_sum: Tensor | None,
+    grad_lse: Tensor | None,
+    *,
+    packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in their shapes. Extra memory: three float32 numbers per query row, the
     gradients of inputs that broadcast in full, and a copy of grad_out where its rows cannot be read as they lie."""
@@ -101,6 +138,10 @@ def backward(
     contiguous_grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
     launches = backward_launches(call, grad_out, out, lse.contiguous(), log_sum, contiguous_grad_lse, grads)
     _kernels.run(launches, _index(call))
+    if packed is not None:
+        launches = packed_launches(launches, packed)
+        for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
+            grad[..., end:, :] = 0
     query, key, value = (
         grad if grad.shape == t.shape else grad.sum_to_size(t.shape)
         for grad, t in zip(grads, (call.query, call.key, call.value))
@@ -109,13 +150,13 @@ def backward(
 
 
 class FusedFunction(torch.autograd.Function):
-    """``apply(query, key, value, call, config) -> (out, lse)``; keeps inputs, out, lse and log_sum."""
+    """``apply(query, key, value, call, packed or None) -> (out, lse)``; keeps inputs, out, lse and log_sum."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, config: Any) -> Any:
-        out, lse, log_sum = forward(call, with_lse=True, for_grad=True)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Any) -> Any:
+        out, lse, log_sum = forward(call, with_lse=True, for_grad=True, packed=packed)
         ctx.save_for_backward(query, key, value, call.attn_mask, out, lse, log_sum)
-        ctx.call = call.without_tensors()
+        ctx.call, ctx.packed = call.without_tensors(), packed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -130,15 +171,17 @@ class FusedFunction(torch.autograd.Function):
         call = ctx.call.with_tensors(query, key, value, attn_mask)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         with without_autocast(query):
-            return *backward(call, grad_out, out, lse, log_sum, grad_lse), None, None
+            return *backward(call, grad_out, out, lse, log_sum, grad_lse, packed=ctx.packed), None, None
 
 
-def _variants(call: AttentionCall, info: DeviceInfo, int8: bool, *, for_grad: bool) -> list[Variant]:
+def _variants(
+    call: AttentionCall, info: DeviceInfo, int8: bool, packed: Packed | None, *, for_grad: bool
+) -> list[Variant]:
     """What a call needs; for its gradients too, while another route could still take the call."""
     if int8:
         kinds = ["int8"]
     else:
-        kinds = ["split" if num_splits(call, info) > 1 else "forward"]
+        kinds = ["split" if packed is None and num_splits(call, info) > 1 else "forward"]
         kinds += ["grad_query", "grad_key_value"] if for_grad else []
     return [variant_of(call, kind) for kind in kinds]
 

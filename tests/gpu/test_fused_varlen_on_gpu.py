@@ -1,0 +1,99 @@
+"""Packed sequences of different lengths in one launch of the fused kernel, on a real card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused_packed import each_alone, ends_of
+from attn_support.oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
+from torch import Tensor
+
+from pascal_attn_core import report
+from pascal_attn_core.config import default_config
+from pascal_attn_core.flash_attn import flash_attn_varlen_func
+from pascal_attn_core.fused import _kernels
+from pascal_attn_core.fused._plan import Launch
+
+pytestmark = pytest.mark.gpu
+
+Q_LENGTHS, K_LENGTHS = [5, 1300, 0, 1, 77, 200], [9, 2000, 30, 1, 0, 640]
+RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (300, 70)}]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fused route on any card."""
+    monkeypatch.setenv("PASCAL_ATTN_ROUTE", "fused")
+    default_config.cache_clear()
+    yield
+    monkeypatch.undo()
+    default_config.cache_clear()
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch from now on."""
+    seen: list[Launch] = []
+    real = _kernels.run
+
+    def run(launches: list[Launch], index: int) -> None:
+        seen.extend(launches)
+        real(launches, index)
+
+    monkeypatch.setattr(_kernels, "run", run)
+    return seen
+
+
+def _inputs(head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key and value ``[total, heads, head_dim]``, two query heads per key head, and three spare tokens."""
+    return [
+        torch.randn(sum(lengths) + 3, heads, head_dim, device="cuda").to(dtype).requires_grad_()
+        for heads, lengths in ((4, Q_LENGTHS), (2, K_LENGTHS), (2, K_LENGTHS))
+    ]
+
+
+def _attend(inputs: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    ends = [torch.tensor(ends_of(n), dtype=torch.int32, device="cuda") for n in (Q_LENGTHS, K_LENGTHS)]
+    out, lse, _ = flash_attn_varlen_func(*inputs, *ends, 1300, 2000, **options, return_attn_probs=True)
+    return out, lse
+
+
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 60, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_sequence_gets_the_answer_and_the_gradients_it_has_alone(
+    queued: list[Launch], dtype: torch.dtype, head_dim: int, options: dict[str, Any]
+) -> None:
+    inputs = _inputs(head_dim, dtype)
+    rule = {"is_causal": options.get("causal", False), "window": options.get("window_size"), "alignment": "lower_right"}
+    _attend(inputs, **options)  # the first use of a variant checks it
+    queued.clear()
+    with report.record() as seen:
+        out, lse = _attend(inputs, **options)
+    assert [launch.function for launch in queued] == ["pa_forward"]
+    assert seen.routes() == {"fused": 1}
+    grad_out = torch.randn(out.shape, device="cuda").to(dtype).double()
+    answers = [gradients(out, inputs, grad_out, lse)]
+    wide, narrow, rounded = (
+        [cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(dtype), plain_dtype(dtype, as_torch=True))
+    )
+    results = [
+        each_alone(*(t.transpose(0, 1)[None] for t in some), Q_LENGTHS, K_LENGTHS, **rule)
+        for some in (wide, narrow, rounded)
+    ]
+    (exact, exact_lse), (plain, plain_lse), _ = ((o[0].transpose(0, 1), s[0]) for o, s in results)
+    assert_close(out, exact, plain, "out", dtype=dtype)
+    assert_close(lse, exact_lse, plain_lse, "lse", dtype=dtype)
+    for leaves, (expected, expected_lse) in ((wide, results[0]), (rounded, results[2])):
+        answers.append(gradients(expected[0].transpose(0, 1), leaves, grad_out, expected_lse))
+    assert_gradients_close(*answers, exact_lse.detach(), dtype)
+
+
+def test_gradients_are_the_same_bits_every_time() -> None:
+    inputs = _inputs(64, torch.float16)
+    grads = [torch.autograd.grad(_attend(inputs, deterministic=True)[0].float().sum(), inputs) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
