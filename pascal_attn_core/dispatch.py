@@ -188,7 +188,8 @@ def explain(
     sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> str:
-    """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others."""
+    """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others. Where that
+    is decided by timing two kernels (:mod:`.timing`), it times them."""
     config = default_config() if config is None else config
     query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
     call = check_call(
@@ -251,7 +252,6 @@ def run(
     return result
 
 
-def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
 def run_packed(
     call: AttentionCall,
     packed: fused.Packed,
@@ -277,6 +277,7 @@ def run_packed(
     return result
 
 
+def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
     """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
     global _observers
     with _observers_lock:

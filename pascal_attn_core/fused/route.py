@@ -53,12 +53,13 @@ def why_not(
     return reasons
 
 
-def wins(call: AttentionCall, *, torch_takes_it_as_it_is: bool) -> bool:
-    """Whether the kernel is expected to be the fastest route: on cards without tensor cores and on Volta, for what
-    torch has no fused kernel for, or one only after the call has been converted or cut up. What torch's kernel takes as
-    it is stays there until the two have been measured side by side on such a card."""
-    info = device_info(call.query.device)
-    return info.capability is not None and info.capability < (7, 5) and not torch_takes_it_as_it_is
+def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
+    """Whether the kernel can be the fastest route on the call's device: up to Turing, but not where torch multiplies on
+    tensor cores, as it does float16 on Volta and Turing, and everything on newer cards."""
+    capability = device_info(call.query.device).capability
+    if capability is None or capability >= (8, 0):
+        return False
+    return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel
 
 
 def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:
@@ -137,11 +138,11 @@ def backward(
     )
     contiguous_grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
     launches = backward_launches(call, grad_out, out, lse.contiguous(), log_sum, contiguous_grad_lse, grads)
-    _kernels.run(launches, _index(call))
     if packed is not None:
         launches = packed_launches(launches, packed)
         for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
             grad[..., end:, :] = 0
+    _kernels.run(launches, _index(call))
     query, key, value = (
         grad if grad.shape == t.shape else grad.sum_to_size(t.shape)
         for grad, t in zip(grads, (call.query, call.key, call.value))
