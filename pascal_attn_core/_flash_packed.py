@@ -13,7 +13,6 @@ from ._flash_options import FlashOptions
 from .arguments import PLAIN, prepared
 from .call import AttentionCall, check_call
 from .config import AttentionConfig, default_config
-from .device import device_info
 from .fused import route as fused
 
 # Rows of a sequence and key/value head up to which a batch of few queries, its keys cut into ranges, is faster.
@@ -62,7 +61,7 @@ def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig
     """What is seen before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return False
-    return config.route in ("auto", "fused") and device_info(q.device).kind == "cuda"
+    return config.route in ("auto", "fused") and fused.takes_device(q.device)
 
 
 def _sequences(

@@ -172,7 +172,7 @@ def _sdpa(
 
 def _by_fused(call: AttentionCall, config: AttentionConfig) -> bool:
     """Whether the fused route takes a call whose gradients will be wanted: the same answer in both passes."""
-    if config.route not in ("auto", "fused") or call.query.device.type != "cuda":
+    if config.route not in ("auto", "fused") or not fused.takes_device(call.query.device):
         return False
     return routes.choose(replace(call, needs_grad=True), config, with_lse=True).route == "fused"
 

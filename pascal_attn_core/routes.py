@@ -79,18 +79,20 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
 
 def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> Choice | None:
     """Our fused kernel or torch's, which has said in ``form`` how it takes the call; None = neither."""
-    words = []
-    if call.query.device.type == "cuda" and fused.may_win(call) and not fused.why_not(call, config):
-        if not isinstance(form, TorchForm) or not form.is_one_call:
-            return Choice("fused", "torch has no fused kernel that takes it as it is")
+    has_form, words = isinstance(form, TorchForm), []
+    is_candidate = fused.takes_device(call.query.device) and fused.may_win(call, torch_has_a_kernel=has_form)
+    if is_candidate and not fused.why_not(call, config):
+        if not isinstance(form, TorchForm):
+            return Choice("fused", form[0])
         ratio = fused_over_torch(call, _budget(call, config))
+        if ratio is None and not form.is_one_call:
+            return Choice("fused", f"torch has no fused kernel that takes it as it is ({form.words()})")
         if ratio is not None and ratio < 1:
             return Choice("fused", f"timed on this card at {ratio:.2f} of the time of torch's kernel")
         words = [] if ratio is None else [f"ours was timed on this card at {ratio:.2f} of its time"]
     if not isinstance(form, TorchForm):
         return None
-    words = [form.words(), *words]
-    said = "; ".join(filter(None, words))
+    said = "; ".join(filter(None, [form.words(), *words]))
     return Choice("torch", "torch has a fused kernel for it" + (f" ({said})" if said else ""), form)
 
 

@@ -52,6 +52,7 @@ class Kind:
         variant: of the fused kernel: head_dim, dtype, kind of mask.
         head_dim, head_dim_v: of the call.
         q_tokens, kv_tokens: of a sequence.
+        groups: query heads per key/value head.
         rows: query rows of all heads and batches together.
         mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
         is_causal, gradients: whether it is, whether it has.
@@ -62,6 +63,7 @@ class Kind:
     head_dim_v: int
     q_tokens: int
     kv_tokens: int
+    groups: int
     rows: int
     mask_rows: int
     is_causal: bool
@@ -70,7 +72,8 @@ class Kind:
     def __str__(self) -> str:
         masks = ("", ", one mask row", ", a mask row per query")[self.mask_rows]
         words = ", causal" * self.is_causal + ", gradients" * self.gradients
-        return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{masks}{words}"
+        groups = f", groups of {self.groups}" if self.groups > 1 else ""
+        return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{groups}{masks}{words}"
 
     @staticmethod
     def of(call: AttentionCall) -> Kind:
@@ -85,6 +88,7 @@ class Kind:
             call.head_dim_v,
             q_tokens,
             min(most_keys, _power_of_two(call.seq_len_kv)),
+            call.groups,
             min(most_rows, _power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
             0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
             call.is_causal,
@@ -104,10 +108,10 @@ def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
     card, torch and kernels.
 
     Args:
-        call: one that the fused route takes, and torch's kernel as it is.
+        call: one that the fused route takes, and torch's kernel as it is or rewritten.
         budget_bytes: extra memory that torch's route may use.
     Returns:
-        The ratio, or None where it could not be found out (memory was short, torch rewrites the timed call), or cannot
+        The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or cannot
         be now (a graph is being captured).
     """
     info = device_info(call.query.device)
@@ -130,7 +134,7 @@ def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
         with on_device, between_blocks(None), torch.inference_mode(False), torch.set_grad_enabled(kind.gradients):
             sample = sample_call(call, kind)
             form = find_form(sample, budget_bytes)
-            if not (isinstance(form, TorchForm) and form.is_one_call):
+            if not isinstance(form, TorchForm):
                 return None
             ours, theirs = median_times(
                 [
@@ -148,11 +152,11 @@ def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
     """A call of this kind on the same device: random numbers, and as many heads as make the kind's rows. Without
     gradients all heads share the memory of one."""
-    heads = max(1, kind.rows // kind.q_tokens)
+    kv_heads = max(1, kind.rows // (kind.q_tokens * kind.groups))
     device = call.query.device
     generator = torch.Generator(device).manual_seed(0)
 
-    def numbers(tokens: int, head_dim: int) -> Tensor:
+    def numbers(heads: int, tokens: int, head_dim: int) -> Tensor:
         own_heads = heads if kind.gradients else 1
         drawn = torch.randn((1, own_heads, tokens, head_dim), generator=generator, device=device)
         return drawn.to(call.query.dtype).expand(1, heads, -1, -1).requires_grad_(kind.gradients)
@@ -163,12 +167,13 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
         mask = torch.zeros((1, 1, rows, kind.kv_tokens), dtype=call.attn_mask.dtype, device=device)
         mask = ~mask if mask.dtype == torch.bool else mask
     return check_call(
-        numbers(kind.q_tokens, call.head_dim),
-        numbers(kind.kv_tokens, call.head_dim),
-        numbers(kind.kv_tokens, call.head_dim_v),
+        numbers(kv_heads * kind.groups, kind.q_tokens, call.head_dim),
+        numbers(kv_heads, kind.kv_tokens, call.head_dim),
+        numbers(kv_heads, kind.kv_tokens, call.head_dim_v),
         mask,
         is_causal=call.is_causal,
         scale=call.scale,
+        enable_gqa=kind.groups > 1,
     )
 
 

@@ -34,7 +34,7 @@ def why_not(
     packed: Packed | None = None,
 ) -> list[str]:
     """Why the fused route cannot take a call; empty = it can."""
-    if call.query.device.type != "cuda":
+    if not takes_device(call.query.device):
         return [f"the fused kernel needs a CUDA device, got {call.query.device.type}"]
     if not config.fused:
         return ["switched off by the configuration (fused)"]
@@ -51,6 +51,11 @@ def why_not(
         failures = (_kernels.failure(index, variant) for variant in variants)
         reasons += [reason for reason in failures if reason]
     return reasons
+
+
+def takes_device(device: torch.device) -> bool:
+    """Whether the kernels run on devices of this type."""
+    return device.type == "cuda"
 
 
 def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core import _flash_packed
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.config import AttentionConfig
-from pascal_attn_core.fused import _kernels, route
+from pascal_attn_core.fused import route
 from pascal_attn_core.fused._plan import Launch
 from pascal_attn_core.fused._select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
 
-from .fused_emulation import CARD
+from .fused_device import emulated_card
 
 
 def ends_of(lengths: list[int]) -> list[int]:
@@ -44,24 +43,12 @@ def each_alone(
 def stand_in_for_a_card(monkeypatch: pytest.MonkeyPatch, execute: Callable[[Launch], object]) -> list[Launch]:
     """Let the packed calls of a CPU take the fused route as those of a GTX 1080 Ti do, and every part of a launch go to
     ``execute``; returns the list of these parts. What is not packed stays on the CPU's routes."""
-    queued: list[Launch] = []
-
-    def run(launches: Iterable[Launch], index: int) -> None:
-        for launch in launches:
-            for part in _kernels.parts(launch):
-                queued.append(part)
-                execute(part)
 
     def why_not(call: AttentionCall, config: AttentionConfig, *, packed: object = None, **options: Any) -> list[str]:
         return call_reasons(call, **options) if packed else ["on a CPU only for what is packed"]
 
-    monkeypatch.setattr(_flash_packed, "device_info", lambda device: CARD)
-    monkeypatch.setattr(route, "device_info", lambda device: CARD)
     monkeypatch.setattr(route, "why_not", why_not)
-    monkeypatch.setattr(route, "ensure", lambda variants, index: None)
-    monkeypatch.setattr(route, "_index", lambda call: 0)
-    monkeypatch.setattr(_kernels, "run", run)
-    return queued
+    return emulated_card(monkeypatch, execute)
 
 
 @contextmanager

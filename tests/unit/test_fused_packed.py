@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused_packed import CARD, each_alone, ends_of, stand_in_for_a_card
+from attn_support.fused_emulation import CARD
+from attn_support.fused_packed import each_alone, ends_of, stand_in_for_a_card
 from torch import Tensor
 
 from pascal_attn_core import UnsupportedAttention, _flash_packed, report

@@ -92,8 +92,13 @@ def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
     assert variant_of(_call(scale=0.5), "forward").mask == "none"
 
 
-def test_auto_thinks_of_it_on_cards_without_tensor_cores_and_on_volta(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = {name: replace(CARD, capability=name) for name in ((5, 2), (6, 1), (7, 0), (7, 5), (9, 0), None)}
-    for capability, card in cards.items():
-        monkeypatch.setattr(route, "device_info", lambda device, card=card: card)
-        assert route.may_win(_call()) == (capability is not None and capability < (7, 5))
+@pytest.mark.parametrize("torch_has_a_kernel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_auto_thinks_of_it_where_torch_does_not_multiply_on_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, torch_has_a_kernel: bool
+) -> None:
+    for capability in ((5, 2), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0), None):
+        monkeypatch.setattr(route, "device_info", lambda device, c=capability: replace(CARD, capability=c))
+        on_tensor_cores = capability is not None and capability >= (7, 0) and dtype == torch.float16
+        expected = capability is not None and capability < (8, 0) and not (on_tensor_cores and torch_has_a_kernel)
+        assert route.may_win(_call(dtype=dtype), torch_has_a_kernel=torch_has_a_kernel) == expected
