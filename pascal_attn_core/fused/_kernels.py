@@ -21,8 +21,9 @@ log = logging.getLogger("pascal_attn")
 _lock = threading.RLock()
 _loaded: dict[tuple[int, Variant], dict[str, ctypes.c_void_p]] = {}
 _failed: dict[tuple[int, Variant], str] = {}
-# Multiplications in one launch: below a second on the slowest card, since a driver may end kernels that take two.
-_WORK_PER_LAUNCH = 1 << 39
+# Multiplications of one launch for each multiprocessor: some tenths of a second, since a driver that shows a desktop
+# ends kernels that take two seconds.
+_WORK_PER_SM = 1 << 34
 _GRID_LIMIT = 65535
 
 
@@ -121,21 +122,23 @@ def run(launches: Iterable[Launch], index: int) -> None:
     """
     launches = list(launches)
     handles = [functions(index, launch.variant)[launch.function] for launch in launches]
+    num_sms = device_info(torch.device("cuda", index)).num_sms
     for launch, handle in zip(launches, handles):
-        for part in parts(launch):
+        for part in parts(launch, num_sms):
             _driver.driver().launch(index, handle, part.grid, part.threads, part.params)
 
 
-def parts(launch: Launch) -> Iterator[Launch]:
-    """A launch as several with at most _WORK_PER_LAUNCH multiplications, and grids that the driver takes."""
+def parts(launch: Launch, num_sms: int) -> Iterator[Launch]:
+    """A launch as several that each take some tenths of a second at most, with grids that the driver takes."""
     x, y, z = launch.grid
     params = launch.params
     if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
         yield launch
         return
+    most = _WORK_PER_SM * num_sms
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.kind == "split" else max(1, min(x, _WORK_PER_LAUNCH // per_tile))
-    batches = min(_GRID_LIMIT, max(1, _WORK_PER_LAUNCH // (per_tile * tiles)))
+    tiles = x if launch.variant.kind == "split" else max(1, min(x, most // per_tile))
+    batches = min(_GRID_LIMIT, max(1, most // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         yield launch
         return

@@ -185,7 +185,7 @@ def test_long_launches_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPat
     whole = sdpa(*leaves, config=FUSED)
     grads = torch.autograd.grad(whole.square().sum(), leaves)
     launches = len(queued)
-    monkeypatch.setattr(_kernels, "_WORK_PER_LAUNCH", 1 << 22)
+    monkeypatch.setattr(_kernels, "_WORK_PER_SM", 1 << 17)
     parts = sdpa(*leaves, config=FUSED)
     assert torch.equal(whole, parts)
     assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(parts.square().sum(), leaves)))

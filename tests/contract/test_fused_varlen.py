@@ -109,7 +109,7 @@ def test_launches_in_parts_give_the_same_bits(queued: list[Launch], monkeypatch:
     rule = {"is_causal": True, "alignment": "lower_right"}
     answers, counts = [], []
     for work in (1 << 39, 30_000_000, 2_000_000):
-        monkeypatch.setattr(_kernels, "_WORK_PER_LAUNCH", work)
+        monkeypatch.setattr(_kernels, "_WORK_PER_SM", work // 28)
         queued.clear()
         out, lse = _run(inputs, **rule)
         answers.append([out, *gradients(out, inputs, torch.ones_like(out), lse)])

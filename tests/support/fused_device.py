@@ -23,7 +23,7 @@ def emulated_card(
 
     def run(launches: Iterable[Launch], index: int) -> None:
         for launch in launches:
-            for part in _kernels.parts(launch):
+            for part in _kernels.parts(launch, CARD.num_sms):
                 queued.append(part)
                 execute(part)
 

@@ -189,9 +189,9 @@ def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: FakeNv
 
 def test_long_launches_come_in_parts_that_cover_every_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = _launch(1300, 200, batch=3)
-    assert list(_kernels.parts(launch)) == [launch]
-    monkeypatch.setattr(_kernels, "_WORK_PER_LAUNCH", launch.work // 7)
-    parts = list(_kernels.parts(launch))
+    assert list(_kernels.parts(launch, 28)) == [launch]
+    monkeypatch.setattr(_kernels, "_WORK_PER_SM", launch.work // (7 * 28))
+    parts = list(_kernels.parts(launch, 28))
     covered = [
         (tile, batch)
         for part in parts

@@ -204,8 +204,8 @@ def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work(monk
     launch = _planned(lengths, lengths)
     rows = launch.variant.geometry.rows
     limit = 2 * rows * 1300 * 128 * 3  # three tiles of the long one, two heads
-    monkeypatch.setattr(_kernels, "_WORK_PER_LAUNCH", limit)
-    parts = list(_kernels.parts(launch))
+    monkeypatch.setattr(_kernels, "_WORK_PER_SM", limit)
+    parts = list(_kernels.parts(launch, 1))
     covered: list[tuple[int, int]] = []
     for part in parts:
         tiles = range(part.params.first_tile, part.params.first_tile + part.grid[0])
