@@ -242,7 +242,7 @@ def run(
             result = run_math(call), None
         elif choice.route.startswith("fused"):
             try:
-                result = fused.run(call, config, with_lse=with_lse, int8=choice.route == "fused-int8")
+                result = fused.run(call, with_lse=with_lse, int8=choice.route == "fused-int8")
             except fused.KernelUnavailable:  # why_not says so from now on
                 return run(call, config, with_lse=with_lse, stats=stats)
         else:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, check_call
-from .config import AttentionConfig, cache_folder
+from .config import cache_folder
 from .device import DeviceInfo, device_info
 from .files import replace_file
 from .fused import route as fused
@@ -138,7 +138,7 @@ def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
                 return None
             ours, theirs = median_times(
                 [
-                    _with_gradients(sample, lambda: fused.run(sample, AttentionConfig(), with_lse=False)[0]),
+                    _with_gradients(sample, lambda: fused.run(sample, with_lse=False)[0]),
                     _with_gradients(sample, lambda: run_form(sample, form)),
                 ],
                 device,

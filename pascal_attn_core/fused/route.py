@@ -67,7 +67,7 @@ def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
     return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel
 
 
-def run(call: AttentionCall, config: AttentionConfig, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:
+def run(call: AttentionCall, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:
     """(out, lse or None), with gradients where the call needs them.
 
     Raises:

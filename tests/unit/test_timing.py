@@ -75,7 +75,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(timing, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(timing, "_known", {})
     monkeypatch.setattr(timing, "device_info", lambda device: CARD)
-    monkeypatch.setattr(fused, "run", lambda call, config, with_lse: run_tiled(call, config, with_lse=with_lse))
+    monkeypatch.setattr(fused, "run", lambda call, with_lse: run_tiled(call, AttentionConfig(), with_lse=with_lse))
     return tmp_path / "cache"
 
 
