@@ -21,6 +21,8 @@ from ._source import HEAD_DIMS, Variant
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a side of the band that cuts nothing
 MAX_SPLITS = 64
+# Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
+_SPLIT_SPEED = 0.6
 
 
 class Launch(NamedTuple):
@@ -173,9 +175,8 @@ def forward_launches(
         fields |= {"o": out_view.data_ptr(), **stride_fields(out_view, "ob oh os")}
         for name, stat in zip(("lse", "log_sum"), stat_views):
             fields |= {name: stat.data_ptr(), **stride_fields(stat, "lb lh")}
-        splits = num_splits(call, info) if may_split else 1
-        make = _split_launches if splits > 1 else _plain_launches
-        launches += make(call, view, fields, splits, info)
+        splits = num_splits(call, info) if may_split else 0
+        launches += _split_launches(call, view, fields, splits) if splits else _plain_launches(call, view, fields)
     return launches
 
 
@@ -186,25 +187,37 @@ def work_of(call: AttentionCall, view: View) -> int:
 
 
 def num_splits(call: AttentionCall, info: DeviceInfo) -> int:
-    """Into how many ranges the keys are cut, so that few query rows still fill the device; 1 = not at all."""
-    plain = variant_of(call, "forward").geometry
+    """Into how many ranges the keys are cut by the kernel for few query rows, so that they still fill the device; 0 =
+    the plain kernel takes the call.
+
+    A tile of that kernel is small and holds the queries of all heads of a group, one of the plain kernel those of one
+    head: the one that has less of its tiles empty wins, at the speed that a full tile has.
+    """
+    plain, split = variant_of(call, "forward").geometry, variant_of(call, "split").geometry
+    rows = call.groups * call.seq_len_q
+    is_small = _SPLIT_SPEED * _fullness(rows, split.rows) > _fullness(call.seq_len_q, plain.rows)
     blocks = call.batch_size * call.num_heads * -(-call.seq_len_q // plain.rows)
-    if 2 * blocks > info.num_sms and call.groups * call.seq_len_q > 2 * plain.rows // 8:
-        return 1
-    split = variant_of(call, "split").geometry
-    units = call.batch_size * call.num_kv_heads * -(-call.groups * call.seq_len_q // split.rows)
+    if 2 * blocks > info.num_sms and not is_small:
+        return 0
+    units = call.batch_size * call.num_kv_heads * -(-rows // split.rows)
     wanted = -(-split.blocks * info.num_sms // max(1, units))
-    return max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
+    splits = max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
+    return splits if is_small or splits > 1 else 0
 
 
-def _plain_launches(call: AttentionCall, view: View, fields: dict, splits: int, info: DeviceInfo) -> list[Launch]:
+def _fullness(rows: int, tile_rows: int) -> float:
+    """The share of the rows of all tiles that exist."""
+    return rows / (-(-rows // tile_rows) * tile_rows)
+
+
+def _plain_launches(call: AttentionCall, view: View, fields: dict) -> list[Launch]:
     variant = variant_of(call, "forward")
     geometry = variant.geometry
     grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, view.query.shape[0])
     return [Launch(variant, "pa_forward", grid, geometry.threads, Forward(**fields), view.tensors, work_of(call, view))]
 
 
-def _split_launches(call: AttentionCall, view: View, fields: dict, splits: int, info: DeviceInfo) -> list[Launch]:
+def _split_launches(call: AttentionCall, view: View, fields: dict, splits: int) -> list[Launch]:
     variant = variant_of(call, "split")
     geometry, batches = variant.geometry, view.query.shape[0]
     rows = batches * call.num_heads * call.seq_len_q

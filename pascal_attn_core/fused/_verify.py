@@ -87,7 +87,7 @@ def sample_call(variant: Variant, device: torch.device) -> AttentionCall:
 def _forward(call: AttentionCall, out: Tensor, lse: Tensor | None, info: DeviceInfo, *, split: bool) -> list[Launch]:
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = torch.empty_like(lse) if lse is not None and has_bias else None
-    return forward_launches(call, out, lse, log_sum, replace(info, num_sms=1000 if split else 1))
+    return forward_launches(call, out, lse, log_sum, replace(info, num_sms=1000), may_split=split)
 
 
 def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def _variants(
     if int8:
         kinds = ["int8"]
     else:
-        kinds = ["split" if packed is None and num_splits(call, info) > 1 else "forward"]
+        kinds = ["split" if packed is None and num_splits(call, info) else "forward"]
         kinds += ["grad_query", "grad_key_value"] if for_grad else []
     return [variant_of(call, kind) for kind in kinds]
 

@@ -33,10 +33,10 @@ print("clean")
 
 
 _ONE_KEY_TOO_MANY = """
-from attn_support.fused_cases import WHOLE, forward_launches, check_call
+from attn_support.fused_cases import CARD, forward_launches, check_call
 from attn_support.fused_emulation import emulate
 query, key = numbers(1, 131, 64), numbers(1, 75, 64)
-(launch,) = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, WHOLE)
+(launch,) = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, CARD, may_split=False)
 launch.params.lk += 1
 emulate([launch], **how)
 """

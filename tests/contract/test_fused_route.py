@@ -165,6 +165,17 @@ def test_few_queries_are_spread_over_the_card(queued: list[Launch]) -> None:
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
+def test_a_batch_of_few_queries_takes_one_part(queued: list[Launch]) -> None:
+    query, key, value = (torch.randn(40, heads, n, 64) for heads, n in ((4, 3), (2, 70), (2, 70)))
+    out = sdpa(query, key, value, is_causal=True, enable_gqa=True, config=FUSED)
+    assert [(launch.function, launch.params.splits) for launch in queued] == [
+        ("pa_forward_split", 1),
+        ("pa_combine", 1),
+    ]
+    expected, _ = reference_sdpa(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
     query, key, value = (torch.randn(2, 2, n, 64) for n in (70, 90, 90))
     out = sdpa(query, key, value, config=INT8)

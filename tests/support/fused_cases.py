@@ -15,8 +15,8 @@ from pascal_attn_core.layout import empty_output
 
 from .fused_emulation import CARD, emulate
 
-# As many processors as make a call with few rows one block per tile, or many parts.
-WHOLE, IN_PARTS = replace(CARD, num_sms=1), replace(CARD, num_sms=1000)
+# As many processors as make the keys of a call with few rows many parts.
+IN_PARTS = replace(CARD, num_sms=1000)
 
 
 @dataclass
@@ -40,7 +40,7 @@ def forward(inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool
     lse = poisoned(out.shape[:-1], torch.float32)
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
-    emulate(forward_launches(call, out, lse, log_sum, IN_PARTS if parts else WHOLE), **how)
+    emulate(forward_launches(call, out, lse, log_sum, IN_PARTS, may_split=parts), **how)
     return Emulated(call, out, lse, log_sum)
 
 

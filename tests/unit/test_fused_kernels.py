@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attn_support.fused_cases import CARD, WHOLE
+from attn_support.fused_cases import CARD
 from attn_support.fused_emulation import GXX, HERE
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, dispatch, routes, sdpa
@@ -172,7 +172,7 @@ def test_a_cubin_that_the_driver_refuses_is_a_reason_too(
 def _launch(rows: int, keys: int, batch: int = 1):
     query = torch.empty(batch, 1, rows, 64)
     call = check_call(query, torch.empty(batch, 1, keys, 64), torch.empty(batch, 1, keys, 64))
-    (launch,) = forward_launches(call, torch.empty_like(query), None, None, WHOLE)
+    (launch,) = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
     return launch
 
 

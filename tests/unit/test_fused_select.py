@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_support.fused_cases import CARD, WHOLE
+from attn_support.fused_cases import CARD
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused import route
@@ -64,7 +64,7 @@ def test_nothing_is_copied_for_strides_that_broadcast() -> None:
     query = torch.zeros(2, 3, 4, 10, 64)
     key = torch.zeros(1, 64).expand(2, 3, 4, 30, 64)
     call = check_call(query, key, key, torch.zeros(30))
-    (launch,) = forward_launches(call, torch.empty_like(query), None, None, WHOLE)
+    (launch,) = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
     assert (launch.params.kb, launch.params.kh, launch.params.ks) == (0, 0, 0)
     assert launch.grid[1:] == (4, 6)
     assert launch.params.k == key.data_ptr()
@@ -73,7 +73,7 @@ def test_nothing_is_copied_for_strides_that_broadcast() -> None:
 def test_leading_dimensions_that_no_stride_joins_are_walked() -> None:
     query = torch.zeros(3, 2, 4, 10, 64).transpose(0, 1)
     call = check_call(query, query, query)
-    launches = forward_launches(call, torch.empty(query.shape), None, None, WHOLE)
+    launches = forward_launches(call, torch.empty(query.shape), None, None, CARD, may_split=False)
     assert [launch.grid[2] for launch in launches] == [3, 3]
 
 
@@ -83,8 +83,30 @@ def test_few_query_rows_are_spread_over_the_device() -> None:
     launches = forward_launches(decode, torch.empty(1, 32, 1, 128), None, None, CARD)
     assert [launch.function for launch in launches] == ["pa_forward_split", "pa_combine"]
     assert launches[0].grid[0] * launches[0].grid[1] >= CARD.num_sms
-    assert num_splits(_call((1, 10, 4096, 64), (1, 10, 4096, 64)), CARD) == 1
     assert num_splits(_call((1, 1, 1, 64), (1, 1, 64, 64)), CARD) == 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "head_dim", "packs"),
+    [
+        (1, 32, 8, 128, True),  # a large batch of new tokens: no need to cut the keys, but 63 of 64 rows would be empty
+        (16, 32, 32, 128, True),
+        (16, 32, 8, 128, True),
+        (64, 32, 8, 128, False),
+        (4096, 10, 10, 64, False),
+        (77, 8, 8, 64, False),
+    ],
+)
+def test_few_queries_take_small_tiles_however_large_the_batch(
+    queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool
+) -> None:
+    call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
+    assert num_splits(call, CARD) == (1 if packs else 0)
+
+
+def test_keys_are_cut_where_too_few_tiles_are_there() -> None:
+    assert num_splits(_call((1, 1, 300, 64), (1, 1, 4096, 64)), CARD) > 1
+    assert num_splits(_call((1, 1, 300, 64), (1, 1, 90, 64)), CARD) == 0  # nor are there keys enough
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:

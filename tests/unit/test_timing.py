@@ -92,7 +92,7 @@ def test_the_timed_call_is_small_and_needs_the_same_kernels(name: str) -> None:
     sample = timing.sample_call(call, kind)
     assert timing.Kind.of(sample) == kind
     assert variant_of(sample, "forward") == variant_of(call, "forward")
-    assert (num_splits(sample, CARD) > 1) == (num_splits(call, CARD) > 1)
+    assert (num_splits(sample, CARD) > 0) == (num_splits(call, CARD) > 0)
     assert sample.num_scores <= 1 << 26
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (sample.query, sample.key)}
     assert sum(memory.values()) <= 32 << 20
