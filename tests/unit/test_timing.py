@@ -247,7 +247,7 @@ def test_the_timing_decides_and_is_given_as_the_reason(
 ) -> None:
     from pascal_attn_core import routes
 
-    call = _call((1, 2, 300, 64))
+    call = _call((1, 8, 300, 64))
     form = find_form(call, BUDGET)
     call.query = _OnCuda()  # type: ignore[assignment]
     monkeypatch.setattr(fused, "may_win", lambda call, torch_has_a_kernel: True)
@@ -269,6 +269,22 @@ def test_the_timing_decides_and_is_given_as_the_reason(
     assert other is not None
     assert (other.route, other.why) == ("torch", "torch has a fused kernel for it")
     assert _choose_kernel(call, AttentionConfig(), ["no kernel"]) is None
+
+
+def test_a_call_too_short_to_matter_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pascal_attn_core import routes
+
+    monkeypatch.setattr(fused, "takes_device", lambda device: True)
+    monkeypatch.setattr(fused, "may_win", lambda call, torch_has_a_kernel: True)
+    monkeypatch.setattr(fused, "why_not", lambda call, config: [])
+    timed: list[AttentionCall] = []
+    monkeypatch.setattr(routes, "fused_over_torch", lambda call, budget: timed.append(call))
+    for tokens in (77, 600):
+        call = _call((1, 8, tokens, 64))
+        choice = _choose_kernel(call, AttentionConfig(), find_form(call, BUDGET))
+        assert choice is not None
+        assert choice.route == "torch"
+    assert [call.seq_len_q for call in timed] == [600]
 
 
 def test_medians_are_taken_in_turn_after_a_run_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
