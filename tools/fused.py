@@ -83,6 +83,13 @@ def cell(arch: int, log: str) -> str:
     return f"{arch}:{words}:{shared}"
 
 
+def read_cell(text: str) -> tuple[list[tuple[int, int]], int]:
+    """What :func:`usage` had found when a cell was written."""
+    _, words, shared = text.split(":")
+    pairs = (word.partition("!") for word in words.split("/"))
+    return [(int(registers), int(spilled or 0)) for registers, _, spilled in pairs], int(shared)
+
+
 def digests() -> dict[str, str]:
     """Kind of kernel -> hash of the source and the macros of all its variants."""
     texts: dict[str, str] = {}

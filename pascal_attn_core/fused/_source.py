@@ -201,13 +201,20 @@ def source(kind: str) -> str:
 
 
 @functools.cache
+def _code(kind: str) -> str:
+    """The source without comments and empty lines, which no machine code depends on."""
+    lines = (line.split("//")[0].rstrip() for line in source(kind).splitlines())
+    return "\n".join(filter(None, lines))
+
+
+@functools.cache
 def digest(variant: Variant) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
-    text = source(variant.kind) + repr(sorted(variant.macros().items()))
+    text = _code(variant.kind) + repr(sorted(variant.macros().items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
 def kernels_digest() -> str:
     """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
-    return hashlib.sha256(("".join(map(source, KINDS)) + repr(_TABLES)).encode()).hexdigest()[:16]
+    return hashlib.sha256(("".join(map(_code, KINDS)) + repr(_TABLES)).encode()).hexdigest()[:16]

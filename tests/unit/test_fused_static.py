@@ -21,7 +21,7 @@ import fused as tool  # noqa: E402
 import maxwell  # noqa: E402
 from share import KERNELS, backward_share, share  # noqa: E402
 
-from pascal_attn_core.fused import _nvrtc, _prebuilt  # noqa: E402
+from pascal_attn_core.fused import _nvrtc, _prebuilt, _source  # noqa: E402
 from pascal_attn_core.fused._source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
 
 SHARE = 0.82
@@ -52,7 +52,12 @@ def _drawn(count: int) -> list[tuple[str, int]]:
 def test_ptxas_says_what_the_table_says(place: int) -> None:
     name, arch = _drawn(6)[place]
     variant = next(v for v in tool.all_variants() if v.name == name)
-    assert tool.cell(arch, _compile(variant, arch).log) == tool.read_table()[name][arch], f"{name} sm_{arch}"
+    found, shared = tool.usage(_compile(variant, arch).log)
+    expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
+    assert (shared, [spilled for _, spilled in found]) == (expected_shared, [spilled for _, spilled in expected])
+    for (now, _), (then, _) in zip(found, expected):
+        # What a process has compiled before moves ptxas's choices a little in one compilation of some fifty.
+        assert abs(now - then) <= 8, f"{name} sm_{arch}: {now} registers, {then} in the table"
 
 
 def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() -> None:
@@ -60,9 +65,9 @@ def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() ->
     assert table
     for name, row in table.items():
         for arch, cell in row.items():
-            assert "!" not in cell, f"{name} sm_{arch} spills: {cell}"
-            assert int(cell.split(":")[2]) <= SHARED_LIMIT
-            assert all(int(registers) <= 255 for registers in cell.split(":")[1].split("/"))
+            functions, shared = tool.read_cell(cell)
+            assert all(spilled == 0 and registers <= 255 for registers, spilled in functions), f"{name} sm_{arch}"
+            assert shared <= SHARED_LIMIT
 
 
 def test_the_table_has_every_variant_on_every_architecture() -> None:
@@ -145,6 +150,20 @@ def test_prebuilt_kernels_were_made_from_this_source() -> None:
             cubin = _prebuilt.load(variant, arch)
             assert cubin is not None
             assert set(variant.functions) <= set(maxwell.sections(cubin))
+
+
+def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, text = Variant("forward", 64, "float32"), source("forward")
+    right = digest(variant)
+    for changed, is_same in ((f"// a comment\n\n{text}", True), (text.replace("SLACK 8.f", "SLACK 9.f"), False)):
+        _source._code.cache_clear()
+        digest.cache_clear()
+        monkeypatch.setattr(_source, "source", lambda kind, changed=changed: changed)
+        assert (digest(variant) == right) == is_same
+    monkeypatch.undo()
+    _source._code.cache_clear()
+    digest.cache_clear()
+    assert digest(variant) == right
 
 
 def test_what_ships_stays_small() -> None:

@@ -102,8 +102,8 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 #endif
 }
 
-// A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, which float32
-// has room for): after a call's first tiles hardly ever, and the sums need not be scaled.
+// A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, for which
+// float32 has room): after a call's first tiles hardly ever, and the sums need not be scaled.
 #define SLACK 8.f
 
 // One step of the online softmax on a tile's scores: S becomes exp(S - max), row_max and row_sum are brought up to date

@@ -1,4 +1,3 @@
-
 // One sequence of a batch. Sequences of different lengths lie one behind the other, without padding: cu_q and cu_k hold
 // the first token of each and, behind the last, their number. lower_right: the band begins in the corner of the last
 // query and the last key.
