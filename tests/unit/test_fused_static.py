@@ -56,7 +56,7 @@ def test_ptxas_says_what_the_table_says(place: int) -> None:
     expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
     assert (shared, [spilled for _, spilled in found]) == (expected_shared, [spilled for _, spilled in expected])
     for (now, _), (then, _) in zip(found, expected):
-        # What a process has compiled before moves ptxas's choices a little in one compilation of some fifty.
+        # What a process has compiled before now and then moves ptxas's choices a little.
         assert abs(now - then) <= 8, f"{name} sm_{arch}: {now} registers, {then} in the table"
 
 
