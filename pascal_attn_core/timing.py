@@ -29,6 +29,7 @@ from .files import replace_file
 from .fused import route as fused
 from .fused._plan import variant_of
 from .fused._source import kernels_digest
+from .layout import without_autocast
 from .progress import between_blocks
 from .torch_route import TorchForm, find_form, run_form
 
@@ -131,7 +132,13 @@ def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
     device = call.query.device
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
-        with on_device, between_blocks(None), torch.inference_mode(False), torch.set_grad_enabled(kind.gradients):
+        with (
+            on_device,
+            between_blocks(None),
+            without_autocast(call.query),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(kind.gradients),
+        ):
             sample = sample_call(call, kind)
             form = find_form(sample, budget_bytes)
             if not isinstance(form, TorchForm):

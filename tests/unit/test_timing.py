@@ -221,16 +221,18 @@ def test_the_callers_state_is_left_alone(folder: Path, monkeypatch: pytest.Monke
     seen: list[object] = []
 
     def look(attempts: list[Callable[[], object]], device: torch.device) -> list[float]:
-        seen.append((current_checkpoint(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        seen.append((current_checkpoint(), *modes))
         return [1.0, 2.0]
 
     monkeypatch.setattr(timing, "median_times", look)
     state = torch.get_rng_state()
-    with torch.inference_mode(), between_blocks(lambda done, total: None):
+    with torch.inference_mode(), torch.autocast("cpu"), between_blocks(lambda done, total: None):
         timing.fused_over_torch(_call((1, 2, 300, 64)), BUDGET)
         assert current_checkpoint() is not None
         assert torch.is_inference_mode_enabled()
-    assert seen == [(None, False, False)]
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [(None, False, False, False)]
     assert torch.equal(state, torch.get_rng_state())
 
 
