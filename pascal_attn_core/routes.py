@@ -81,7 +81,7 @@ def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm
     """Our fused kernel or torch's, which has said in ``form`` how it takes the call; None = neither."""
     has_form, words = isinstance(form, TorchForm), []
     is_candidate = fused.takes_device(call.query.device) and fused.may_win(call, torch_has_a_kernel=has_form)
-    if has_form and is_short(call, config):
+    if is_candidate and has_form and is_short(call, config):
         is_candidate = False  # unwatched, such a call goes to torch's function without being looked at
     if is_candidate and not fused.why_not(call, config):
         if not isinstance(form, TorchForm):
