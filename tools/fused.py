@@ -194,7 +194,8 @@ def main() -> None:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():
             print(f"{kind:14} {head_dim:8} {dtype:8} {value:5.1%}")
-        print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the 7 that they make")
+        made = sum(kernel.products for kind, kernel in KERNELS.items() if kind != "forward")
+        print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the {made} that they make")
 
 
 if __name__ == "__main__":
