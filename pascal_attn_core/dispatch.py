@@ -20,6 +20,7 @@ from .lazy_mask import LazyMask
 from .math_route import run_math
 from .outputs import AttentionOutput, TiledStats
 from .routes import Choice, choose, is_plainly_short, is_short, why_not
+from .shapes import run_shapes
 from .tiled_route import run_tiled
 from .torch_route import run_as_it_is, run_form, torch_sdpa
 
@@ -143,6 +144,8 @@ def sdpa(
         softcap=softcap,
         sinks=sinks,
     )
+    if query.is_meta:
+        return run_shapes(call)[0]
     if is_short(call, config) and not is_watched():
         return run_as_it_is(call)
     return run(call, config, with_lse=False)[0]
@@ -219,6 +222,8 @@ def sdpa_with_lse(
         softcap=softcap,
         sinks=sinks,
     )
+    if query.is_meta:
+        return AttentionOutput(*run_shapes(call))
     out, lse = run(call, config, with_lse=True)
     assert lse is not None
     return AttentionOutput(out, lse)
@@ -299,8 +304,11 @@ def run(
 def _run_route(
     call: AttentionCall, config: AttentionConfig, choice: Choice, *, with_lse: bool, stats: TiledStats | None
 ) -> tuple[Tensor, Tensor | None]:
+    if choice.as_it_is:
+        return run_as_it_is(call), None
     if choice.route == "torch":
-        return (run_as_it_is(call) if choice.form is None else run_form(call, choice.form)), None
+        assert choice.form is not None
+        return run_form(call, choice.form), None
     if choice.route == "math":
         return run_math(call), None
     if choice.route.startswith("fused"):
@@ -373,12 +381,11 @@ def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
 
 
 def _goes_to_the_operator(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None) -> bool:
-    """Whether a call is one node of a graph, or has shapes without numbers: compiling, fake tensors, the meta device,
-    tensors with a dispatch of their own."""
+    """Whether a call is one node of a graph: while compiling, and for fake tensors and others with a dispatch of their
+    own."""
     if torch.compiler.is_compiling():
         return True
-    tensors = (query, key, value) if attn_mask is None or isinstance(attn_mask, LazyMask) else (query, key, value, attn_mask)
-    return any(isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in tensors)
+    return any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
 
 
 def _operator() -> Any:

@@ -54,7 +54,7 @@ def call(
     config: AttentionConfig | None,
     lse: bool,
 ) -> AttentionOutput:
-    """The call as one node of a graph, for torch.compile, fake tensors and the meta device; lse is empty unless asked
+    """The call as one node of a graph, for torch.compile and fake tensors; lse is empty unless asked
     for. A mask that is a rule stays one: it goes in by its name, with the tensors that it reads."""
     tensors = [t for t in (query, key, value, attn_mask) if t is not None and not isinstance(t, LazyMask)]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
@@ -85,7 +85,7 @@ def call(
 
 def _has_no_numbers(query: Tensor) -> bool:
     """Whether a call on this tensor only works out shapes, so that no rule is ever evaluated."""
-    return not torch.compiler.is_compiling() and (query.is_meta or isinstance(query, FakeTensor))
+    return not torch.compiler.is_compiling() and isinstance(query, FakeTensor)
 
 
 def _check_that_a_graph_may_break(mask: LazyMask, query: Tensor) -> None:

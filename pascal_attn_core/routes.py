@@ -37,12 +37,13 @@ _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A route, the sentence that says why, and how torch's kernel is called if it is that one; None for a short call,
-    which torch's function takes as it is."""
+    """A route, the sentence that says why, how torch's kernel is called if it is that one, and whether torch's function
+    gets the call as it is."""
 
     route: str
     why: str
     form: TorchForm | None = None
+    as_it_is: bool = False
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
@@ -68,7 +69,7 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if config.route != "auto":
         return _by_name(config.route, call, config, with_lse)
     if not with_lse and is_short(call, config):
-        return Choice("torch", f"the score matrix is below {config.math_limit_mib:g} MiB: torch's function as it is")
+        return _short(call, config)
     if _tiled_is_faster(call):
         return Choice("tiled", "measured faster than torch's kernel for this kind of call on a CPU")
     form = find_form(call, _budget(call, config), with_lse=with_lse)
@@ -84,6 +85,14 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if not with_lse:
         _warn_once(call.query.device.type, form[0])
     return Choice("tiled", form[0])
+
+
+def _short(call: AttentionCall, config: AttentionConfig) -> Choice:
+    """A call of which only the route's name is open: which kernel torch's function will take."""
+    assert not isinstance(call.attn_mask, LazyMask)
+    is_fused = fused_takes(call, call.query, call.key, call.value, call.attn_mask)
+    why = f"the score matrix is below {config.math_limit_mib:g} MiB: torch's function as it is"
+    return Choice("torch" if is_fused else "math", why, as_it_is=True)
 
 
 def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> Choice | None:
