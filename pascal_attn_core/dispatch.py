@@ -113,22 +113,26 @@ def sdpa(
             )
     query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
     if _goes_to_the_operator(query, key, value, attn_mask):
-        return _operator().call(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            alignment,
-            window,
-            softcap,
-            sinks,
-            config,
-            lse=False,
-        ).out
+        return (
+            _operator()
+            .call(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                alignment,
+                window,
+                softcap,
+                sinks,
+                config,
+                lse=False,
+            )
+            .out
+        )
     config = default_config() if config is None else config
     call = check_call(
         query,
