@@ -15,8 +15,10 @@ from .call import AttentionCall
 from .config import OPT_IN_ROUTES, ROUTES, AttentionConfig, UnsupportedAttention
 from .device import MIB, device_info
 from .fused import route as fused
+from .layout import rows_overlap
 from .lazy_mask import LazyMask
 from .timing import fused_over_torch
+from .torch_faults import fault_reasons
 from .torch_route import TorchForm, find_form, fused_takes
 
 log = logging.getLogger("pascal_attn")
@@ -162,7 +164,14 @@ def is_short(call: AttentionCall, config: AttentionConfig) -> bool:
         call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO
     ):
         return False
-    if call.groups > 1 and not fused_takes(call, call.query, call.key, call.value, mask):
+    query, key, value, head_dim = call.query, call.key, call.value, call.head_dim
+    q, k, v = query.stride(), key.stride(), value.stride()
+    apart = q[-2] >= head_dim and k[-2] >= head_dim and v[-2] >= call.head_dim_v and q[-1] == k[-1] == v[-1] == 1
+    if not apart and (rows_overlap(query) or rows_overlap(key) or rows_overlap(value)):
+        return False
+    if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call):
+        return False
+    if call.groups > 1 and not fused_takes(call, query, key, value, mask):
         return False  # torch's math would expand K and V
     return not call.is_empty
 

@@ -14,9 +14,10 @@ from .attention import tiled_forward
 from .backward import Gradients, sinks_gradient, tiled_backward
 from .call import AttentionCall
 from .config import AttentionConfig
-from .device import CPU_LIKE, DeviceInfo, device_info
+from .device import DeviceInfo, device_info
 from .dropout import draw_seed
 from .first_order import Grads, first_order
+from .layout import may_read, worth_looking
 from .lazy_mask import LazyMask
 from .outputs import TiledOutput, TiledStats
 from .plan import plan_call
@@ -88,19 +89,6 @@ def _smaller(
         return None
 
 
-def may_read(call: AttentionCall) -> bool:
-    """Whether values on the call's device may be read by the host now."""
-    device = call.query.device
-    if device.type == "meta":
-        return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-
-
-def _worth_looking(call: AttentionCall) -> bool:
-    """On a GPU a look at the values waits for the device: worth it for large calls only."""
-    return call.query.device.type in CPU_LIKE or call.num_scores >= 1 << 26
-
-
 class Forward(NamedTuple):
     """out, and what :func:`backward` needs besides the inputs: lse, log_sum (float masks), dropout seed."""
 
@@ -127,7 +115,7 @@ def forward(
         plan_call(call, device_info(call.query.device), config, backward=True)
     seed = draw_seed(call.query.device) if call.dropout_p else None
     readable = may_read(call)
-    softmax = config.softmax if _worth_looking(call) else "online"
+    softmax = config.softmax if worth_looking(call) else "online"
     stats = TiledStats() if stats is None else stats
 
     def run(plan: TilePlan) -> TiledOutput:
