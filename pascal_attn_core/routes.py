@@ -18,8 +18,10 @@ from .call import FLOATS, AttentionCall
 from .config import OPT_IN_ROUTES, ROUTES, AttentionConfig, UnsupportedAttention
 from .device import MIB, device_info
 from .fused import route as fused
+from .layout import rows_overlap
 from .lazy_mask import LazyMask
 from .timing import fused_over_torch
+from .torch_faults import fault_reasons
 from .torch_route import TorchForm, find_form, fused_takes
 
 log = logging.getLogger("pascal_attn")
@@ -181,8 +183,15 @@ def is_short(call: AttentionCall, config: AttentionConfig) -> bool:
         call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO
     ):
         return False
+    query, key, value = call.query, call.key, call.value
+    if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and (
+        rows_overlap(query) or rows_overlap(key) or rows_overlap(value)
+    ):
+        return False
+    if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call):
+        return False
     if call.groups > 1:
-        if not fused_takes(call, call.query, call.key, call.value, mask):
+        if not fused_takes(call, query, key, value, mask):
             return False  # torch's math would expand K and V
         if call.seq_len_q == 1 and _tiled_is_faster(call):
             return False
