@@ -113,6 +113,7 @@ def capture(
     recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
     original = F.scaled_dot_product_attention
     ours = _watched(original, lambda: (recorder,))
+    ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
     F.scaled_dot_product_attention = ours
     end_observing = add_observer(recorder.see_checked)
     with _lock:

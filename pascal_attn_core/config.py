@@ -132,6 +132,9 @@ class UnsupportedAttention(NotImplementedError):
         self.route, self.reasons = route, list(reasons)
         super().__init__(f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.route, self.reasons), self.__dict__
+
 
 @functools.lru_cache(maxsize=1)
 def default_config() -> AttentionConfig:

@@ -215,6 +215,7 @@ def _function_of(replacement: _Replacement) -> Any:
                 return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
         return _attend(original, config, args, kwargs)
 
+    scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it, and torch's function later
     return scaled_dot_product_attention
 
 
