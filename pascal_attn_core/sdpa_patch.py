@@ -111,7 +111,6 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
         config: how to compute; None = the environment's.
     Raises:
         TypeError: config is something else.
-        ValueError: the environment's config cannot be used.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
