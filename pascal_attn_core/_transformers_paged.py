@@ -114,7 +114,7 @@ def _update(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str
 
 
 @functools.lru_cache(maxsize=16)
-def _takes_kwargs(cache_class: type) -> bool:
+def _takes_kwargs(cache_class: Any) -> bool:
     parameter = inspect.signature(cache_class.update).parameters.get("kwargs")
     return parameter is not None and parameter.kind is not inspect.Parameter.VAR_KEYWORD
 
