@@ -25,6 +25,7 @@ class FlashOptions:
         window: (left, right), -1 = no bound; None = no window.
         softcap: None = off.
         slopes: ALiBi's, ``[B or 1, Hq]``; None = off.
+        config: how to compute; None = the default.
     """
 
     dropout_p: float = 0.0
@@ -34,6 +35,7 @@ class FlashOptions:
     softcap: float | None = None
     slopes: Tensor | None = None
     deterministic: bool = False
+    config: AttentionConfig | None = None
 
     @staticmethod
     def of(
@@ -134,9 +136,9 @@ def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
         # torch's fused kernels add up gradients in the order in which blocks happen to finish
-        config = default_config()
+        config = options.config or default_config()
         return replace(config, route="tiled") if config.route == "auto" else config
-    return None
+    return options.config
 
 
 def _window(window_size: Sequence[int]) -> tuple[int, int] | None:

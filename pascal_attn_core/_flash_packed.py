@@ -31,7 +31,7 @@ def packed_attend(
     Returns:
         (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
     """
-    config = default_config()
+    config = options.config or default_config()
     if not _is_for_the_kernel(q, options, config):
         return None
     call = _checked(q, k, v, options, "upper_left")
