@@ -56,8 +56,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        "flash_extras.mha: CrossAttention FlashCrossAttention FlashSelfAttention LinearResidual MHA ParallelMHA "
-        "SelfAttention _update_kv_cache=update_kv_cache get_alibi_slopes",
+        "flash_extras.mha: LinearResidual MHA ParallelMHA _update_kv_cache=update_kv_cache",
+        "flash_extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
+        "get_alibi_slopes",
         "flash_extras.rotary: RotaryEmbedding",
         "flash_extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
         _INTERFACE,
@@ -76,8 +77,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "fused_dense_func fused_mlp_func",
     ),
     "flash_attn.ops.layer_norm": (
-        "flash_extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm dropout_add_layer_norm_parallel_residual "
-        "dropout_add_layer_norm_subset layer_norm",
+        "flash_extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm dropout_add_layer_norm_subset "
+        "dropout_add_layer_norm_parallel_residual layer_norm",
     ),
     "flash_attn.ops.rms_norm": (
         "flash_extras.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "

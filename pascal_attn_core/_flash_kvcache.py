@@ -39,6 +39,13 @@ class KvCache:
         tokens = self.k.shape[1]
         return tokens if self.block_table is None else tokens * self.block_table.shape[1]
 
+    @property
+    def pages(self) -> str:
+        """For messages: where :attr:`capacity` comes from if the cache lies in pages."""
+        if self.block_table is None:
+            return ""
+        return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
+
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that lie in the cache as one batch: (first, one past the last)."""
         first, count = 0, len(self.lengths)
@@ -118,7 +125,7 @@ def _check_places(cache: KvCache, batch: int) -> None:
     if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
         raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
-        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}, got {cache.lengths}")
+        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}{cache.pages}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
         raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
 
@@ -144,6 +151,7 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
     if max(cache.lengths, default=0) + tokens > cache.capacity:
         raise FlashArgumentError(
             f"the cache must have room for {tokens} new tokens behind {cache.lengths}, got {cache.capacity} in all"
+            f"{cache.pages}"
         )
     return tokens
 
