@@ -187,7 +187,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignored = labels == ignore_index
         factor = grads[0].to(lse.dtype) * scale
         place, here = _places(labels, rank, logits.shape[1])
-        at_label = torch.where(here, smoothing - 1.0, 0.0).to(lse.dtype)
+        at_label = here.to(lse.dtype) * (smoothing - 1.0)
         for rows in _chunks(logits):
             part = (logits[rows].to(lse.dtype) * scale).sub_(lse[rows, None]).exp_()
             if z_scale:

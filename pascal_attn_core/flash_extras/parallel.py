@@ -26,9 +26,8 @@ def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -
     """(the inputs of all ranks behind each other along dimension 0, handle of the operation); no gradients."""
     world = torch.distributed.get_world_size(process_group)
     output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
-    handle = torch.distributed.all_gather_into_tensor(
-        output, input_.contiguous(), group=process_group, async_op=async_op
-    )
+    gather = _renamed("all_gather_single", "all_gather_into_tensor")
+    handle = gather(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle
 
 
@@ -38,9 +37,8 @@ def reduce_scatter_raw(input_: Tensor, process_group: Any, async_op: bool = Fals
     if input_.shape[0] % world:
         raise FlashArgumentError(f"dimension 0 must be a multiple of {world} (the ranks), got {list(input_.shape)}")
     output = input_.new_empty(input_.shape[0] // world, *input_.shape[1:])
-    handle = torch.distributed.reduce_scatter_tensor(
-        output, input_.contiguous(), group=process_group, async_op=async_op
-    )
+    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    handle = scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle
 
 
@@ -154,3 +152,8 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
 def _marked(model: torch.nn.Module, mark: str) -> list[tuple[str, torch.nn.Parameter]]:
     # in one order on all ranks, which may have different numbers of parameters
     return sorted((name, p) for name, p in model.named_parameters() if getattr(p, mark, False))
+
+
+def _renamed(name: str, before: str) -> Any:
+    """A function of torch.distributed by the name that it has since torch 2.13, or the one before."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)

@@ -54,7 +54,7 @@ PAIRS: list[Any] = [
 def test_activations_and_their_gradients(dtype: torch.dtype, forward: Any, backward: Any, defined: Any) -> None:
     torch.manual_seed(0)
     x, grad = (torch.randn(50, dtype=F64).to(dtype) * 3 for _ in range(2))
-    reference, leaf = x.double().requires_grad_(), x.clone().requires_grad_()
+    reference, leaf = x.double().clone().requires_grad_(), x.clone().requires_grad_()
     expected = defined(reference)
     expected.backward(grad.double())
     out = forward(leaf)
@@ -73,7 +73,7 @@ def test_swiglu_and_gelu_with_a_bias(dtype: torch.dtype) -> None:
     x, y, grad = (torch.randn(6, 5, dtype=F64).to(dtype) for _ in range(3))
     bias = y[0].clone()
     close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
-    ref_x, ref_y, ref_b = (t.double().requires_grad_() for t in (x, y, bias))
+    ref_x, ref_y, ref_b = (t.double().clone().requires_grad_() for t in (x, y, bias))
     for function, by_hand, own, ref, defined in (
         (act.swiglu, act.swiglu_bwd, (x, y), (ref_x, ref_y), lambda a, b: a * torch.sigmoid(a) * b),
         (
@@ -235,7 +235,7 @@ def test_stochastic_depth_and_what_a_block_refuses() -> None:
     torch.manual_seed(0)
     depth = StochasticDepth(0.25)
     out = depth(torch.ones(4000, 2))
-    assert set(out.unique().tolist()) == {0.0, pytest.approx(1 / 0.75)}
+    assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert 0.7 < (out[:, 0] > 0).float().mean() < 0.8
     assert torch.equal(out[:, 0], out[:, 1])
     assert torch.equal(depth.eval()(torch.ones(3)), torch.ones(3))
@@ -311,6 +311,7 @@ def _mlps_split(rank: int, group: Any, sequence_parallel: bool) -> None:
         given, reference = x[own].clone().requires_grad_(), x.clone().requires_grad_()
         out, expected = part(given), full(reference)
         torch.testing.assert_close(out, expected[own])
+        torch.manual_seed(2)  # only the first rank has drawn numbers for a bias
         factor = torch.randn(4, 6, dtype=F64)
         full.zero_grad()
         (out * factor[own]).sum().backward()
@@ -324,6 +325,7 @@ def _attention_split(rank: int, group: Any, sequence_parallel: bool) -> None:
     torch.manual_seed(1)
     heads, dim, batch, tokens = 4, 4, 2, 6
     for use_flash_attn in (True, False):
+        torch.manual_seed(3)
         full = MHA(16, heads, causal=True, rotary_emb_dim=4, use_flash_attn=use_flash_attn, dtype=F64)
         part = ParallelMHA(
             16,
@@ -342,6 +344,7 @@ def _attention_split(rank: int, group: Any, sequence_parallel: bool) -> None:
             part.out_proj.weight.copy_(full.out_proj.weight.unflatten(1, (heads, dim))[:, own_heads].flatten(1))
             if part.out_proj.bias is not None:
                 part.out_proj.bias.copy_(full.out_proj.bias)
+        torch.manual_seed(2)
         x = torch.randn(batch, tokens, 16, dtype=F64)
         expected = full(x)
         if sequence_parallel:
