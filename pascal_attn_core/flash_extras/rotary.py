@@ -356,11 +356,12 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Any, options: tuple[bool, bool, bool]) -> Any:
         interleaved, inplace, conjugate = options
-        out = _rotate(x, cos, sin, positions, interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+        source = _writable(x) if inplace else x
+        out = _rotate(source, cos, sin, positions, interleaved=interleaved, inplace=inplace, conjugate=conjugate)
         _save(ctx, [(cos, sin, positions)])
         ctx.options = interleaved, False, not conjugate
         # Not marked as changed in place: a leaf may be rotated too, as in flash-attn.
-        return out
+        return x if inplace else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -373,7 +374,7 @@ class _RotationOfParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, num_heads_q: int | None, tables: Any, interleaved: bool) -> Tensor:
-        for part, (cos, sin, positions) in zip(_parts(packed, num_heads_q), tables):
+        for part, (cos, sin, positions) in zip(_parts(_writable(packed), num_heads_q), tables):
             _rotate(part, cos, sin, positions, interleaved=interleaved, inplace=True)
         _save(ctx, tables)
         ctx.options = num_heads_q, interleaved
@@ -387,6 +388,15 @@ class _RotationOfParts(torch.autograd.Function):
         for part, (cos, sin, positions) in zip(_parts(grad, num_heads_q), _saved(ctx)):
             part.copy_(_Rotation.apply(part.clone(), cos, sin, positions, (interleaved, False, True)))
         return grad, None, None, None
+
+
+def _writable(x: Tensor) -> Tensor:
+    """x, to be written in place.
+
+    Where x is a view autograd does not see the writing, as in flash-attn: it would forbid it for a part of a split or
+    an unbind, ``q, k, v = qkv.unbind(2)``, although its neighbours do not change.
+    """
+    return x.data if x._is_view() else x
 
 
 def _save(ctx: Any, tables: list[tuple[Tensor, Tensor, Any]]) -> None:

@@ -171,6 +171,32 @@ def test_second_derivatives_and_a_view_of_something_that_wants_gradients() -> No
     assert torch.autograd.gradgradcheck(lambda t: apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
 
 
+@pytest.mark.parametrize("cut", ["unbind", "split", "chunk"])
+def test_parts_of_a_split_in_place(cut: str) -> None:
+    cos, sin = tables(4, 2)
+    places = torch.arange(4)[None]
+    leaf = torch.randn(1, 4, 3, 2, 5, dtype=F64, requires_grad=True)
+    base = leaf * 1.0
+    if cut == "unbind":
+        q, k, v = base.unbind(2)
+    else:
+        q, k, v = (part.squeeze(2) for part in (base.split(1, 2) if cut == "split" else base.chunk(3, 2)))
+    q, k = (apply_rotary_emb(part, cos, sin, inplace=True) for part in (q, k))
+    torch.testing.assert_close(base[:, :, 0], q)
+    turns = [turned(part, cos, sin, places, False) for part in leaf.unbind(2)[:2]]
+    (grad,) = torch.autograd.grad((q**2 * k + v).sum(), leaf)
+    (expected,) = torch.autograd.grad((turns[0] ** 2 * turns[1] + leaf[:, :, 2]).sum(), leaf)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_autograd_hears_of_the_writing_where_it_matters() -> None:
+    cos, sin = tables(4, 2)
+    x = torch.randn(1, 4, 2, 5, dtype=F64, requires_grad=True).sigmoid()  # whose gradient needs what it returned
+    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_the_plain_functions() -> None:
     cos, sin = tables(5, 3)
     x = torch.randn(2, 5, 2, 8, dtype=F64)
