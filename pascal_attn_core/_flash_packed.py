@@ -61,6 +61,8 @@ def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig
     """What is seen before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return False
+    if options.alignment != "lower_right":
+        return False
     return config.route in ("auto", "fused") and fused.takes_device(q.device)
 
 
