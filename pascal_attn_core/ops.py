@@ -324,7 +324,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, key, value, attn_mask, *options, with_lse, for_grad, softcap, sinks, rule, shape, tensors = inputs
+    query, key, value, attn_mask, *options, _with_lse, _for_grad, softcap, sinks, rule, shape, tensors = inputs
     ctx.save_for_backward(query, key, value, attn_mask, sinks, *output, *tensors)
     ctx.options, ctx.softcap, ctx.rule = options, softcap, (rule, shape)
     ctx.set_materialize_grads(False)

@@ -216,6 +216,8 @@ def is_plainly_short(
     """
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return False
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace would warn of every size that is looked at
+        return False
     if dropout_p != 0.0 or (scale is not None and not (type(scale) is float and 0.0 < scale < math.inf)):
         return False
     try:

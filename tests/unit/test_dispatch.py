@@ -132,18 +132,21 @@ def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monke
     assert len(seen) == 2 * expected
 
 
+SMALL = (1, 2, 8, 8)
 PLAIN_CALLS = [
-    ((1, 2, 8, 8), (1, 2, 8, 8), {}), ((2, 2, 8, 8), (2, 2, 5, 8), {"is_causal": True}), ((1, 2, 8, 8),) * 2 + ({"scale": 2.0},),
-    ((1, 2, 8, 8), (1, 2, 8, 8), {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}),
-    ((1, 2, 8, 8), (1, 2, 8, 8), {"attn_mask": torch.ones(8, 8)}), ((1, 2, 0, 8), (1, 2, 8, 8), {}), ((1, 2, 8, 8), (1, 2, 0, 8), {}),
+    (SMALL, SMALL, {}), ((2, 2, 8, 8), (2, 2, 5, 8), {"is_causal": True}), (SMALL, SMALL, {"scale": 2.0}),
+    (SMALL, SMALL, {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}), (SMALL, SMALL, {"scale": 0.0}),
+    (SMALL, SMALL, {"attn_mask": torch.ones(8, 8)}), ((1, 2, 0, 8), SMALL, {}), (SMALL, (1, 2, 0, 8), {}),
     ((1, 2, 8, 0), (1, 2, 8, 0), {}), ((2, 8, 8), (2, 8, 8), {}), ((1, 2, 2000, 8), (1, 2, 2000, 8), {}),
-    ((1, 2, 8, 8), (1, 2, 8, 8), {"scale": 0.0}), ((1, 2, 8, 8), (1, 2, 8, 8), {"dropout_p": 0.5}),
+    (SMALL, SMALL, {"dropout_p": 0.5}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("q_shape, kv_shape, options", PLAIN_CALLS)
+@pytest.mark.parametrize(("q_shape", "kv_shape", "options"), PLAIN_CALLS)
 @pytest.mark.parametrize("config", [AUTO, AttentionConfig(route="torch"), AttentionConfig(math_limit_mib=0)], ids=str)
-def test_what_is_plainly_short_is_short(q_shape: tuple, kv_shape: tuple, options: dict, config: AttentionConfig) -> None:
+def test_what_is_plainly_short_is_short(
+    q_shape: tuple, kv_shape: tuple, options: dict, config: AttentionConfig
+) -> None:
     """The quick look at the arguments never accepts what the look at the checked call refuses."""
     query, key = torch.randn(q_shape), torch.randn(kv_shape)
     plainly = routes.is_plainly_short(config, query, key, key, **options)
