@@ -189,7 +189,7 @@ def _is_wrong(
     own, plain = (
         [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
     )
-    results = [torch_sdpa(*own, mask, 0.0, is_causal, scale=scale)]
+    results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
     scores = plain[0] @ plain[1].mT * scale
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
