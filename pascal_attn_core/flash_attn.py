@@ -10,8 +10,8 @@ Names, layouts, defaults and the lower-right causal rule are those of flash-attn
 * with ``alibi_slopes`` and ``causal`` lse is that of the documented bias -slope * |i + S - L - j| (there of another one
   that differs by a constant per row; the output is the same);
 * gradients flow through lse; ``S_dmask`` is always None: no score matrix exists;
-* errors of arguments are a ``ValueError``, or a ``TypeError`` for the wrong kind; the former is a ``RuntimeError`` too,
-  which flash-attn raises;
+* arguments that do not fit raise a ``ValueError``, or a ``TypeError`` for the wrong kind; where these functions check
+  them the former is a ``RuntimeError`` too, which flash-attn raises;
 * ``window_size`` keeps its documented meaning also where a side is as large as the keys are many.
 
 :func:`install_as_flash_attn` lets ``import flash_attn`` find this, for code that insists.
