@@ -230,7 +230,7 @@ def test_what_fa3_returns_is_for_the_user_to_say() -> None:
         from pascal_attn_core.flash_attn import install_as_flash_attn
         q = torch.randn(1, 4, 2, 8)
         ends = torch.tensor([0, 4], dtype=torch.int32)
-        with install_as_flash_attn() as patch:
+        with install_as_flash_attn(fa3="out") as patch:
             import flash_attn_interface as fa3
             assert patch.sites == 27
             assert isinstance(fa3.flash_attn_func(q, q, q), torch.Tensor)
@@ -242,7 +242,7 @@ def test_what_fa3_returns_is_for_the_user_to_say() -> None:
                 assert "must be 'out' as in the installation in force" in str(error)
             else:
                 raise SystemExit("two kinds at once")
-        with install_as_flash_attn(fa3="out_and_lse"):
+        with install_as_flash_attn():
             import flash_attn_interface as fa3
             out, lse = fa3.flash_attn_func(q, q, q)
             # as Wan 2.1 calls it

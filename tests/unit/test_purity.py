@@ -176,14 +176,6 @@ def test_no_error_is_swallowed() -> None:
                 assert not (silent and caught.endswith("Exception")), f"{name}:{node.lineno}: {caught} ignored"
 
 
-SOURCES = sorted([*ROOT.rglob("*.py"), *(ROOT.parent / "nodes").rglob("*.py")])
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT.parent)))
-def test_files_are_short_enough_to_read(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-
-
 def test_everything_promised_is_there() -> None:
     for name in pascal_attn_core.__all__:
         assert hasattr(pascal_attn_core, name)
