@@ -23,6 +23,7 @@ from .ffn_watch import Watch
 MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
 _MAX_SHARED = 1024
+_MAX_KNOWN = 16
 _LEAST_TOKENS = 2  # of a slice
 _LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
 
@@ -91,6 +92,15 @@ class Plan(NamedTuple):
     relative: float | None = None
 
 
+@dataclass
+class Known:
+    """What holds at any length: the most tokens that fitted the budget whole, and the proof of which no part needs data
+    again where the same operators run."""
+
+    fits: int = 0
+    proven: Trace | None = None
+
+
 @dataclass(eq=False)
 class Site:
     """One module under one patch.
@@ -99,12 +109,15 @@ class Site:
         plans: what was decided for the kinds of calls seen so far.
         used: those of them that were followed since the report began.
         refusals: why it does not run in slices, by the modes that this was found in.
+        known: what has been found out at other lengths, by the kind of the call without its length and by the proof:
+            the experts of a mixture are given another number of tokens in each call.
     """
 
     settings: Settings
     plans: dict[Any, Plan] = field(default_factory=dict)
     used: dict[Any, Plan] = field(default_factory=dict)
     refusals: dict[Any, str] = field(default_factory=dict)
+    known: dict[Any, Known] = field(default_factory=dict)
 
     def copy(self) -> Site:
         return Site(self.settings)
@@ -172,8 +185,9 @@ def make_plan(
     shared, alike = site.settings.shared, None if _has_host_hooks(module) else proof
     if kind is not None and alike is not None and (kind, alike) in shared:
         return shared[kind, alike]
+    known_here = _known_of(site, module, inputs, args, kwargs, proof)
     try:
-        plan = _decide(fn, module, site.settings, inputs, wants_grad, watch)
+        plan = _decide(fn, module, site.settings, inputs, wants_grad, watch, known_here)
     except torch.OutOfMemoryError:
         return WHOLE
     except NotTokenwise as reason:
@@ -187,10 +201,21 @@ def make_plan(
     return plan
 
 
+def _known_of(site: Site, module: nn.Module, inputs: Inputs, args: tuple, kwargs: dict, proof: tuple) -> Known:
+    if len(inputs.tokens) + len(args) + len(kwargs) > 2:  # what else is given may depend on the length
+        return Known()
+    x = inputs.x
+    kind = (x.shape[:-2], x.shape[-1], x.is_contiguous(), *kind_of_call(module, x, args, kwargs)[2:])
+    if len(site.known) >= _MAX_KNOWN:
+        site.known.clear()
+    return site.known.setdefault((kind, proof), Known())
+
+
 def refuse(site: Site, x: Tensor, module: nn.Module, inputs: Inputs, reason: str) -> None:
     """A later check has found what the proof could not see: nothing that was decided holds any more."""
     mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
     site.refusals[mode] = reason
+    site.known.clear()
     site.settings.shared.clear()
 
 
@@ -199,9 +224,11 @@ def _has_host_hooks(module: nn.Module) -> bool:
 
 
 def _decide(
-    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, watch: Watch
+    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, watch: Watch, known: Known
 ) -> Plan:
     tokens = inputs.x.shape[-2]
+    if settings.chunk_tokens is None and tokens <= known.fits:
+        return Plan((), f"fits the budget, as {known.fits} tokens do")
     if tokens < 2 * _LEAST_TOKENS:
         return Plan((), "too few tokens for two slices")
     if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
@@ -215,13 +242,15 @@ def _decide(
     if settings.chunk_tokens is not None:
         count = math.ceil(tokens / settings.chunk_tokens)
     elif extra <= settings.budget_bytes:
+        known.fits = tokens
         return Plan((), f"fits the budget: {extra / MIB:.1f} MiB beside input and output")
     else:
         count = _fewest_slices(fn, module, inputs, full, settings, wants_grad, watch)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
     if settings.verify and plan.sizes:
         settled = Watch(module, fn)
-        prove(fn, module, inputs, sorted(set(plan.sizes)), full, settled, settings.passing)
+        prove(fn, module, inputs, sorted(set(plan.sizes)), full, settled, settings.passing, known.proven)
+        known.proven = full
         _refuse_if_changed(settled, watch)
         plan = plan._replace(relative=relative_limit(full.dtypes))
     return plan

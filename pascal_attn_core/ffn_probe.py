@@ -58,7 +58,8 @@ def probe_gradients(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, c
     """
     samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
     wanted = [tensor.requires_grad for tensor in inputs.tokens.values()]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+    parameters = [parameter for parameter in plain if parameter.requires_grad]
 
     def gradients(start: int, stop: int) -> list[Tensor]:
         parts = [sample[..., start:stop, :].clone().requires_grad_(wants) for sample, wants in zip(samples, wanted)]
@@ -69,7 +70,7 @@ def probe_gradients(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, c
             return []
         ramp = torch.arange(start, stop, dtype=torch.float32, device=out.device)[:, None]
         weight = torch.sin(3 * ramp + torch.arange(out.shape[-1], device=out.device)).to(out.dtype)
-        found = torch.autograd.grad(out, leaves, weight.expand_as(out), allow_unused=True)
+        found = torch.autograd.grad(out, leaves, weight.expand_as(out).contiguous(), allow_unused=True)
         return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found)]
 
     whole, one, two = gradients(0, count), gradients(0, count // 2), gradients(count // 2, count)

@@ -102,6 +102,8 @@ def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int
     for size, parts in zip(sizes, slices):
         out = checkpoint(of_slice, *parts, use_reentrant=False, preserve_rng_state=False)
         _check(out, (*inputs.x.shape[:-2], size))
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)  # a slice of a batch is not; a backward pass may ask for views of it
         outs.append(out)
     return torch.cat(outs, dim=-2)
 

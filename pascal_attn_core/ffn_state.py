@@ -28,7 +28,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     Raises:
         NotTokenwise: the block changed any of them; what it changed is put back first.
     """
-    before = [(name, _Snapshot(child)) for name, child in module.named_modules()]
+    children = [(name, child) for name, child in module.named_modules() if not isinstance(child, torch.jit.ScriptModule)]
+    before = [(name, _Snapshot(child)) for name, child in children]
     numpy = sys.modules.get("numpy")
     draws, numpy_draws = random.getstate(), numpy.random.get_state() if numpy else None
     cache = torch.is_autocast_cache_enabled()

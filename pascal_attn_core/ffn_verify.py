@@ -151,15 +151,19 @@ def prove(
     full: Trace,
     watch: Watch | None = None,
     passing: tuple[type[BaseException], ...] = (),
+    proven: Trace | None = None,
 ) -> None:
     """Prove that ``fn`` over slices of these lengths gives what it gives over all tokens, or raise NotTokenwise.
 
     Args:
         full: the trace at the full length.
         watch, passing: as for :func:`trace`.
+        proven: of an earlier proof at another length. Where the same operators run, only the lengths are new.
     """
     count = _probe_tokens(inputs, lengths)
-    trials = [(length, False) for length in sorted({*lengths, count})] + [(count, True)]
+    is_known = proven is not None and proven.steps == full.steps and not full.backwards
+    trials = [(length, False) for length in sorted({*lengths} if is_known else {*lengths, count})]
+    trials += [] if is_known else [(count, True)]
     for length, real in trials:
         part = trace(fn, module, inputs, length, real=real, watch=watch, passing=passing)
         # a kernel may leave out statistics that its description without data promises
@@ -171,11 +175,20 @@ def prove(
         if not same or part.dtype != full.dtype:
             raise NotTokenwise(f"gives another kind of output on {length} tokens than on {inputs.x.shape[-2]}")
         _check_backwards(full.backwards, part.backwards)
-    with undisturbed(module), uncompiled(module), torch.no_grad():
-        limit = probe(fn, inputs, count, full.dtypes)
-    if full.backwards:
+    if is_known:
+        return
+    try:
         with undisturbed(module), uncompiled(module):
-            probe_gradients(fn, module, inputs, count, limit)
+            with torch.no_grad():
+                limit = probe(fn, inputs, count, full.dtypes)
+            if full.backwards:
+                probe_gradients(fn, module, inputs, count, limit)
+    except (NotTokenwise, torch.OutOfMemoryError):
+        raise
+    except passing:
+        raise
+    except Exception as error:
+        raise NotTokenwise(f"cannot be tried on a few of its tokens: {_one_line(error)}") from error
 
 
 def _probe_tokens(inputs: Inputs, lengths: Sequence[int]) -> int:
@@ -233,9 +246,15 @@ class _NoPeeking(TorchFunctionMode):
 def _as_plain_autograd(wants_grad: bool, inference: bool) -> Iterator[None]:
     """Unseen by a surrounding checkpoint, which counts what is saved for the backward pass; and unless ``inference``
     outside inference mode, where operators arrive unsplit."""
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    keep = torch.autograd.graph.saved_tensors_hooks(_alias, lambda tensor: tensor)
     with torch.inference_mode(inference), torch.set_grad_enabled(wants_grad), keep:
         yield
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """An output that its own operator keeps for the backward pass would keep itself alive for good."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return tensor.detach()
 
 
 class _Follow(TorchDispatchMode):

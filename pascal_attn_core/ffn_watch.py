@@ -362,7 +362,7 @@ class _Walk:
 
     def _of_modules(self, prefix: str, module: nn.Module) -> Iterator[_Point]:
         for name, child in module.named_modules():
-            if id(child) in self._seen:
+            if id(child) in self._seen or isinstance(child, torch.jit.ScriptModule):
                 continue
             name = ".".join(part for part in (prefix, name) if part)
             self._seen.add(id(child))
