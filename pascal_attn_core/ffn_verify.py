@@ -166,10 +166,7 @@ def prove(
     trials += [] if is_known else [(count, True)]
     for length, real in trials:
         part = trace(fn, module, inputs, length, real=real, watch=watch, passing=passing)
-        # a kernel may leave out statistics that its description without data promises
-        if [step[:2] for step in part.steps] != [step[:2] for step in full.steps] or not (
-            real or part.steps == full.steps
-        ):
+        if _computing(part.steps) != _computing(full.steps) if real else part.steps != full.steps:
             raise NotTokenwise(f"runs other operators on {length} tokens than on {inputs.x.shape[-2]}")
         same = part.shape[:-2] == full.shape[:-2] and part.shape[-1] == full.shape[-1]
         if not same or part.dtype != full.dtype:
@@ -189,6 +186,12 @@ def prove(
         raise
     except Exception as error:
         raise NotTokenwise(f"cannot be tried on a few of its tokens: {_one_line(error)}") from error
+
+
+def _computing(steps: list[Any]) -> list[Any]:
+    """What must be the same with data: autograd makes some views only of tensors without, and a kernel may leave out
+    statistics that its description promises."""
+    return [(name, before) for name, before, _, is_view in steps if not is_view]
 
 
 def _probe_tokens(inputs: Inputs, lengths: Sequence[int]) -> int:
@@ -374,13 +377,13 @@ class _Follow(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)}
         out = self._result(func, args, kwargs, tensors, held, known)
         is_literal = func._schema.name == "aten::lift_fresh"
-        self.has_constants |= not (held or is_literal or func._schema.name == "aten::detach")
+        self.has_constants |= not (held or is_literal or _is_view(func))
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
                 self._mark(func, result, axis, held)
                 self._count(result, is_literal, known, held)
         if self.strict:
-            self.steps.append((str(func), before, self._described(out)))
+            self.steps.append((str(func), before, self._described(out), _is_view(func)))
         return out
 
     def _result(

@@ -429,7 +429,7 @@ class _Walk:
             yield _State(f"{name} (a random generator)", value.getstate, value.setstate)
         elif (draws := _numpy_draws(value)) is not None:
             yield _State(f"{name} (a random generator)", *draws)
-        elif hasattr(value, "__wrapped__"):  # functools.lru_cache and other decorators
+        elif isinstance(value, _LRU_CACHE):
             self._todo.append((name, value.__wrapped__))
         elif _has_own_state(value):
             if isinstance(getattr(value, "__dict__", None), dict):
@@ -464,7 +464,8 @@ class _Walk:
         for name in found:
             value, path = holder[name], f"{prefix}.{name}".lstrip(".")
             if not isinstance(value, types.ModuleType):
-                self._todo.append((path, value))
+                if not _is_known(holder.get("__name__")):
+                    self._todo.append((path, value))
             elif depth and id(value) not in self._seen:
                 yield from self._named(path, vars(value), names, depth - 1)
 
@@ -488,6 +489,7 @@ class _Walk:
             self._todo += [(f"{kind.__name__}.{name}", kind.__dict__[name]) for name in names]
 
 
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
 _ADDS = ("append", "appendleft", "extend", "add")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
