@@ -160,7 +160,9 @@ def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
     try:
         with torch.no_grad():
             watch = Watch(module)
-            trace(module.forward, module, inputs_of((x,), {}), settings.min_tokens, watch=watch, passing=settings.passing)
+            trace(
+                module.forward, module, inputs_of((x,), {}), settings.min_tokens, watch=watch, passing=settings.passing
+            )
             watch.put_back()
     except NotTokenwise as reason:
         # what a made-up input does not get through says nothing about a real one

@@ -73,9 +73,9 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
             if not any(name.startswith(f"{block}.") for block in named):
                 named.append(name)
                 yield Found(name, module, reason)
-        elif (include is not None and is_chosen) or ((include is None or in_mixture) and looks_like_ffn(
-            name, module, in_mixture=in_mixture
-        )):
+        elif (include is not None and is_chosen) or (
+            (include is None or in_mixture) and looks_like_ffn(name, module, in_mixture=in_mixture)
+        ):
             seen.add(id(module))
             taken.append(name)
             yield Found(name, module)

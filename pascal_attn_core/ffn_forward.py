@@ -125,9 +125,8 @@ class SlicedForward:
         return functools.partial, (self.inner,)
 
 
-_FOUND_LATER = (
-    "was proven, but a later check found that its tokens are not alone: something that its code does not name has changed"
-)
+_FOUND_LATER = "was proven, but a later check found that its tokens are not alone: something has changed that "
+    "its code does not name"
 
 
 def _is_recorded(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What hosts put on a module: hooks that bring weights, layers that cast them. By attribute names, without any import."""
+"""What hosts put on a module, by attribute names: hooks that bring weights, layers that cast them."""
 
 from __future__ import annotations
 

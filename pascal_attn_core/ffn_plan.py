@@ -258,11 +258,11 @@ def _decide(
 
 def _full_trace(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, watch: Watch) -> Trace:
     """The trace at the full length. A module that fills a cache is run once more, now that it is filled."""
-    tokens, options = inputs.x.shape[-2], {"strict": settings.verify, "passing": settings.passing}
-    full = trace(fn, module, inputs, tokens, watch=watch, **options)
-    if settings.verify and (full.has_constants or watch.changed()):
+    tokens, strict, passing = inputs.x.shape[-2], settings.verify, settings.passing
+    full = trace(fn, module, inputs, tokens, strict=strict, watch=watch, passing=passing)
+    if strict and (full.has_constants or watch.changed()):
         settled = Watch(module, fn)
-        full = trace(fn, module, inputs, tokens, watch=settled, **options)
+        full = trace(fn, module, inputs, tokens, strict=strict, watch=settled, passing=passing)
         _refuse_if_changed(settled, watch)
     return full
 

@@ -28,7 +28,9 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     Raises:
         NotTokenwise: the block changed any of them; what it changed is put back first.
     """
-    children = [(name, child) for name, child in module.named_modules() if not isinstance(child, torch.jit.ScriptModule)]
+    children = [
+        (name, child) for name, child in module.named_modules() if not isinstance(child, torch.jit.ScriptModule)
+    ]
     before = [(name, _Snapshot(child)) for name, child in children]
     numpy = sys.modules.get("numpy")
     draws, numpy_draws = random.getstate(), numpy.random.get_state() if numpy else None

@@ -207,7 +207,8 @@ def _check_backwards(full: list[Backward], part: list[Backward]) -> None:
 
 
 def _backwards_of(out: Tensor) -> list[Backward]:
-    nodes, seen, found = [out.grad_fn], set(), []
+    nodes, seen = [out.grad_fn], set()
+    found: list[Backward] = []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -333,9 +334,7 @@ class _Follow(TorchDispatchMode):
             if self.axis_of(out) != TokenAxis(out.dim() - 2):
                 raise NotTokenwise("moves the tokens to another dimension")
             backwards = _backwards_of(out)
-        return Trace(
-            self.steps, out.shape, out.dtype, self.peak, self.dtypes, self.kept, backwards, self.has_constants
-        )
+        return Trace(self.steps, out.shape, out.dtype, self.peak, self.dtypes, self.kept, backwards, self.has_constants)
 
     def settle(self, watch: Watch | None) -> bool:
         """Whether something without data has outlived the trial; it has its data then."""

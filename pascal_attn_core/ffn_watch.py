@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Watch:
                 point.put_back()
 
     def key(self) -> tuple:
-        """Equal for modules whose code refers to equal things. It keeps nothing alive; what is gone is equal to nothing."""
+        """Equal for modules whose code refers to equal things; what is gone by then is equal to nothing."""
         return tuple(point.key() for point in self._points)
 
 
@@ -392,7 +393,7 @@ class _Walk:
             self._todo += [(f"{name}.{slot}", getattr(value, slot, None)) for slot in slots]
 
     def _of(self, name: str, value: Any) -> Iterator[_Point]:
-        if isinstance(value, PLAIN) or isinstance(value, Tensor) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, Tensor)) or id(value) in self._seen:
             return
         if isinstance(value, types.MethodType):
             self._todo += [(name, value.__func__), (name, value.__self__)]
@@ -445,7 +446,7 @@ class _Walk:
         self._todo += [(name, function.__defaults__), (name, function.__kwdefaults__)]
         if function.__dict__:
             yield from self._dict(name, function.__dict__)
-        written = _only_written(function.__code__)
+        written = _only_written(function.__code__) if function.__closure__ else set()
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             yield _Cell(variable, cell)
             if variable in written:
@@ -503,9 +504,10 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _only_written(code: types.CodeType) -> set[str]:
     """Variables of the functions around that ``code`` only adds to: a log, which decides nothing."""
-    reads, writes = set(), set()
+    reads: set[str] = set()
+    writes: set[str] = set()
     steps = list(dis.get_instructions(code))
-    for step, following in zip(steps, steps[1:]):
+    for step, following in pairwise(steps):
         if step.argval in code.co_freevars and step.opname.startswith("LOAD_"):
             is_log = following.opname in ("LOAD_METHOD", "LOAD_ATTR") and following.argval in _ADDS
             (writes if is_log else reads).add(step.argval)

@@ -1,4 +1,4 @@
-"""What the proof of a feed-forward module rests on: nothing of a trial is left behind, and what changes later is seen."""
+"""A trial of a feed-forward module leaves nothing behind, and what changes after its proof is seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -279,6 +280,13 @@ class CountsOnClass(Ffn):
         return self.mlp(mixed(x) if CountsOnClass.calls > 40 else x)
 
 
+def _drawing(generator: np.random.Generator) -> Callable[[Any, Tensor], Tensor]:
+    def change(module: Any, x: Tensor, draws: np.random.Generator = generator) -> Tensor:
+        return mixed(x) if draws.random() < 0.02 else x
+
+    return change
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -286,7 +294,7 @@ class CountsOnClass(Ffn):
         _rotating_deque,
         _own_slot,
         CountsOnClass,
-        lambda: With(lambda m, x, draws=np.random.default_rng(0): mixed(x) if draws.random() < 0.02 else x),
+        lambda: With(_drawing(np.random.default_rng(0))),
         lambda: With(lambda m, x: mixed(x) if m.draws.random() < 0.02 else x, draws=np.random.default_rng(0)),
     ],
     ids=["closure", "deque", "slots", "class", "NumPy generator, default argument", "NumPy generator"],
@@ -381,7 +389,7 @@ KEPT: list[Tensor] = []
 
 
 class Cached(Ffn):
-    cache: dict[Any, Tensor] = {}
+    cache: ClassVar[dict[Any, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.fc1(x))
@@ -495,11 +503,13 @@ def test_what_cannot_be_named_is_found_within_sixteen_calls_and_the_result_mende
     module = With(lambda m, x: mixed(x) if held[0] else x).eval()
     x = torch.randn(2, 8 * TOKENS, WIDTH)
     with torch.no_grad(), _patch(module) as patch:
-        for calls in range(40):
+        for _ in range(40):
             module(x)
         assert _state(patch) == "chunked"
         held[0] = 1
-        for calls in range(1, 17):
+        calls = 0
+        while calls < 17:
+            calls += 1
             out = module(x)
             if _state(patch) == "refused":
                 break
@@ -526,7 +536,7 @@ def test_checks_are_as_rare_as_promised() -> None:
     recheck = Recheck()
     due = [call for call in range(1, 200) if recheck.is_due()]
     assert due[:6] == [3, 4, 6, 9, 13, 19]
-    assert max(later - earlier for earlier, later in zip(due, due[1:])) == 16
+    assert max(later - earlier for earlier, later in pairwise(due)) == 16
 
 
 # --- modules that come and go ---
