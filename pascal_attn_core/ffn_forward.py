@@ -125,8 +125,10 @@ class SlicedForward:
         return functools.partial, (self.inner,)
 
 
-_FOUND_LATER = "was proven, but a later check found that its tokens are not alone: something has changed that "
-    "its code does not name"
+_FOUND_LATER = (
+    "was proven, but a later check found that its tokens are not alone: something has changed that its code does not "
+    "name"
+)
 
 
 def _is_recorded(x: Tensor) -> bool:
