@@ -81,6 +81,12 @@ def _native_backend() -> Any:
     return AttentionBackendName.NATIVE
 
 
+def takes_its_own_backend(backend: Any) -> bool:
+    """Whether a processor bound to ``backend``, a name or a member of diffusers' enumeration, is left to it. Flex
+    attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place."""
+    return "flex" in str(getattr(backend, "value", backend)).lower().split("_")
+
+
 def name_of(cls: type) -> dict[str, str]:
     """Members that give a class made at run time the name of ``cls``."""
     return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -148,8 +154,7 @@ def _register_for_guiders(redirected: type, shown: type) -> None:
 
 def _backend_in_force(processor: Any) -> Any:
     chosen = processor.__dict__.get("_attention_backend")
-    # flex attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place
-    return chosen if "flex" in str(getattr(chosen, "value", chosen)).split("_") else native_backend()
+    return chosen if takes_its_own_backend(chosen) else native_backend()
 
 
 def _store_backend(processor: Any, backend: Any) -> None:
