@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -68,12 +69,14 @@ def _remove_hook() -> None:
 def _on_registration(parent: nn.Module, name: str, arrived: nn.Module | None) -> None:
     """``arrived`` is about to become ``parent.name``. Each attention module in it is redirected as the one whose place
     it takes; where there was none, as most of the attention around it, if all of that is redirected."""
-    if arrived is None or _serve is None:
-        return
-    sites = {path: part for path, part in arrived.named_modules() if is_site(part) and not redirects_of(part)}
-    if not sites:
+    if torch.compiler.is_compiling() or arrived is None or _serve is None:
         return
     replaced = parent._modules.get(name)
+    if replaced is None and isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return  # models slice such lists in their forward, which makes a list of modules that are elsewhere already
+    sites = {path: part for path, part in arrived.named_modules() if not redirects_of(part) and is_site(part)}
+    if not sites:
+        return
     whole = parent if replaced is None else replaced
     around = {path: redirects_of(part) for path, part in whole.named_modules() if is_site(part)}
     if not any(around.values()):

@@ -79,10 +79,10 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
         redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just taken the last one away
         if not redirects:
             return original_call(self, *args, **kwargs)
-        if attends_by_processor and isinstance(processor_of(self), RedirectedProcessor):  # which redirects by itself
-            return original_call(self, *args, **kwargs)
-        redirect = redirects[-1]
-        stand_in = None if torch.compiler.is_compiling() else _stand_in(self, redirect)
+        redirect, compiling = redirects[-1], torch.compiler.is_compiling()
+        if compiling and attends_by_processor and isinstance(processor_of(self), RedirectedProcessor):
+            return original_call(self, *args, **kwargs)  # the processor redirects by itself
+        stand_in = None if compiling else _stand_in(self, redirect)
         if stand_in is None:
             with redirect:
                 return original_call(self, *args, **kwargs)
@@ -127,6 +127,11 @@ def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> 
     original = getattr(module_class, "_pascal_original_class", None)
     if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
         return None
+    if isinstance(processor, RedirectedProcessor):
+        original_processor = processor._original
+        if not type(original_processor).__module__.startswith("diffusers."):
+            return processor  # None, or a third party's: it runs as it is, under a mode of its own
+        processor, cls = original_processor, type(original_processor)
     if not cls.__module__.startswith("diffusers."):
         return None
     return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))

@@ -7,6 +7,7 @@ The processor keeps its own code. What stands in for it is an instance of a subc
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,13 @@ def _redirected_processor_class(cls: Any, shown: Any, base: Any) -> type:
         return run(SdpaRedirect(self._redirect.config, scale=getattr(attn, "scale", None)), self, attn, *args, **kwargs)
 
     call = __call__ if cls is shown else call_as_upgrade
-    # attention modules drop the keywords that the signature does not name. inspect.signature() follows __wrapped__;
-    # a ready-made __signature__ is an object from outside the graph, which dynamo does not trace while a dict changes
-    call.__wrapped__ = original_call  # type: ignore[attr-defined]
+    # attention modules ask for the signature in every call, and drop the keywords that it does not name. A ready-made
+    # one is quickest, but an object from outside the graph, which dynamo does not trace once a dict has changed: those
+    # that are found on the modules while dynamo traces let inspect.signature() follow __wrapped__
+    if base is RedirectedProcessor:
+        call.__signature__ = inspect.signature(original_call)  # type: ignore[attr-defined]
+    else:
+        call.__wrapped__ = original_call  # type: ignore[attr-defined]
     members: dict[str, Any] = {"__slots__": (), "__call__": call, "_shown": shown, **name_of(shown)}
     backend = native_backend()
     if backend is not None and hasattr(cls, "_attention_backend"):

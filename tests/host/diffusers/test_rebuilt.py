@@ -176,19 +176,21 @@ def test_a_module_takes_over_the_config_of_the_one_it_replaces(tiny, routed):
 
 def test_attention_that_is_added_is_served_as_all_around_it_is(tiny, routed):
     config = AttentionConfig(budget_mib=3)
-    model = torch.nn.Sequential(attention(tiny), torch.nn.Linear(32, 32))
-    model[0].set_processor(PascalAttnProcessor(config))
-    model.append(torch.nn.Sequential(attention(tiny)))
-    model(torch.randn(1, 5, 32))
+    model = torch.nn.Module()
+    model.first = attention(tiny)
+    model.first.set_processor(PascalAttnProcessor(config))
+    model.second = torch.nn.Sequential(attention(tiny), torch.nn.Linear(32, 32))
+    model.second(model.first(torch.randn(1, 5, 32)))
     assert [call["config"] for call in routed] == [config] * 2
 
 
 def test_attention_put_beside_some_that_is_not_ours_is_left_alone(tiny, routed):
-    model = torch.nn.Sequential(attention(tiny), attention(tiny))
-    model[0].set_processor(PascalAttnProcessor())
-    model.append(attention(tiny))
-    model[1] = attention(tiny)  # what it replaces was not ours either
-    model(torch.randn(1, 5, 32))
+    model = torch.nn.Module()
+    model.first, model.second = attention(tiny), attention(tiny)
+    model.first.set_processor(PascalAttnProcessor())
+    model.third = attention(tiny)
+    model.second = attention(tiny)  # what it replaces was not ours either
+    model.third(model.second(model.first(torch.randn(1, 5, 32))))
     assert len(routed) == 1
 
 
@@ -218,6 +220,20 @@ def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterward
         patch.remove()
         run_projection(unet)
         assert len(routed) == 2
+
+
+def test_a_forward_looks_for_nothing(tiny, monkeypatch):
+    """Models slice lists of modules in their forward, which registers modules with torch."""
+    from pascal_attn_core import _diffusers_arrivals
+
+    unet, looked = tiny.tiny_unet(), []
+    unet.set_attn_processor(PascalAttnProcessor())
+    monkeypatch.setattr(_diffusers_arrivals, "is_site", looked.append)
+    with torch.no_grad():
+        unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
+    assert not looked
+    unet.added = torch.nn.Linear(1, 1)
+    assert looked
 
 
 # --- processors that pipelines assign ---------------------------------------------------------------------------------
