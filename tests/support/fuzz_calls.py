@@ -233,6 +233,10 @@ class Call:
         return max(self.heads)
 
     @property
+    def mask_kind(self) -> str:
+        return "none" if self.mask is None else self.mask.kind
+
+    @property
     def is_empty(self) -> bool:
         return 0 in (*self.batch, *self.heads, self.rows, self.keys, self.width_v)
 
@@ -328,8 +332,7 @@ def draw(number: int) -> Call:
 def possible(call: Call) -> Call:
     """The call without what its entry does not have, or what cannot be together."""
     if call.entry.startswith("switch"):
-        lazy = call.mask is not None and "rule" in call.mask.kind + ("rule" if "broken" in call.mask.kind else "")
-        mask = None if lazy or (call.mask is not None and call.is_causal) else call.mask
+        mask = None if call.is_causal or call.mask_kind in RULES or call.mask_kind in BROKEN_RULES else call.mask
         call = replace(call, mask=mask, alignment="upper_left", window=None, softcap=None, sinks=None)
     if call.matrices:
         call = replace(call, batch=(), heads=(1, 1, 1))
@@ -339,11 +342,9 @@ def possible(call: Call) -> Call:
         call = replace(call, through="out")
     if call.mask is None or call.matrices or any(name in OVERLAPPING for name in call.layouts[1:]):
         call = replace(call, poison="")
-    mask = call.mask
-    if mask is not None and (mask.kind in RULES or mask.kind in BROKEN_RULES) and (call.matrices or not call.batch):
+    if (call.mask_kind in RULES or call.mask_kind in BROKEN_RULES) and (call.matrices or not call.batch):
         call = replace(call, mask=None, poison="")
-    has_bias = call.mask is not None and call.mask.dtype != "bool" and call.mask.kind in FLOAT_KINDS
-    kept = {"m": has_bias, "s": call.sinks is not None}
+    kept = {"m": call.mask_kind in FLOAT_KINDS, "s": call.sinks is not None}
     return replace(call, wants="".join(name for name in call.wants if kept.get(name, True)))
 
 

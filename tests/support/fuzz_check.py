@@ -48,23 +48,25 @@ def check(call: Call, device: str = "cpu") -> str:
         _explained(call, tensors, mask, options, built, may_refuse=True)
         return REFUSED
     except (TypeError, ValueError):
-        if call.mask is not None and call.mask.kind in BROKEN_RULES:
+        if call.mask_kind in BROKEN_RULES:
             return "rule refused"
         raise
-    if call.mask is not None and call.mask.kind in BROKEN_RULES:
+    if call.mask_kind in BROKEN_RULES:
         if call.is_empty or call.dropout_p == 1:
             return "rule not asked"
-        raise Wrong(f"a rule was not refused: {call.mask.kind}")
+        raise Wrong(f"a rule was not refused: {call.mask_kind}")
     if call.explained:
         _explained(call, tensors, mask, options, built, may_refuse=False)
     if not call.dropout_p and not torch.equal(random_state, torch.get_rng_state()):
         raise Wrong("the state of torch's generator has changed")
-    forward, precision = _forward(call, built)
-    _compare("out", out, _dropped(forward.out, call), call.torch_dtype, built.poisoned[..., None, None], call)
+    precision = precision_of(call)
+    answers = ways(call, built, precision)
+    heads = built.poisoned
+    _compare("out", out, [_dropped(way.out, call) for way in answers], call.torch_dtype, heads[..., None, None], call)
     if lse is not None:
-        _compare("lse", lse, forward.lse, sums_dtype(call.torch_dtype), built.poisoned[..., None], call)
+        _compare("lse", lse, [way.lse for way in answers], precision.sums, heads[..., None], call)
     if call.wants:
-        _check_gradients(call, built, tensors, mask, sinks, out, lse, forward, precision)
+        _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, precision)
     for whole, old, version in zip(built.memory, before, versions):
         if whole._version != version or not torch.equal(_bytes(whole), old):
             raise Wrong("an input was written to")
@@ -165,22 +167,19 @@ def _scale(call: Call) -> float:
     return call.scale if call.scale is not None else call.width**-0.5 if call.width else 1.0
 
 
-def _forward(call: Call, built: Built) -> tuple[fuzz_oracle.Forward, Precision]:
-    precision = precision_of(call)
+def ways(call: Call, built: Built, precision: Precision) -> list[fuzz_oracle.Forward]:
+    """What the call may give: two answers where a bias is so large that scores lose their digits beside it."""
     sinks = None if built.sinks is None else built.sinks.detach().to(precision.sums).double()
-    return (
-        fuzz_oracle.attend(
-            *built.clean, built.allowed, built.bias, _scale(call), call.softcap, sinks, precision
-        ),
-        precision,
-    )
+    large = built.bias is not None and bool((built.bias.abs() > 30).any())
+    rest = (built.allowed, built.bias, _scale(call), call.softcap, sinks, precision)
+    return [fuzz_oracle.attend(*built.clean, *rest, rounded=rounded) for rounded in ((True, False) if large else (True,))]
 
 
 def _dropped(out: Bounded, call: Call) -> Bounded:
     return Bounded(torch.zeros_like(out.value), torch.zeros_like(out.error)) if call.dropout_p == 1 else out
 
 
-def _check_gradients(call, built, tensors, mask, sinks, out, lse, forward, precision) -> None:
+def _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, precision) -> None:
     generator = torch.Generator().manual_seed(call.number % (1 << 62) + 1)
     uses_out, uses_lse = call.through in ("out", "both"), call.through in ("lse", "both")
     grad_out, _ = LAYOUTS[call.grad_layout](torch.randn(out.shape, generator=generator).to(call.torch_dtype), generator)
@@ -195,22 +194,28 @@ def _check_gradients(call, built, tensors, mask, sinks, out, lse, forward, preci
     wide_lse = grad_lse.double().view(full) if uses_lse else torch.zeros(full).double()
     if call.dropout_p == 1:
         wide_out = torch.zeros_like(wide_out)
-    expected = fuzz_oracle.gradients(
-        forward, *built.clean, _scale(call), wide_out, wide_lse, built.bias is not None, precision
-    )
-    expected_of = {"q": expected.query, "k": expected.key, "v": expected.value, "m": expected.bias, "s": expected.sinks}
+    expected = [gradients_of(way, call, built, wide_out, wide_lse, precision) for way in answers]
     for name, leaf, grad in zip(call.wants, leaves, found):
-        words = "gradient of " + {"q": "query", "k": "key", "v": "value", "m": "attn_mask", "s": "sinks"}[name]
-        grad = torch.zeros_like(leaf) if grad is None else grad
+        field = {"q": "query", "k": "key", "v": "value", "m": "bias", "s": "sinks"}[name]
+        gradients = [getattr(way, field) for way in expected]
         if name == "s":
-            value, error = expected_of[name]
-            wanted, poisoned = Bounded(value, error + precision.stored(value)), built.poisoned.any()
+            wanted = [Bounded(value, error + precision.stored(value)) for value, error in gradients]
+            poisoned = built.poisoned.any()
         else:
-            groups = call.num_heads // call.heads["qkv".index(name)] if name in "kv" and call.enable_gqa and call.num_heads else 1
-            wanted = _summed(expected_of[name], leaf, groups, precision)
-            lead = built.poisoned[..., None, None].expand(expected_of[name].value.shape).double()
-            poisoned = _sum_to(lead, leaf.shape, groups) > 0
-        _compare(words, grad, wanted, leaf.dtype, poisoned, call)
+            grouped = name in "kv" and call.enable_gqa and call.num_heads
+            groups = call.num_heads // call.heads["qkv".index(name)] if grouped else 1
+            wanted = [_summed(gradient, leaf, groups, precision) for gradient in gradients]
+            heads = built.poisoned[..., None, None].expand(gradients[0].value.shape)
+            poisoned = _sum_to(heads.double(), leaf.shape, groups) > 0
+        grad = torch.zeros_like(leaf) if grad is None else grad
+        _compare(f"gradient of {field}", grad, wanted, leaf.dtype, poisoned, call)
+
+
+def gradients_of(
+    way: fuzz_oracle.Forward, call: Call, built: Built, grad_out: Tensor, grad_lse: Tensor, precision: Precision
+) -> fuzz_oracle.Gradients:
+    rest = (_scale(call), grad_out, grad_lse, built.bias is not None, precision)
+    return fuzz_oracle.gradients(way, *built.clean, *rest)
 
 
 def _sum_to(tensor: Tensor, shape: Any, groups: int) -> Tensor:
@@ -228,26 +233,27 @@ def _summed(gradient: Bounded, leaf: Tensor, groups: int, precision: Precision) 
     return Bounded(value, _sum_to(gradient.error + parts, leaf.shape, groups) + tiny * (1 + copies))
 
 
-def _compare(what: str, actual: Tensor, wanted: Bounded, dtype: torch.dtype, poisoned: Tensor, call: Call) -> None:
+def _compare(what: str, actual: Tensor, ways: list[Bounded], dtype: torch.dtype, poisoned: Tensor, call: Call) -> None:
     """``poisoned``: where numbers that nobody looks at may leave NaN, but nothing else."""
-    value, error = wanted
-    assert not error.isnan().any(), "the oracle has no bound"
-    shape = value.shape[1:] if call.matrices and value.shape != actual.shape and value.dim() > 1 else value.shape
+    full = ways[0].value.shape
+    shape = full[1:] if call.matrices and full != actual.shape and len(full) > 1 else full
     if actual.dtype != dtype:
         raise Wrong(f"{what}: dtype {actual.dtype}, want {dtype}")
     if actual.shape != shape:
         raise Wrong(f"{what}: shape {tuple(actual.shape)}, want {tuple(shape)}")
-    actual = actual.detach().cpu().double().reshape(value.shape)
-    infinite = value.isinf()
-    beyond = value.abs() + error > torch.finfo(dtype).max
-    difference = (actual - value.masked_fill(infinite, 0.0)).abs()
-    wrong = torch.where(infinite, actual != value, ~(difference <= error) & ~beyond)
-    wrong &= ~(poisoned & ~actual.isfinite())
+    actual = actual.detach().cpu().double().reshape(full)
+    wrong = ~(poisoned & ~actual.isfinite())
+    for value, error in ways:
+        assert not error.isnan().any(), "the oracle has no bound"
+        infinite, beyond = value.isinf(), value.abs() + error > torch.finfo(dtype).max
+        difference = (actual - value.masked_fill(infinite, 0.0)).abs()
+        wrong = wrong & torch.where(infinite, actual != value, ~(difference <= error) & ~beyond)
     if not wrong.any():
         return
-    ratio = (difference / error.clamp_min(1e-300)).masked_fill(~wrong, -1.0).nan_to_num(nan=1e300, posinf=1e300)
-    at = int(ratio.argmax())
-    place = [int(n) for n in torch.unravel_index(torch.tensor(at), value.shape)] if value.dim() else []
+    value, error = ways[0]
+    ratio = ((actual - value).abs() / error.clamp_min(1e-300)).nan_to_num(nan=1e300, posinf=1e300)
+    at = int(ratio.masked_fill(~wrong, -1.0).argmax())
+    place = [int(n) for n in torch.unravel_index(torch.tensor(at), full)] if full else []
     raise Wrong(
         f"{what}: {int(wrong.sum())} of {wrong.numel()} elements wrong, at {place} {actual.flatten()[at].item():.6g}, "
         f"want {value.flatten()[at].item():.6g} within {error.flatten()[at].item():.2g}"

@@ -86,11 +86,15 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None,
     precision: Precision,
+    *,
+    rounded: bool = True,
 ) -> Forward:
     """softmax(cap(query @ key^T * scale) + bias, over the allowed keys and the sink) @ value.
 
     Args:
         allowed: bool ``[*B, H, L, S]``; bias: the same shape, finite where allowed; sinks: ``[H]``.
+        rounded: a score and its bias are one number, as plain attention adds them: beside -1e9 a multiple of 64, beside
+            finfo.min nothing of the score is left. Otherwise what all keys of a row share has been taken out before.
     """
     unit = precision.unit
     scores = query @ key.mT * scale
@@ -105,12 +109,13 @@ def attend(
         slope = Bounded(1 - tanh.square(), 2 * tanh.abs() * wander + wander.square() + 4 * unit)
         scores, error = tanh * softcap, wander * softcap + 4 * unit * (tanh * softcap).abs()
     if bias is not None:
-        # The sum of a score and a bias is rounded: beside -1e9 to multiples of 64, beside finfo.min to nothing.
-        def rounded(shift: Tensor | float) -> Tensor:
-            return (scores + shift + bias).to(precision.sums).double()
 
-        total, error = rounded(0.0), error + 4 * unit * scores.abs()
-        error = torch.maximum((rounded(error) - total).abs(), (rounded(-error) - total).abs()) + unit * scores.abs()
+        def biased(shift: Tensor | float) -> Tensor:
+            total = scores + shift + bias
+            return total.to(precision.sums).double() if rounded else total
+
+        total, error = biased(0.0), error + 4 * unit * scores.abs()
+        error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
         scores = total
     scores = scores.masked_fill(~allowed, -math.inf)
     largest = scores.amax(dim=-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
@@ -207,7 +212,7 @@ def gradients(
     if forward.sink_probs is not None:
         sink, sink_error = forward.sink_probs
         lead = tuple(range(sink.dim() - 3))
-        total = -(sink * delta).sum((*lead, -2, -1)) if sink.numel() else -(sink * delta).sum((*lead, -2, -1))
+        total = -(sink * delta).sum((*lead, -2, -1))
         sink_size = (sink_error * delta.abs() + (sink + sink_error) * delta_error + of_rows * sink * delta.abs())
         sinks = Bounded(total, sink_size.sum((*lead, -2, -1)))
     return Gradients(
