@@ -147,7 +147,7 @@ def test_the_calls_have_every_feature() -> None:
 def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
     """The formulas, against torch's own autograd over softmax; and the bounds are no wider than ordinary numbers need."""
     compared = 0
-    for number in range(200):
+    for number in range(150):
         call = replace(draw(number), dtype="float64", poison="", magnitude=1.0, layouts=("contiguous",) * 3, entry="lse")
         if call.is_empty or call.mask_kind in BROKEN_RULES or call.mask_kind in RULES:
             continue
@@ -167,18 +167,19 @@ def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
         weights = torch.exp(scores - largest)
         total = weights.sum(-1, keepdim=True)
         out, lse = (weights / total)[..., : call.keys] * alive[..., None] @ value, (largest + total.log())[..., 0]
-        way = fuzz_check.ways(call, built, precision_of(call))[0]
+        answers = fuzz_check.ways(call, built, precision_of(call))
+        way = answers[0]
         torch.testing.assert_close(way.out.value, out.detach(), atol=1e-9, rtol=1e-7)
         torch.testing.assert_close(way.lse.value[alive], lse.detach()[alive], atol=1e-9, rtol=1e-7)
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         grad_lse *= alive
         wanted = [*leaves, *[sinks] * (sinks is not None)]
         expected = torch.autograd.grad((out, lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True)
-        found = fuzz_check.gradients_of(way, call, built, grad_out, grad_lse, precision_of(call))
+        found = fuzz_check.gradients_of(answers, call, built, grad_out, grad_lse, precision_of(call))
         for name, grad in zip(("query", "key", "value", "sinks"), expected):
             torch.testing.assert_close(getattr(found, name).value, grad, atol=1e-7, rtol=1e-6)
         compared += 1
-    assert compared > 100
+    assert compared > 80
 
 
 PLAIN = [Call(i, batch=(2,), heads=(4, 2, 2), enable_gqa=True, rows=33, keys=40, wants="qkv") for i in range(3)]

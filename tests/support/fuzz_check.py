@@ -194,28 +194,34 @@ def _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, preci
     wide_lse = grad_lse.double().view(full) if uses_lse else torch.zeros(full).double()
     if call.dropout_p == 1:
         wide_out = torch.zeros_like(wide_out)
-    expected = [gradients_of(way, call, built, wide_out, wide_lse, precision) for way in answers]
+    expected = gradients_of(answers, call, built, wide_out, wide_lse, precision)
     for name, leaf, grad in zip(call.wants, leaves, found):
         field = {"q": "query", "k": "key", "v": "value", "m": "bias", "s": "sinks"}[name]
-        gradients = [getattr(way, field) for way in expected]
+        gradient = getattr(expected, field)
         if name == "s":
-            wanted = [Bounded(value, error + precision.stored(value)) for value, error in gradients]
+            wanted = Bounded(gradient.value, gradient.error + precision.stored(gradient.value))
             poisoned = built.poisoned.any()
         else:
             grouped = name in "kv" and call.enable_gqa and call.num_heads
             groups = call.num_heads // call.heads["qkv".index(name)] if grouped else 1
-            wanted = [_summed(gradient, leaf, groups, precision) for gradient in gradients]
-            heads = built.poisoned[..., None, None].expand(gradients[0].value.shape)
+            wanted = _summed(gradient, leaf, groups, precision)
+            heads = built.poisoned[..., None, None].expand(gradient.value.shape)
             poisoned = _sum_to(heads.double(), leaf.shape, groups) > 0
         grad = torch.zeros_like(leaf) if grad is None else grad
-        _compare(f"gradient of {field}", grad, wanted, leaf.dtype, poisoned, call)
+        _compare(f"gradient of {field}", grad, [wanted], leaf.dtype, poisoned, call)
 
 
 def gradients_of(
-    way: fuzz_oracle.Forward, call: Call, built: Built, grad_out: Tensor, grad_lse: Tensor, precision: Precision
+    answers: list[fuzz_oracle.Forward],
+    call: Call,
+    built: Built,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    precision: Precision,
 ) -> fuzz_oracle.Gradients:
+    """``answers``: of :func:`ways`; ``grad_out`` ``[*B, H, L, V]``, ``grad_lse`` ``[*B, H, L]``, float64."""
     rest = (_scale(call), grad_out, grad_lse, built.bias is not None, precision)
-    return fuzz_oracle.gradients(way, *built.clean, *rest)
+    return fuzz_oracle.gradients(answers[0], *built.clean, *rest, other=answers[1] if len(answers) > 1 else None)
 
 
 def _sum_to(tensor: Tensor, shape: Any, groups: int) -> Tensor:

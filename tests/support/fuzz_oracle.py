@@ -115,6 +115,8 @@ def attend(
             return total.to(precision.sums).double() if rounded else total
 
         total, error = biased(0.0), error + 4 * unit * scores.abs()
+        if precision.sums == torch.float64:  # which has no wider type to be exact in
+            error = error + torch.minimum(unit * bias.abs(), 2 * scores.abs())
         error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
         scores = total
     scores = scores.masked_fill(~allowed, -math.inf)
@@ -185,13 +187,21 @@ def gradients(
     grad_lse: Tensor,
     has_bias: bool,
     precision: Precision,
+    *,
+    other: Forward | None = None,
 ) -> Gradients:
-    """Of sum(out * grad_out) + sum(lse * grad_lse); ``grad_out`` ``[*B, H, L, V]``, ``grad_lse`` ``[*B, H, L]``."""
+    """Of sum(out * grad_out) + sum(lse * grad_lse); ``grad_out`` ``[*B, H, L, V]``, ``grad_lse`` ``[*B, H, L]``.
+
+    Args:
+        other: the forward pass with ``rounded`` the other way. Each row, and each of the two passes, may go either way.
+    """
     unit, probs, (out, out_error) = precision.unit, forward.probs, forward.out
+    either = torch.zeros_like(probs) if other is None else (probs - other.probs).abs()
+    out_error = out_error + either @ value.abs()
     # The probabilities are made again from lse, whose own last place counts: under a bias it is kept apart.
     lse_size = 0.0 if has_bias else forward.lse.value.nan_to_num(neginf=0.0)[..., None].abs()
     log_error = (forward.log_error + 4 * unit * (1 + lse_size)).clamp(max=_STEEP)
-    prob_error = _as_factor(probs * torch.expm1(log_error), probs, precision)
+    prob_error = _as_factor(probs * torch.expm1(log_error), probs, precision) + either
     grad_probs = grad_out @ value.mT
     sizes = grad_out.abs() @ value.abs().mT
     delta = (grad_out * out).sum(-1, keepdim=True) - grad_lse[..., None]
@@ -211,6 +221,8 @@ def gradients(
     sinks = None
     if forward.sink_probs is not None:
         sink, sink_error = forward.sink_probs
+        if other is not None and other.sink_probs is not None:
+            sink_error = sink_error + (sink - other.sink_probs.value).abs()
         lead = tuple(range(sink.dim() - 3))
         total = -(sink * delta).sum((*lead, -2, -1))
         sink_size = (sink_error * delta.abs() + (sink + sink_error) * delta_error + of_rows * sink * delta.abs())
