@@ -12,7 +12,7 @@ from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
 from .dispatch import AttentionOutput, explain, sdpa, sdpa_with_lse
 from .ffn import patch_ffn
-from .lazy_mask import LazyMask
+from .lazy_mask import LazyMask, mask_rule
 from .patching import Patch
 from .report import Report, record
 from .version import __version__
@@ -29,6 +29,7 @@ __all__ = [
     "attention_map",
     "capture",
     "explain",
+    "mask_rule",
     "patch_ffn",
     "record",
     "recommended_tile_size",

@@ -14,7 +14,7 @@ from .config import AttentionConfig, default_config
 from .device import CPU_LIKE
 from .dispatch import sdpa, sdpa_with_lse
 from .layout import accumulate_dtype
-from .lazy_mask import LazyMask
+from .lazy_mask import LazyMask, mask_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +109,16 @@ def alibi_mask(slopes: Tensor | None, q: Tensor, k: Tensor) -> LazyMask | None:
         return None
     batch, tokens, heads = q.shape[:3]
     offset = k.shape[1] - tokens
-    rows = slopes.to(accumulate_dtype(q.dtype)).expand(batch, heads)
+    rows = slopes.detach().to(accumulate_dtype(q.dtype)).expand(batch, heads)
+    last = torch.full((), offset, dtype=torch.int64, device=q.device)
+    shape = (batch, heads, tokens, k.shape[1])
+    return LazyMask(shape, _alibi, device=q.device, dtype=rows.dtype, tensors=(rows, last))
 
-    def rule(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return rows[batch_idx, head_idx] * -(q_idx + offset - kv_idx).abs()
 
-    return LazyMask((batch, heads, tokens, k.shape[1]), rule, device=q.device, dtype=rows.dtype)
+@mask_rule
+def _alibi(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, slopes: Tensor, offset: Tensor) -> Tensor:
+    """slopes ``[B, Hq]``; offset: S - L, the lower-right alignment."""
+    return slopes[batch, head] * -(query + offset - key).abs()
 
 
 def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:

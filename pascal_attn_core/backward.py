@@ -273,15 +273,20 @@ class _UnitRange:
 def sinks_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
 
-    grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``.
+    grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``; without Hq where query is ``[L, D]``.
     """
     assert call.sinks is not None
+    if call.query.dim() == 2:  # no dimension of heads
+        grad_out, out, lse = grad_out[None], out[None], lse[None]
+        grad_lse = None if grad_lse is None else grad_lse[None]
     sinks, grads = call.sinks.detach().to(lse.dtype), []
     for head in range(call.num_heads):
         rows = (..., head, slice(None), slice(None)), (..., head, slice(None))
         delta = (grad_out[rows[0]].to(lse.dtype) * out[rows[0]]).sum(dim=-1)
         delta = delta if grad_lse is None else delta - grad_lse[rows[1]]
-        grads.append(-(torch.exp(sinks[head] - lse[rows[1]]) * delta).sum())
+        # Below every score and in a row without keys a sink at -inf has the probability 0.
+        shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
+        grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
     return torch.stack(grads).to(call.sinks.dtype)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,22 +140,28 @@ def check_call(
     if scale is None:
         real_scale = head_dim**-0.5 if head_dim else 1.0
     else:
-        real_scale = float(scale)
+        real_scale = _number("scale", scale)
         if not math.isfinite(real_scale):
             raise ValueError(f"scale must be finite, got {scale}")
-    if dropout_p and not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
+    if dropout_p:
+        dropout_p = _number("dropout_p", dropout_p)
+        if not 0.0 <= dropout_p <= 1.0:
+            raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
     left = right = None
     offset = 0
-    if is_causal:
+    if is_causal is not False:
+        if is_causal is not True:
+            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
         right = 0
     if alignment != "upper_left" or window is not None:
         left, right, offset = _band(is_causal, alignment, window, q_shape[-2], seq_len_kv)
     if attn_mask is not None:
         heads = () if len(q_shape) == 2 else (num_heads,)
         _check_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be greater than 0 and finite, or None, got {softcap}")
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be greater than 0 and finite, or None, got {softcap}")
     if sinks is not None:
         _check_sinks(sinks, query, num_heads)
     needs_grad = torch.is_grad_enabled() and (
@@ -187,6 +194,17 @@ def check_call(
         softcap,
         sinks,
     )
+
+
+def _number(name: str, value: Any) -> float:
+    """An option as a number. A tensor that wants a gradient is refused, as torch does: it would get none."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        hint = "; multiply the query by a learnable scale and pass scale=1.0" if name == "scale" else ""
+        raise TypeError(f"{name} must be a number, got a tensor that requires a gradient: none is computed{hint}")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

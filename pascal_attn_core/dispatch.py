@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import report
 from .arguments import PLAIN, prepared
@@ -18,9 +19,10 @@ from .layout import without_autocast
 from .lazy_mask import LazyMask
 from .math_route import run_math
 from .outputs import AttentionOutput, TiledStats
-from .routes import Choice, choose, is_short, why_not
+from .routes import Choice, choose, is_plainly_short, is_short, why_not
+from .shapes import run_shapes
 from .tiled_route import run_tiled
-from .torch_route import run_as_it_is, run_form
+from .torch_route import run_as_it_is, run_form, torch_sdpa
 
 _observers: tuple[Callable[[AttentionCall], None], ...] = ()
 _observers_lock = threading.Lock()
@@ -75,8 +77,42 @@ def sdpa(
         TypeError, ValueError: arguments that do not fit together; nothing has been computed.
         UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.
     """
+    if (
+        not torch.compiler.is_compiling()
+        and is_plainly_short(
+            default_config() if config is None else config,
+            query, key, value, attn_mask, dropout_p, is_causal, scale,
+        )
+        and window is None and softcap is None and sinks is None and alignment == "upper_left"
+        and not is_watched()
+    ):  # fmt: skip
+        try:
+            return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+        except RuntimeError:
+            check_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # knows the reason better
+            raise
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        overriding = (query, key, value, attn_mask, sinks)
+        if not torch.compiler.is_compiling() and has_torch_function(overriding):
+            return handle_torch_function(
+                sdpa,
+                overriding,
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                alignment=alignment,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                config=config,
+            )
     query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
-    if torch.compiler.is_compiling() or type(query) not in PLAIN:
+    if _goes_to_the_operator(query, key, value, attn_mask):
         return (
             _operator()
             .call(
@@ -93,6 +129,7 @@ def sdpa(
                 softcap,
                 sinks,
                 config,
+                lse=False,
             )
             .out
         )
@@ -111,7 +148,9 @@ def sdpa(
         softcap=softcap,
         sinks=sinks,
     )
-    if is_short(call, config) and not (_observers or report.recording()):
+    if query.is_meta:
+        return run_shapes(call)[0]
+    if is_short(call, config) and not is_watched():
         return run_as_it_is(call)
     return run(call, config, with_lse=False)[0]
 
@@ -134,8 +173,28 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        overriding = (query, key, value, attn_mask, sinks)
+        if not torch.compiler.is_compiling() and has_torch_function(overriding):
+            return handle_torch_function(
+                sdpa_with_lse,
+                overriding,
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                alignment=alignment,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                config=config,
+            )
     query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
-    if torch.compiler.is_compiling() or type(query) not in PLAIN:
+    if _goes_to_the_operator(query, key, value, attn_mask):
         return _operator().call(
             query,
             key,
@@ -150,7 +209,7 @@ def sdpa_with_lse(
             softcap,
             sinks,
             config,
-            True,
+            lse=True,
         )
     config = default_config() if config is None else config
     call = check_call(
@@ -167,6 +226,8 @@ def sdpa_with_lse(
         softcap=softcap,
         sinks=sinks,
     )
+    if query.is_meta:
+        return AttentionOutput(*run_shapes(call))
     out, lse = run(call, config, with_lse=True)
     assert lse is not None
     return AttentionOutput(out, lse)
@@ -230,26 +291,33 @@ def run(
 
     stats: what the route ``tiled`` counts is added to it.
     """
-    choice = choose(call, config, with_lse=with_lse) if choice is None else choice
     stats = TiledStats() if stats is None and report.recording() else stats
-    for observer in _observers:
-        observer(call)
-    with without_autocast(call.query):
-        if choice.route == "torch":
-            assert choice.form is not None
-            result: tuple[Tensor, Tensor | None] = run_form(call, choice.form), None
-        elif choice.route == "math":
-            result = run_math(call), None
-        elif choice.route.startswith("fused"):
+    show(call)
+    result = None
+    while result is None:
+        choice = choose(call, config, with_lse=with_lse) if choice is None else choice
+        with without_autocast(call.query):
             try:
-                result = fused.run(call, with_lse=with_lse, int8=choice.route == "fused-int8")
-            except fused.KernelUnavailable:  # why_not says so from now on
-                return run(call, config, with_lse=with_lse, stats=stats)
-        else:
-            result = run_tiled(call, config, with_lse=with_lse, stats=stats)
-    if stats is not None and report.recording():
-        _note(call, choice, stats)
+                result = _run_route(call, config, choice, with_lse=with_lse, stats=stats)
+            except fused.KernelUnavailable:  # why_not names the reason from now on
+                choice = None
+    note(call, choice, stats)
     return result
+
+
+def _run_route(
+    call: AttentionCall, config: AttentionConfig, choice: Choice, *, with_lse: bool, stats: TiledStats | None
+) -> tuple[Tensor, Tensor | None]:
+    if choice.as_it_is:
+        return run_as_it_is(call), None
+    if choice.route == "torch":
+        assert choice.form is not None
+        return run_form(call, choice.form), None
+    if choice.route == "math":
+        return run_math(call), None
+    if choice.route.startswith("fused"):
+        return fused.run(call, with_lse=with_lse, int8=choice.route == "fused-int8")
+    return run_tiled(call, config, with_lse=with_lse, stats=stats)
 
 
 def run_packed(
@@ -268,12 +336,10 @@ def run_packed(
     """
     if _observers:
         for part in sequences():
-            for observer in _observers:
-                observer(part)
+            show(part)
     with without_autocast(call.query):
         result = fused.run_packed(call, packed, with_lse=with_lse)
-    if report.recording():
-        _note(call, Choice("fused", why), TiledStats())
+    note(call, Choice("fused", why), None)
     return result
 
 
@@ -291,7 +357,21 @@ def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None
     return remove
 
 
-def _note(call: AttentionCall, choice: Choice, stats: TiledStats) -> None:
+def is_watched() -> bool:
+    """Whether anybody observes or records calls. It never changes what runs."""
+    return bool(_observers) or report.recording()
+
+
+def show(call: AttentionCall) -> None:
+    """Show a call to the observers, once, before it runs."""
+    for observer in _observers:
+        observer(call)
+
+
+def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
+    """Count a call that has run in the reports that are being recorded."""
+    if not report.recording():
+        return
     key = report.CallKey(
         choice.route,
         tuple(call.query.shape),
@@ -300,7 +380,16 @@ def _note(call: AttentionCall, choice: Choice, stats: TiledStats) -> None:
         report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right),
         choice.why,
     )
+    stats = TiledStats() if stats is None else stats
     report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=stats.budget_halvings)
+
+
+def _goes_to_the_operator(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None) -> bool:
+    """Whether a call is one node of a graph: while compiling, and for fake tensors and others with a dispatch of their
+    own."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
 
 
 def _operator() -> Any:

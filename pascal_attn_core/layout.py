@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall
+from .device import CPU_LIKE
 
 
 @dataclass(slots=True)
@@ -141,6 +142,19 @@ def is_matrix(tensor: Tensor) -> bool:
     return (columns == 1 or tensor.stride(-1) == 1) and (rows == 1 or tensor.stride(-2) >= columns)
 
 
+def rows_overlap(tensor: Tensor) -> bool:
+    """Whether elements of the last two dimensions share memory, as ``as_strided`` and ``expand`` make them."""
+    row, column = tensor.stride()[-2:]
+    if column == 1 and row >= tensor.shape[-1]:
+        return False  # nearly all
+    rows, columns = tensor.shape[-2:]
+    if rows == 1:
+        return column == 0 and columns > 1
+    if columns == 1:
+        return row == 0
+    return row <= column * (columns - 1) if row >= column else column <= row * (rows - 1)
+
+
 def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     """(query, key and value, output): whether a block of each has to be copied to or from a buffer."""
     converts = call.query.dtype != accumulate_dtype(call.query.dtype)
@@ -158,3 +172,16 @@ def autocast_on(tensor: Tensor) -> bool:
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
     """Autocast would cast inside the products, whose results have a place already: off for the block."""
     return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
+
+
+def may_read(call: AttentionCall) -> bool:
+    """Whether values on the call's device may be read by the host now."""
+    device = call.query.device
+    if device.type == "meta":
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def worth_looking(call: AttentionCall) -> bool:
+    """On a GPU a look at the values waits for the device: worth it for large calls only."""
+    return call.query.device.type in CPU_LIKE or call.num_scores >= 1 << 26

@@ -83,9 +83,10 @@ class MaskWriter:
         if self.words is None:
             torch.where(keep, by_token, self.fills[value], out=by_token)
             return
-        bits, ones = by_token.view(_WORD[self.dtype]), keep.view(torch.uint8).expand(by_token.shape)
+        bits, ones = by_token.view(_WORD[self.dtype]), keep.expand(by_token.shape)
         for part, words, (span, tokens, keys) in self._parts(bits, self.words):
-            part.mul_(words.copy_(ones[span, tokens, :, keys]))  # the bits times one or zero
+            # The bits times one or zero: copied from bool, since a True that came by view() may be any byte but 0.
+            part.mul_(words.copy_(ones[span, tokens, :, keys]))
             if value:
                 part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
 

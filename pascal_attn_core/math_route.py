@@ -57,8 +57,16 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         scores = scores.masked_fill(~allowed, -math.inf)
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
-        return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(dim=-1)[..., :-1]
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        if allowed is None:
+            return scores.softmax(dim=-1)[..., :-1]
+        empty = ~allowed.any(dim=-1, keepdim=True) & (sinks.detach() == -math.inf)
+        return _probabilities(scores, empty)[..., :-1]
     if allowed is None:
         return scores.softmax(dim=-1)
-    empty = ~allowed.any(dim=-1, keepdim=True)
+    return _probabilities(scores, ~allowed.any(dim=-1, keepdim=True))
+
+
+def _probabilities(scores: Tensor, empty: Tensor) -> Tensor:
+    """The softmax of the scores, zero in the rows that are ``empty``."""
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .call import AttentionCall
+from .arguments import PLAIN
+from .call import FLOATS, AttentionCall
 from .config import OPT_IN_ROUTES, ROUTES, AttentionConfig, UnsupportedAttention
 from .device import MIB, device_info
 from .fused import route as fused
+from .layout import rows_overlap
 from .lazy_mask import LazyMask
 from .timing import fused_over_torch
+from .torch_faults import fault_reasons
 from .torch_route import TorchForm, find_form, fused_takes
 
 log = logging.getLogger("pascal_attn")
+
+# A single query: from so many elements of K on, reading K once for a group outweighs the tiles' fixed cost.
+_DECODE_ELEMENTS = 1 << 21
 
 # Up to so many threads the tiled route keeps pace with torch's kernel, which spreads heads over threads.
 _TILED_THREADS = 4
@@ -31,11 +39,13 @@ _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A route, the sentence that says why, and how torch's kernel is to be called if it is that one."""
+    """A route, the sentence that says why, how torch's kernel is called if it is that one, and whether torch's function
+    gets the call as it is."""
 
     route: str
     why: str
     form: TorchForm | None = None
+    as_it_is: bool = False
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
@@ -60,6 +70,8 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     """
     if config.route != "auto":
         return _by_name(config.route, call, config, with_lse)
+    if not with_lse and is_short(call, config):
+        return _short(call, config)
     if _tiled_is_faster(call):
         return Choice("tiled", "measured faster than torch's kernel for this kind of call on a CPU")
     form = find_form(call, _budget(call, config), with_lse=with_lse)
@@ -75,6 +87,14 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
     if not with_lse:
         _warn_once(call.query.device.type, form[0])
     return Choice("tiled", form[0])
+
+
+def _short(call: AttentionCall, config: AttentionConfig) -> Choice:
+    """A call of which only the route's name is open: which kernel torch's function will take."""
+    assert not isinstance(call.attn_mask, LazyMask)
+    is_fused = fused_takes(call, call.query, call.key, call.value, call.attn_mask)
+    why = f"the score matrix is below {config.math_limit_mib:g} MiB: torch's function as it is"
+    return Choice("torch" if is_fused else "math", why, as_it_is=True)
 
 
 def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> Choice | None:
@@ -144,7 +164,8 @@ def _tiled_is_faster(call: AttentionCall) -> bool:
     if call.query.dtype != torch.float32 and call.needs_grad:
         return False  # torch's kernel multiplies in 16 bits there
     if call.seq_len_q == 1:
-        return call.groups > 1 and keys >= 1024 and not call.needs_grad
+        elements = call.batch_size * call.num_kv_heads * keys * call.head_dim
+        return call.groups > 1 and keys >= 1024 and elements >= _DECODE_ELEMENTS and not call.needs_grad
     return rows >= 1024 and (keys <= 128 or (call.plain_causal and keys >= 1024))
 
 
@@ -162,9 +183,65 @@ def is_short(call: AttentionCall, config: AttentionConfig) -> bool:
         call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO
     ):
         return False
-    if call.groups > 1 and not fused_takes(call, call.query, call.key, call.value, mask):
-        return False  # torch's math would expand K and V
+    query, key, value = call.query, call.key, call.value
+    if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and (
+        rows_overlap(query) or rows_overlap(key) or rows_overlap(value)
+    ):
+        return False
+    if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call):
+        return False
+    if call.groups > 1:
+        if not fused_takes(call, query, key, value, mask):
+            return False  # torch's math would expand K and V
+        if call.seq_len_q == 1 and _tiled_is_faster(call):
+            return False
     return not call.is_empty
+
+
+def is_plainly_short(
+    config: AttentionConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LazyMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Whether the arguments, before any check of them, are those of one of the commonest calls that :func:`is_short`
+    accepts. What else may be wrong with them torch's function refuses itself: it never gives them another meaning.
+
+    It is all that a short call pays for having come here, so it reads each attribute once.
+    """
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return False
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace would warn of every size that is looked at
+        return False
+    if dropout_p != 0.0 or (scale is not None and not (type(scale) is float and 0.0 < scale < math.inf)):
+        return False
+    try:
+        q_shape, k_shape = query.shape, key.shape
+        if len(q_shape) != 4 or k_shape != value.shape or query.dtype not in FLOATS:
+            return False
+        batch, heads, seq_len_q, head_dim = q_shape
+        if k_shape[0] != batch or k_shape[1] != heads or not head_dim:
+            return False
+        if not 0 < batch * heads * seq_len_q * k_shape[2] * 4 <= config.math_limit_mib * MIB:
+            return False
+        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
+            for tensor in (query, key, value):
+                _, head_stride, row_stride, last_stride = tensor.stride()
+                if last_stride != 1 or row_stride < head_dim or head_stride < head_dim:
+                    return False
+        if is_causal is not False and (is_causal is not True or attn_mask is not None):
+            return False
+        if attn_mask is not None:
+            is_bool = type(attn_mask) is Tensor and attn_mask.dtype is torch.bool
+            return is_bool and attn_mask.dim() > 1 and _EMPTY_ROWS_ARE_ZERO and config.route == "auto"
+    except RuntimeError:  # nested and sparse tensors have no such shape or strides
+        return False
+    return config.route == "auto"
 
 
 @functools.lru_cache(maxsize=256)

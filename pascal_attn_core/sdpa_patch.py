@@ -34,13 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, handle_torch_function
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
 from . import torch_route
 from .call import check_call
 from .config import AttentionConfig, default_config, switched_on
-from .dispatch import sdpa
+from .dispatch import is_watched, sdpa
 from .patching import Patch
+from .routes import is_plainly_short
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -203,7 +204,7 @@ def _function_of(replacement: _Replacement) -> Any:
         if torch.compiler.is_compiling():
             return _attend(original, config, args, kwargs)
         if torch._C._len_torch_function_stack():
-            closest = _get_current_function_mode_stack()[-1]
+            closest = _get_current_function_mode()
             if isinstance(closest, _SdpaMode):
                 config = closest.scope.config if closest.scope.active else config
             elif type(closest).__module__.startswith(_PACKAGE):
@@ -244,10 +245,17 @@ def _called_by_our_route() -> bool:
 
 def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call by ours, or by ``original`` what is not for us."""
+    if torch.compiler.is_compiling():
+        return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
+    if not torch._C._len_torch_function_stack():
+        if _is_plainly_short(config, args, kwargs):
+            return _TORCH_SDPA(*args, **kwargs)
+    else:
+        with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
+            if _is_plainly_short(config, args, kwargs):
+                return _TORCH_SDPA(*args, **kwargs)
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        return sdpa(*args, **kwargs, config=config)
     try:
         with torch._C.DisableTorchFunction():  # modes have seen the call; what it is made of is not for them
             return sdpa(*args, **kwargs, config=config)
@@ -255,6 +263,14 @@ def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[st
         if not _is_refused(args, kwargs):
             raise
     return original(*args, **kwargs)
+
+
+def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether :func:`sdpa` would give the call to torch's function at first sight."""
+    try:
+        return is_plainly_short(config, *args, **kwargs) and not is_watched()
+    except TypeError:  # arguments that torch's function does not have, or too few
+        return False
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -14,8 +14,10 @@ from .attention import tiled_forward
 from .backward import Gradients, sinks_gradient, tiled_backward
 from .call import AttentionCall
 from .config import AttentionConfig
-from .device import CPU_LIKE, DeviceInfo, device_info
+from .device import DeviceInfo, device_info
 from .dropout import draw_seed
+from .first_order import Grads, first_order
+from .layout import may_read, worth_looking
 from .lazy_mask import LazyMask
 from .outputs import TiledOutput, TiledStats
 from .plan import plan_call
@@ -87,19 +89,6 @@ def _smaller(
         return None
 
 
-def may_read(call: AttentionCall) -> bool:
-    """Whether values on the call's device may be read by the host now."""
-    device = call.query.device
-    if device.type == "meta":
-        return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-
-
-def _worth_looking(call: AttentionCall) -> bool:
-    """On a GPU a look at the values waits for the device: worth it for large calls only."""
-    return call.query.device.type in CPU_LIKE or call.num_scores >= 1 << 26
-
-
 class Forward(NamedTuple):
     """out, and what :func:`backward` needs besides the inputs: lse, log_sum (float masks), dropout seed."""
 
@@ -117,10 +106,16 @@ def forward(
     for_grad: bool = False,
     stats: TiledStats | None = None,
 ) -> Forward:
-    """The call in tiles, without a graph for gradients."""
+    """The call in tiles, without a graph for gradients.
+
+    Raises:
+        ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
+    """
+    if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
+        plan_call(call, device_info(call.query.device), config, backward=True)
     seed = draw_seed(call.query.device) if call.dropout_p else None
     readable = may_read(call)
-    softmax = config.softmax if _worth_looking(call) else "online"
+    softmax = config.softmax if worth_looking(call) else "online"
     stats = TiledStats() if stats is None else stats
 
     def run(plan: TilePlan) -> TiledOutput:
@@ -187,21 +182,21 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients of gradients must be taken with route='math', got a tiled call; "
-                "pass config=AttentionConfig(route='math', math_limit_mib=...)"
-            )
         query, key, value, attn_mask, sinks, *results = ctx.saved_tensors
         call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
         saved = Forward(*results)
+        wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
+
+        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
+            grads = backward(call, ctx.config, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
+            grad_sinks = None
+            if wants_sinks and saved.lse is not None:
+                grad_sinks = sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse)
+            return grads.query, grads.key, grads.value, grads.attn_mask, grad_sinks
+
         grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-        wants_mask = ctx.needs_input_grad[3]
-        grads = backward(call, ctx.config, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
-        grad_sinks = None
-        if ctx.needs_input_grad[4] and saved.lse is not None:
-            grad_sinks = sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse)
-        return grads.query, grads.key, grads.value, grads.attn_mask, grad_sinks, None, None, None
+        inputs = query, key, value, attn_mask, sinks
+        return *first_order(compute, "tiled", grad_out, grad_lse, inputs), None, None, None
 
 
 def run_tiled(

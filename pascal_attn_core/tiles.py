@@ -144,8 +144,9 @@ def plan_tiles(
     units, rows, keys = _fit(work, budget, units, rows, keys, q_block is not None, kv_block is not None)
     needed = step_bytes(work, units, rows, keys)
     if needed > budget:
+        what = "the gradients in tiles" if work.backward else "tiles"
         raise ValueError(
-            f"budget_mib must be at least {needed / MIB:.3f} for tiles of {rows} x {keys} tokens with head_dim "
+            f"budget_mib must be at least {needed / MIB:.3f} for {what} of {rows} x {keys} tokens with head_dim "
             f"{work.head_dim}, got {budget / MIB:.3f}"
         )
     return TilePlan(units, rows, keys, needed + scan * scans_mask, scans_mask)

@@ -6,8 +6,10 @@ the answer is no, the call is rewritten without changing its result, and asked a
 * grouped heads: with few queries the heads of a group become query rows (a view); otherwise key/value heads become
   the batch, and K and V are viewed once per query head with stride 0. Neither copies K or V.
 * bfloat16 that this card has no kernel for: converted to float32 a few heads at a time, within the budget.
-* a last dimension that is not contiguous: copied, if that fits the budget.
+* rows that are not contiguous or overlap: copied, if that fits the budget.
 * a mask that torch would copy densely: a range of queries at a time, so that the copy fits the budget.
+
+Where torch's kernels are known to be wrong (:mod:`.torch_faults`), they do not take the call.
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall
-from .layout import empty_output
+from .layout import empty_output, is_matrix
 from .lazy_mask import LazyMask
 from .progress import current_checkpoint
+from .torch_faults import fault_reasons, torch_sdpa
 
-# The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
-torch_sdpa = torch._C._nn.scaled_dot_product_attention
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
 
 
@@ -96,9 +97,6 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's function has no sliding window")
     elif call.is_causal and not call.plain_causal:
         reasons.append("torch's is_causal is upper-left only")
-    if call.scale <= 0:
-        # Its kernels take the maximum, or mask with -inf, before they scale.
-        reasons.append(f"torch's fused kernels need a positive scale, got {call.scale:g}")
     if call.softcap is not None:
         reasons.append("torch's function has no softcap")
     if call.sinks is not None:
@@ -111,13 +109,11 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
             reasons.append("torch takes attn_mask or is_causal, not both")
         if mask.requires_grad and torch.is_grad_enabled():
             reasons.append("torch's fused kernels give no gradient of attn_mask")
-        # Under a float64 query torch's CPU kernel reads a float32 mask as if it were float64.
-        widest = torch.float64 if call.query.dtype == torch.float64 else torch.float32
-        if mask.dtype not in (torch.bool, widest, call.query.dtype):
+        if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
             reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
     if call.is_empty:
         reasons.append("the call is empty")
-    return reasons
+    return reasons or fault_reasons(call)
 
 
 def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
@@ -148,16 +144,15 @@ def _merge_batch(tensor: Tensor) -> Tensor:
 
 
 def _with_matrix_strides(form: TorchForm, budget_bytes: int) -> TorchForm | str:
-    """Copies of the tensors whose last dimension is not contiguous."""
-    bad = [t for t in (form.query, form.key, form.value) if t.stride(-1) != 1 and t.shape[-1] > 1]
+    """Copies of the tensors whose rows are not contiguous or overlap: torch's kernels give the strides to products of
+    matrices, which then raise, or leave their result as it was."""
+    bad = [t for t in (form.query, form.key, form.value) if not is_matrix(t)]
     if not bad:
         return form
     needed = sum(t.numel() * t.element_size() for t in bad)
     if needed > budget_bytes:
-        return f"its last dimension is not contiguous and a copy ({needed >> 20} MiB) exceeds the budget"
-    query, key, value = (
-        t.contiguous() if t.stride(-1) != 1 and t.shape[-1] > 1 else t for t in (form.query, form.key, form.value)
-    )
+        return f"its rows are not contiguous or overlap and a copy ({needed >> 20} MiB) exceeds the budget"
+    query, key, value = (t if is_matrix(t) else t.contiguous() for t in (form.query, form.key, form.value))
     return replace(form, query=query, key=key, value=value)
 
 
@@ -179,7 +174,7 @@ def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, 
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
     try:
         choice = torch._fused_sdp_choice(
-            query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped
+            query, key, value, mask, call.dropout_p, bool(call.is_causal), scale=call.scale, **grouped
         )
     except (TypeError, NotImplementedError, RuntimeError):
         return False
@@ -304,4 +299,4 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
-    return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
+    return torch_sdpa(query, key, value, mask, call.dropout_p, bool(call.is_causal), scale=call.scale, **grouped)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..config import AttentionConfig
 from ..device import DeviceInfo, device_info
+from ..first_order import Grads, first_order
 from ..layout import empty_output, without_autocast
 from . import _kernels
 from ._plan import forward_launches, num_splits, variant_of
@@ -168,16 +169,15 @@ class FusedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gradients of gradients must be taken with route='math', got a fused call; "
-                "pass config=AttentionConfig(route='math', math_limit_mib=...)"
-            )
         query, key, value, attn_mask, out, lse, log_sum = ctx.saved_tensors
         call = ctx.call.with_tensors(query, key, value, attn_mask)
+
+        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
+            with without_autocast(query):
+                return backward(call, grad_out, out, lse, log_sum, grad_lse, packed=ctx.packed)
+
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        with without_autocast(query):
-            return *backward(call, grad_out, out, lse, log_sum, grad_lse, packed=ctx.packed), None, None
+        return *first_order(compute, "fused", grad_out, grad_lse, (query, key, value, attn_mask)), None, None
 
 
 def _variants(

@@ -109,7 +109,8 @@ def test_autocast_means_the_same_when_compiled() -> None:
 def _arguments(operator, **given):
     """The arguments of an operator in the order of its schema, those not given at their most ordinary."""
     ordinary = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "alignment": "upper_left", "config": "",
-                "with_lse": True, "for_grad": False, "wants_mask": False}  # fmt: skip
+                "with_lse": True, "for_grad": False, "wants_mask": False, "wants_sinks": False, "rule": "",
+                "rule_shape": [], "rule_tensors": []}  # fmt: skip
     names = [argument.name for argument in operator._opoverload._schema.arguments]
     assert set(given) <= set(names)
     return tuple({**dict.fromkeys(names), **ordinary, **given}[name] for name in names)

@@ -81,3 +81,14 @@ def test_the_recommended_tile_is_256_where_the_cache_is_unknown() -> None:
     assert recommended_tile_size("cpu") == 256
     if not torch.cuda.is_available():
         assert recommended_tile_size() == recommended_tile_size(0) == 256
+
+
+def test_a_tile_that_cannot_serve_the_gradients_is_refused_before_anything_runs() -> None:
+    leaf = torch.randn(1, 2, 1024, 64, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"budget_mib must be at least 8\.\d+ for the gradients in tiles of 1000 x 1000"
+    ):
+        tiled_attention(leaf, leaf, leaf, tile_size=1000)
+    assert tiled_attention(leaf.detach(), leaf.detach(), leaf.detach(), tile_size=1000).isfinite().all()
+    tiled_attention(leaf, leaf, leaf, tile_size=500).sum().backward()
+    assert leaf.grad is not None
