@@ -23,6 +23,7 @@ from ..pascal_attn_core.plan import plan_call
 from ..pascal_attn_core.progress import between_blocks
 from ..pascal_attn_core.report import mask_kind
 from ..pascal_attn_core.routes import Choice, choose, why_not
+from ..pascal_attn_core.tiled_route import forget_halvings
 from . import _host, _runs
 from ._meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
 from ._runs import CallKind, Run
@@ -125,6 +126,8 @@ class Engine:
         with self._lock:
             if self._run is None:
                 device, prompt = _host.compute_device(), _host.prompt_id()
+                if not prompt or all(run.prompt_id != prompt for run in _runs.remembered()):
+                    forget_halvings()  # what ran out of memory in an earlier prompt may fit in this one
                 self._run = Run(self.subject, self.part, self.describe(), str(device), self.unique_id, prompt)
                 start_of_run(device)
                 self._metered.clear()

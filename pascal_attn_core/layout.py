@@ -147,12 +147,10 @@ def rows_overlap(tensor: Tensor) -> bool:
     row, column = tensor.stride()[-2:]
     if column == 1 and row >= tensor.shape[-1]:
         return False  # nearly all
-    rows, columns = tensor.shape[-2:]
-    if rows == 1:
-        return column == 0 and columns > 1
-    if columns == 1:
-        return row == 0
-    return row <= column * (columns - 1) if row >= column else column <= row * (rows - 1)
+    steps = sorted((stride, size) for stride, size in zip((row, column), tensor.shape[-2:]) if size > 1)
+    if not steps or steps[0][0] == 0:
+        return bool(steps)
+    return len(steps) > 1 and steps[1][0] <= steps[0][0] * (steps[0][1] - 1)
 
 
 def copies(call: AttentionCall) -> tuple[bool, bool, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,19 +27,64 @@ from .tiles import TilePlan
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
 
-# Bytes that calls of a shape may use after the device ran out of memory with twice as many.
-_caps: dict[tuple, int] = {}
+_PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
+_MOST_PATIENCE = 1024
+
+
+@dataclass(slots=True)
+class _Cap:
+    """What calls of a shape may use after the device ran out of memory with more.
+
+    Attributes:
+        most_bytes: of extra memory.
+        patience: successful calls between one raise and the next; twice as many each time that a raise was too much.
+        left: of those.
+        was_raised: since memory ran out last.
+    """
+
+    most_bytes: int
+    patience: int = _PATIENCE
+    left: int = _PATIENCE
+    was_raised: bool = False
+
+
+_caps: dict[tuple, _Cap] = {}
 _lock = threading.Lock()
 
 
 def forget_halvings() -> None:
-    """Plan every shape with the full budget again."""
+    """Plan every shape with the full budget again: for whoever knows that the memory is used differently from now on.
+    Without it the budget of a shape comes back step by step."""
     with _lock:
         _caps.clear()
 
 
 def _shape_key(call: AttentionCall, backward: bool) -> tuple:
     return call.query.device, call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
+
+
+def _lower(key: tuple, most_bytes: int) -> None:
+    """Memory ran out: calls of this shape take at most so much from now on."""
+    with _lock:
+        cap = _caps.setdefault(key, _Cap(most_bytes))
+        if cap.was_raised:
+            cap.patience = min(2 * cap.patience, _MOST_PATIENCE)
+        cap.most_bytes, cap.left, cap.was_raised = most_bytes, cap.patience, False
+
+
+def _succeeded(key: tuple, full_bytes: int) -> None:
+    """A call of this shape went well: after some of them twice as much is allowed, until that is the whole budget."""
+    with _lock:
+        cap = _caps.get(key)
+        if cap is None:
+            return
+        cap.left -= 1
+        if cap.left > 0:
+            return
+        if cap.most_bytes >= full_bytes:
+            del _caps[key]
+            return
+        cap.most_bytes, cap.left, cap.was_raised = 2 * cap.most_bytes, cap.patience, True
 
 
 def _within_memory(
@@ -51,18 +97,19 @@ def _within_memory(
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     info: DeviceInfo = device_info(call.query.device)
-    plan = plan_call(call, info, config, backward=backward)
+    plan = full = plan_call(call, info, config, backward=backward)
     if _caps:
-        plan = _smaller(call, config, info, plan, _caps.get(_shape_key(call, backward)), backward) or plan
+        cap = _caps.get(_shape_key(call, backward))
+        plan = _smaller(call, config, info, plan, None if cap is None else cap.most_bytes, backward) or plan
     while True:
         try:
-            return run(plan)
+            result = run(plan)
         except torch.cuda.OutOfMemoryError:
-            smaller = _smaller(call, config, info, plan, plan.extra_bytes // 2, backward)
+            # Half, and a little for what does not shrink with the tile.
+            smaller = _smaller(call, config, info, plan, plan.extra_bytes * 17 // 32, backward)
             if smaller is None:
                 raise
-            with _lock:
-                _caps[_shape_key(call, backward)] = plan.extra_bytes // 2
+            _lower(_shape_key(call, backward), smaller.extra_bytes)
             stats.budget_halvings += 1
             sizes = plan.extra_bytes / 2**20, smaller.extra_bytes / 2**20
             shapes = list(call.query.shape), list(call.key.shape)
@@ -70,6 +117,10 @@ def _within_memory(
                 "out of memory with %.2f MiB for query %s, key %s: going on with %.2f MiB", sizes[0], *shapes, sizes[1]
             )
             plan = smaller
+        else:
+            if _caps:
+                _succeeded(_shape_key(call, backward), full.extra_bytes)
+            return result
 
 
 def _smaller(

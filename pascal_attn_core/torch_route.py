@@ -174,7 +174,7 @@ def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, 
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
     try:
         choice = torch._fused_sdp_choice(
-            query, key, value, mask, call.dropout_p, bool(call.is_causal), scale=call.scale, **grouped
+            query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped
         )
     except (TypeError, NotImplementedError, RuntimeError):
         return False
@@ -299,4 +299,4 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
-    return torch_sdpa(query, key, value, mask, call.dropout_p, bool(call.is_causal), scale=call.scale, **grouped)
+    return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)

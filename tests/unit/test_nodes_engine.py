@@ -208,6 +208,25 @@ def test_nested_beginnings_are_one_run_and_the_outermost_ends_it() -> None:
     assert runs.recent() == [run]
 
 
+def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    tiled_route = sys.modules[engine_module.forget_halvings.__module__]
+    prompt = "one"
+    monkeypatch.setattr(node_module("_host"), "prompt_id", lambda: prompt)
+    sampler, decoder = make_engine(), make_engine()
+    for engine in (sampler, decoder):
+        engine.begin()
+        if engine is sampler:
+            tiled_route._lower(("a shape",), 1 << 20)
+        engine.end()
+        assert tiled_route._caps  # it is the same prompt still
+    prompt = "two"
+    sampler.begin()
+    assert not tiled_route._caps
+    sampler.end()
+
+
 def test_a_run_counts_sums_and_says_its_line() -> None:
     engine = make_engine(min_keys=32, route="tiled")
     engine.begin()

@@ -45,8 +45,8 @@ def test_out_of_memory_means_half_the_memory_until_it_fits(monkeypatch, qkv, cap
     torch.testing.assert_close(out, reference_sdpa(*qkv)[0], atol=1e-6, rtol=1e-5)
     tried = device.tried["forward"]
     assert len(tried) >= 2
-    assert all(later <= earlier / 2 for earlier, later in itertools.pairwise(tried))
-    assert tried[-1] > device.free / 8
+    assert all(0.4 < later / earlier < 0.55 for earlier, later in itertools.pairwise(tried))
+    assert tried[-1] > 0.4 * device.free
     (stats,) = report.calls.values()
     assert stats.budget_halvings == len(tried) - 1 == len(caplog.records)
     assert "budget halved" in report.text()
@@ -64,6 +64,55 @@ def test_a_shape_that_ran_out_once_starts_small_next_time(monkeypatch, qkv) -> N
     assert device.tried["forward"] == [last] * 3
     (stats,) = report.calls.values()
     assert stats.budget_halvings == 0  # nothing ran out in these calls
+
+
+def _distinct(sizes: list[int]) -> list[int]:
+    return [size for size, _ in itertools.groupby(sizes)]
+
+
+def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 40)
+    sdpa(*qkv, config=TILED)
+    (full,) = device.tried["forward"]
+    device.free = full // 3
+    sdpa(*qkv, config=TILED)
+    least = device.tried["forward"][-1]
+    assert least < full // 3
+    device.free = 1 << 40
+    device.tried["forward"].clear()
+    for _ in range(3 * tiled_route._PATIENCE):
+        sdpa(*qkv, config=TILED)
+    steps = _distinct(device.tried["forward"])
+    assert steps[0] == least
+    assert steps[-1] == full
+    assert all(1.8 < later / earlier < 2.2 for earlier, later in itertools.pairwise(steps))
+    assert not tiled_route._caps  # nothing is remembered any more
+
+
+def test_a_raise_that_was_too_much_is_tried_less_and_less_often(monkeypatch, qkv) -> None:
+    small = [t[:, :1, :256] for t in qkv]
+    device = Device(monkeypatch, free=1 << 17)
+    with record() as report:
+        for _ in range(20 * tiled_route._PATIENCE):
+            sdpa(*small, config=TILED)
+    tried = device.tried["forward"]
+    failed = [i for i, size in enumerate(tried) if size > device.free]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(failed) if later - earlier > 1]
+    assert len(gaps) >= 3
+    assert all(later >= 1.9 * earlier for earlier, later in itertools.pairwise(gaps))
+    (stats,) = report.calls.values()
+    assert stats.budget_halvings == len(failed)
+
+
+def test_the_gradients_have_a_budget_of_their_own(monkeypatch, qkv) -> None:
+    leaves = [t.requires_grad_() for t in qkv]
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*leaves, config=TILED).sum().backward()
+    least = device.tried["backward"][-1]
+    device.free = 1 << 40
+    for _ in range(2 * tiled_route._PATIENCE + 1):
+        sdpa(*leaves, config=TILED).sum().backward()
+    assert device.tried["backward"][-1] > 1.8 * least
 
 
 def test_other_shapes_keep_the_full_budget(monkeypatch, qkv) -> None:
