@@ -1,7 +1,7 @@
 """Random calls: legal ones against float64, illegal ones refused by us, in our words.
 
-The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz_calls`` draws it, ``fuzz_check`` makes it
-and compares output, lse and gradients with ``fuzz_oracle``. ``--fuzz nightly`` makes 50,000 from a random number on.
+The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz_calls`` draws it, ``fuzz_check`` makes
+it and compares output, lse and gradients with ``fuzz_oracle``. ``--fuzz nightly`` makes 50,000 from a random number on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _numbers(config: pytest.Config) -> tuple[int, int]:
 
 
 def _run(calls: Iterable[Call], device: str = "cpu") -> None:
-    """Make them all; fail with the first wrong ones, for each a simpler one that goes wrong too, and how to repeat it."""
+    """Make them all; fail with the first wrong ones, a simpler one that goes wrong too, and how to repeat each."""
     lines: list[str] = []
     for call in calls:
         what = failure(call, device)
@@ -145,10 +145,12 @@ def test_the_calls_have_every_feature() -> None:
 
 
 def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
-    """The formulas, against torch's own autograd over softmax; and the bounds are no wider than ordinary numbers need."""
+    """Its formulas, against torch's own autograd."""
     compared = 0
     for number in range(150):
-        call = replace(draw(number), dtype="float64", poison="", magnitude=1.0, layouts=("contiguous",) * 3, entry="lse")
+        call = replace(
+            draw(number), dtype="float64", poison="", magnitude=1.0, layouts=("contiguous",) * 3, entry="lse"
+        )
         if call.is_empty or call.mask_kind in BROKEN_RULES or call.mask_kind in RULES:
             continue
         built = build(call)
@@ -174,7 +176,9 @@ def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
         grad_lse *= alive
         wanted = [*leaves, *[sinks] * (sinks is not None)]
-        expected = torch.autograd.grad((out, lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True)
+        expected = torch.autograd.grad(
+            (out, lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
+        )
         found = fuzz_check.gradients_of(answers, call, built, grad_out, grad_lse, precision_of(call))
         for name, grad in zip(("query", "key", "value", "sinks"), expected):
             torch.testing.assert_close(getattr(found, name).value, grad, atol=1e-7, rtol=1e-6)
@@ -228,8 +232,9 @@ def test_a_wrong_answer_is_noticed(wrong: Callable[..., Tensor], monkeypatch: py
 
 def test_a_wrong_call_is_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_check, "sdpa", lambda *a, **o: RIGHT(*a, **{**o, "is_causal": False}))
-    call = Call(5, "float16", (2, 2), (4, 2, 2), True, rows=37, keys=90, is_causal=True, softcap=2.0, wants="qk",
-                layouts=("sliced", "offset", "reversed"), mask=Mask("bool padding", "bs"), config={"route": "tiled"})  # fmt: skip
+    call = Call(5, "float16", (2, 2), (4, 2, 2), True, rows=37, keys=90, is_causal=True, softcap=2.0, wants="qk")
+    tiled = {"route": "tiled"}
+    call = replace(call, layouts=("sliced", "offset", "reversed"), mask=Mask("bool padding", "bs"), config=tiled)
     assert failure(call)
     found = simplest(call)
     assert failure(found)

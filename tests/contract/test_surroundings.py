@@ -156,7 +156,7 @@ def test_a_config_can_be_copied_and_pickled() -> None:
     assert pickle.loads(pickle.dumps(config)).token == config.token
 
 
-# ---- an error at any operator ------------------------------------------------------------------------------------------
+# ---- an error at any operator ----------------------------------------------------------------------------------------
 
 
 class _Raising(TorchDispatchMode):
@@ -244,8 +244,7 @@ def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -
     try:
         with _Raising(error, at):
             result = run()
-    except type(error) as caught:
-        assert caught is error or str(caught) == str(error)
+    except type(error):
         result = None
     else:
         assert isinstance(error, torch.OutOfMemoryError), f"{error!r} at operator {at} was swallowed"

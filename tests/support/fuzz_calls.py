@@ -1,7 +1,7 @@
 """Random attention calls, each made whole from one number: shapes, layouts, masks, rules, options, configs.
 
 :func:`draw` gives a :class:`Call`, plain data that can be printed, simplified and pasted; :func:`build` its tensors and
-what they mean, worked out without the package under test (the mask as the rows and columns that are allowed, and a bias).
+what they mean, worked out without the package under test: which keys are allowed, and what is added to their scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pascal_attn_core import AttentionConfig, LazyMask
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-# ---- memory layouts: (values, generator) -> (view, the memory it lies in). Overlapping ones have values of their own. --
+# ---- memory layouts: (values, generator) -> (view, the memory it lies in); overlapping ones have their own values ----
 
 Layout = Callable[[Tensor, torch.Generator], "tuple[Tensor, Tensor]"]
 _GARBAGE = float("nan")  # between the elements of a view: whoever reads it is found out
@@ -269,9 +269,9 @@ _WIDTHS = (0, 1, 2, 3, 5, 8, 8, 8, 16, 16, 17, 24, 32, 40, 63, 64, 64, 65, 80, 9
 _BATCHES = ((), (1,), (2,), (2,), (3,), (0,), (2, 1), (2, 2), (1, 3), (2, 1, 2))
 BOOL_KINDS = ("bool", "bool some rows empty", "bool padding", "bool left padding", "bool nothing", "bool everything",
               "bool blocks")  # fmt: skip
-FLOAT_KINDS = ("float", "float large", "-inf padding", "-1e9 padding", "finfo padding", "-1e4 padding", "-inf some rows",
-               "-1e9 some rows", "finfo some rows", "-1e4 some rows", "-inf everywhere", "finfo everywhere",
-               "-1e9 causal", "finfo causal")  # fmt: skip
+FLOAT_KINDS = ("float", "float large", "-inf padding", "-1e9 padding", "finfo padding", "-1e4 padding",
+               "-inf some rows", "-1e9 some rows", "finfo some rows", "-1e4 some rows", "-inf everywhere",
+               "finfo everywhere", "-1e9 causal", "finfo causal")  # fmt: skip
 ROUTES = ("auto", "auto", "auto", "auto, no math limit", "auto, no math limit", "torch", "tiled", "tiled", "online",
           "tiny tiles", "tiny tiles", "small budget", "math")  # fmt: skip
 MOST_SCORES, MOST_NUMBERS, MOST_TILES = 30_000, 150_000, 100
@@ -324,7 +324,9 @@ def draw(number: int) -> Call:
             call,
             wants="".join(some),
             through=r.choice(("out", "out", "lse", "both")) if call.entry == "lse" else "out",
-            grad_layout=r.choice(("contiguous", "contiguous", "stride 0 everywhere", "columns first", "heads in tokens")),
+            grad_layout=r.choice(
+                ("contiguous", "contiguous", "stride 0 everywhere", "columns first", "heads in tokens")
+            ),
         )
     return possible(call)
 
@@ -438,7 +440,7 @@ class Built(NamedTuple):
     """A call's arguments; ``memory`` is all that they lie in; the rest is their meaning in float64.
 
     Attributes:
-        allowed: bool ``[*B, H, L, S]``; bias: the same shape or None, in the dtype of the sums and finite where allowed.
+        allowed: bool ``[*B, H, L, S]``; bias: the same shape or None, rounded to the dtype of the sums, finite.
         clean: query, key and value ``[*B, H, ...]`` without what is at places that nobody looks at.
         poisoned: bool ``[*B, H]``, heads whose keys or values hold such numbers.
     """
@@ -633,7 +635,8 @@ def simpler(call: Call) -> list[Call]:
     """Calls that are each in one respect simpler, the largest steps first."""
     plain = Call(call.number)
     names = ("mask", "sinks", "softcap", "window", "poison", "scale", "is_causal", "alignment", "dropout_p", "leads",
-             "layouts", "grad_layout", "magnitude", "dtype", "entry", "through", "explained", "batch", "config")  # fmt: skip
+             "layouts", "grad_layout", "magnitude", "dtype", "entry", "through", "explained", "batch",
+             "config")  # fmt: skip
     changes: list[dict[str, Any]] = [{name: getattr(plain, name)} for name in names]
     changes += [{"heads": (1, 1, 1), "enable_gqa": False}, {"matrices": False}, {"wants": ""}]
     changes += [{"wants": call.wants.replace(name, "")} for name in call.wants]

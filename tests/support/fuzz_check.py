@@ -80,7 +80,9 @@ def failure(call: Call, device: str = "cpu") -> str:
     except Wrong as wrong:
         return str(wrong)
     except Exception as error:
-        frames = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        frames = [
+            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+        ]
         return f"{type(error).__name__}: {str(error)[:300]} ({' > '.join(frames[-4:])})"
     return ""
 
@@ -172,7 +174,9 @@ def ways(call: Call, built: Built, precision: Precision) -> list[fuzz_oracle.For
     sinks = None if built.sinks is None else built.sinks.detach().to(precision.sums).double()
     large = built.bias is not None and bool((built.bias.abs() > 30).any())
     rest = (built.allowed, built.bias, _scale(call), call.softcap, sinks, precision)
-    return [fuzz_oracle.attend(*built.clean, *rest, rounded=rounded) for rounded in ((True, False) if large else (True,))]
+    return [
+        fuzz_oracle.attend(*built.clean, *rest, rounded=rounded) for rounded in ((True, False) if large else (True,))
+    ]
 
 
 def _dropped(out: Bounded, call: Call) -> Bounded:

@@ -1,9 +1,9 @@
 """Attention and its gradients written out in float64, each number with how far from it an answer may lie.
 
 Nothing here comes from the package under test. The bounds follow from the call: a product over D numbers is summed with
-an error of some units in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and so
-on to the gradients (running error analysis). A score of ten thousand has few digits behind the point in float32, and the
-bound says how few; nothing is compared more loosely than that.
+an error of some units in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and
+so on to the gradients (running error analysis). A score of ten thousand has few digits behind the point in float32, and
+the bound says how few; nothing is compared more loosely than that.
 
 Shapes: ``*B`` leading dimensions, H query heads, L query tokens, S key tokens, D head_dim, V head_dim of value. Every
 argument is float64 and expanded to ``[*B, H, ...]``.
@@ -120,7 +120,9 @@ def attend(
         error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
         scores = total
     scores = scores.masked_fill(~allowed, -math.inf)
-    largest = scores.amax(dim=-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    largest = (
+        scores.amax(dim=-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    )
     if sinks is not None:
         sink = sinks.view(-1, 1, 1).expand(largest.shape)
         largest = torch.maximum(largest, sink)
@@ -136,7 +138,10 @@ def attend(
     down, up = (torch.sum(weights * torch.exp(sign * log_error), dim=-1, keepdim=True) for sign in (-1, 1))
     sink_weight = None
     if sinks is not None:
-        sink_weight, sink_error = torch.exp(sink - largest), log_error_of(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0))
+        sink_weight, sink_error = (
+            torch.exp(sink - largest),
+            log_error_of(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0)),
+        )
         total = total + sink_weight
         down, up = down + sink_weight * torch.exp(-sink_error), up + sink_weight * torch.exp(sink_error)
     total = total.masked_fill(empty, 1.0)
@@ -150,11 +155,15 @@ def attend(
     size = probs @ value.abs()
     out_error = prob_error @ value.abs() + precision.of_sum(scores.shape[-1]) * size
     lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
-    lse_error = torch.maximum(down, up) + 4 * unit * (1 + largest.abs() + total.log().abs()) + precision.of_sum(scores.shape[-1])
+    lse_error = (
+        torch.maximum(down, up)
+        + 4 * unit * (1 + largest.abs() + total.log().abs())
+        + precision.of_sum(scores.shape[-1])
+    )
     sink_probs = None
     if sink_weight is not None:
         sink_prob = (sink_weight / total).masked_fill(empty, 0.0)
-        relative = (sink_error + torch.maximum(down, up) + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs()))
+        relative = sink_error + torch.maximum(down, up) + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs())
         sink_probs = Bounded(sink_prob, sink_prob * torch.expm1(relative.clamp(max=_STEEP)))
     return Forward(
         Bounded(out, out_error + precision.stored(out)),
@@ -225,7 +234,7 @@ def gradients(
             sink_error = sink_error + (sink - other.sink_probs.value).abs()
         lead = tuple(range(sink.dim() - 3))
         total = -(sink * delta).sum((*lead, -2, -1))
-        sink_size = (sink_error * delta.abs() + (sink + sink_error) * delta_error + of_rows * sink * delta.abs())
+        sink_size = sink_error * delta.abs() + (sink + sink_error) * delta_error + of_rows * sink * delta.abs()
         sinks = Bounded(total, sink_size.sum((*lead, -2, -1)))
     return Gradients(
         Bounded(scores @ key * scale, factor * (error + of_keys * scores.abs()) @ key.abs()),
