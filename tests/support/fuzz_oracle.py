@@ -43,8 +43,8 @@ class Precision(NamedTuple):
         return torch.finfo(self.products).eps
 
     def of_sum(self, terms: int) -> float:
-        """Relative to the sum of absolute values: sums of blocks, each in a handful of lanes."""
-        return self.unit * (4 + terms / 8)
+        """Relative to the sum of absolute values, whatever the order."""
+        return self.unit * (4 + terms / 2)
 
     def stored(self, value: Tensor) -> Tensor:
         """The rounding of a result."""
