@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._flash_options import FlashOptions, attend, check_layout
+from ._flash_options import FlashArgumentError, FlashOptions, attend, check_layout
 from ._flash_varlen import check_block_table, gather_pages
 
 _LAYOUT = "[B, tokens, heads, head_dim]"
@@ -38,6 +38,13 @@ class KvCache:
         """Tokens that a sequence may have."""
         tokens = self.k.shape[1]
         return tokens if self.block_table is None else tokens * self.block_table.shape[1]
+
+    @property
+    def pages(self) -> str:
+        """For messages: where :attr:`capacity` comes from if the cache lies in pages."""
+        if self.block_table is None:
+            return ""
+        return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that lie in the cache as one batch: (first, one past the last)."""
@@ -92,10 +99,12 @@ def cache_of(
     """
     check_layout(_LAYOUT, 4, k_cache=k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"k_cache and v_cache must be alike, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
+        raise FlashArgumentError(
+            f"k_cache and v_cache must be alike, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
-            raise ValueError(f"{name} must be None with block_table (as in flash-attn), got both")
+            raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
     if block_table is not None:
         check_block_table(block_table, batch)
         block_table = block_table.to(k_cache.device)
@@ -112,13 +121,13 @@ def cache_of(
 def _check_places(cache: KvCache, batch: int) -> None:
     num_rows = cache.k.shape[0]
     if cache.rows is None and cache.block_table is None and num_rows < batch:
-        raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {num_rows}")
+        raise FlashArgumentError(f"k_cache must have a row for each of {batch} sequences, got {num_rows}")
     if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
-        raise ValueError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
+        raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
-        raise ValueError(f"cache_seqlens must be from 0 to {cache.capacity}, got {cache.lengths}")
+        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}{cache.pages}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
-        raise ValueError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
+        raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
 
 
 def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> int:
@@ -129,19 +138,20 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
     assert k is not None
     assert v is not None
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise ValueError(
+        raise FlashArgumentError(
             f"k and v must hold new tokens of {q.shape[0]} sequences, got {tuple(k.shape)}, {tuple(v.shape)}"
         )
     for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
         if new.shape[2:] != old.shape[2:] or new.dtype != old.dtype:
-            raise ValueError(
+            raise FlashArgumentError(
                 f"{name} must be {old.dtype} [..., {old.shape[2]}, {old.shape[3]}] like its cache, got {new.dtype} "
                 f"{tuple(new.shape)}"
             )
     tokens = k.shape[1]
     if max(cache.lengths, default=0) + tokens > cache.capacity:
-        raise ValueError(
+        raise FlashArgumentError(
             f"the cache must have room for {tokens} new tokens behind {cache.lengths}, got {cache.capacity} in all"
+            f"{cache.pages}"
         )
     return tokens
 
@@ -163,7 +173,7 @@ def cached_attend(
 
 def _together(parts: list[Tensor], q: Tensor) -> Tensor:
     if not parts:
-        raise ValueError(f"q must hold at least one sequence, got shape {tuple(q.shape)}")
+        raise FlashArgumentError(f"q must hold at least one sequence, got shape {tuple(q.shape)}")
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -183,7 +193,7 @@ def rotation(
     check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
     if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
-        raise ValueError(
+        raise FlashArgumentError(
             f"rotary_cos and rotary_sin must be [tokens, at most {q.shape[-1] // 2}], got {list(cos.shape)} and "
             f"{list(sin.shape)}"
         )
@@ -192,7 +202,7 @@ def rotation(
     def rotate(tensor: Tensor, in_turn: bool) -> Tensor:
         tokens = tensor.shape[1] if in_turn else 1
         if max(cache.lengths) + tokens > cos.shape[0]:
-            raise ValueError(f"rotary_cos must have {max(cache.lengths) + tokens} tokens, got {cos.shape[0]}")
+            raise FlashArgumentError(f"rotary_cos must have {max(cache.lengths) + tokens} tokens, got {cos.shape[0]}")
         places = first + torch.arange(tokens, device=q.device)
         return _rotated(tensor, cos[places][:, :, None], sin[places][:, :, None], interleaved)
 
@@ -217,6 +227,6 @@ def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
     if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers [{batch}], got {given!r}")
     if given.shape != (batch,):
-        raise ValueError(f"{name} must be [{batch}], got {list(given.shape)}")
+        raise FlashArgumentError(f"{name} must be [{batch}], got {list(given.shape)}")
     numbers: list[int] = given.tolist()
     return numbers

@@ -17,6 +17,13 @@ from .layout import accumulate_dtype
 from .lazy_mask import LazyMask, mask_rule
 
 
+class FlashArgumentError(ValueError, RuntimeError):
+    """An argument of a flash-attn function that does not fit.
+
+    A ``ValueError`` as everywhere in this package, and the ``RuntimeError`` that flash-attn raises there.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class FlashOptions:
     """The options of one call, in the words of ``sdpa``.
@@ -25,6 +32,8 @@ class FlashOptions:
         window: (left, right), -1 = no bound; None = no window.
         softcap: None = off.
         slopes: ALiBi's, ``[B or 1, Hq]``; None = off.
+        config: how to compute; None = the default.
+        alignment: of the causal rule, "lower_right", or "upper_left" as in flash-attn 1.
     """
 
     dropout_p: float = 0.0
@@ -34,6 +43,8 @@ class FlashOptions:
     softcap: float | None = None
     slopes: Tensor | None = None
     deterministic: bool = False
+    config: AttentionConfig | None = None
+    alignment: str = "lower_right"
 
     @staticmethod
     def of(
@@ -54,12 +65,12 @@ class FlashOptions:
             TypeError, ValueError: an option that cannot be meant.
         """
         if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+            raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
         cap = None
         if softcap is not None and softcap > 0:
             cap = float(softcap)
             if not math.isfinite(cap):
-                raise ValueError(f"softcap must be finite (0 = off), got {softcap}")
+                raise FlashArgumentError(f"softcap must be finite (0 = off), got {softcap}")
         slopes = None if alibi_slopes is None else _slopes(alibi_slopes, batch, heads)
         return FlashOptions(
             float(dropout_p), softmax_scale, bool(causal), _window(window_size), cap, slopes, bool(deterministic)
@@ -82,7 +93,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+        raise FlashArgumentError(
+            f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
+        )
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     attention = sdpa_with_lse if with_lse else sdpa
     result = attention(
@@ -94,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
         options.causal,
         options.scale,
         enable_gqa=q.shape[2] != k.shape[2],
-        alignment="lower_right",
+        alignment=options.alignment,
         window=options.window,
         softcap=options.softcap,
         config=_config(options, q, k, v),
@@ -127,16 +140,16 @@ def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor {layout}, got {type(tensor).__name__}")
         if tensor.dim() != dims:
-            raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+            raise FlashArgumentError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
 
 
 def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
         # torch's fused kernels add up gradients in the order in which blocks happen to finish
-        config = default_config()
+        config = options.config or default_config()
         return replace(config, route="tiled") if config.route == "auto" else config
-    return None
+    return options.config
 
 
 def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
@@ -152,7 +165,9 @@ def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
     if not isinstance(slopes, Tensor):
         raise TypeError(f"alibi_slopes must be a tensor, got {type(slopes).__name__}")
     if slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}")
+        raise FlashArgumentError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}")
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes must not require a gradient: none is computed; pass alibi_slopes.detach()")
+        raise FlashArgumentError(
+            "alibi_slopes must not require a gradient: none is computed; pass alibi_slopes.detach()"
+        )
     return slopes.reshape(-1, heads)

@@ -31,7 +31,7 @@ def packed_attend(
     Returns:
         (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
     """
-    config = default_config()
+    config = options.config or default_config()
     if not _is_for_the_kernel(q, options, config):
         return None
     call = _checked(q, k, v, options, "upper_left")
@@ -60,6 +60,8 @@ def packed_attend(
 def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
     """What is seen before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
+        return False
+    if options.alignment != "lower_right":
         return False
     return config.route in ("auto", "fused") and fused.takes_device(q.device)
 

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one tensor, never padded; and the helpers that pack them so."""
+"""Sequences of different lengths in one tensor, never padded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._flash_options import FlashOptions, attend, check_layout
+from ._flash_options import FlashArgumentError, FlashOptions, attend, check_layout
 from ._flash_packed import packed_attend
 from .layout import accumulate_dtype
 
@@ -159,7 +159,7 @@ def check_block_table(block_table: Tensor, batch: int) -> None:
     """Raises TypeError, ValueError."""
     check_layout(f"[{batch}, pages of a sequence]", 2, block_table=block_table)
     if block_table.shape[0] != batch or block_table.is_floating_point():
-        raise ValueError(
+        raise FlashArgumentError(
             f"block_table must be whole numbers [{batch}, pages of a sequence], got {block_table.dtype} "
             f"{list(block_table.shape)}"
         )
@@ -176,7 +176,7 @@ def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
     page_tokens = cache.shape[1]
     needed = -(-tokens // page_tokens) if page_tokens else 0
     if needed > pages.shape[0] or (tokens and not page_tokens):
-        raise ValueError(
+        raise FlashArgumentError(
             f"block_table must name enough pages for {tokens} tokens, got {pages.shape[0]} of {page_tokens} tokens"
         )
     return cache.index_select(0, pages[:needed].long()).flatten(0, 1)[:tokens]
@@ -199,7 +199,7 @@ def _runs(q_ends: list[int], k_ends: list[int], *, one_by_one: bool) -> Iterator
 def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
     check_layout("[B + 1]", 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape or not cu_seqlens_q.numel():
-        raise ValueError(
+        raise FlashArgumentError(
             "cu_seqlens_q and cu_seqlens_k must both be [B + 1], got "
             f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         )
@@ -217,49 +217,10 @@ def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int]
 
 def _check_ends(name: str, ends: list[int], total: int | None) -> None:
     if ends[0] != 0 or sorted(ends) != ends:
-        raise ValueError(f"{name} must start at 0 and never fall, got {_shown(ends)}")
+        raise FlashArgumentError(f"{name} must start at 0 and never fall, got {_shown(ends)}")
     if total is not None and ends[-1] > total:
-        raise ValueError(f"{name} must end at most at the {total} tokens there are, got {_shown(ends)}")
+        raise FlashArgumentError(f"{name} must end at most at the {total} tokens there are, got {_shown(ends)}")
 
 
 def _shown(ends: list[int]) -> str:
     return str(ends if len(ends) <= 16 else [*ends[:8], "...", *ends[-8:]])
-
-
-# ---- flash_attn.bert_padding -----------------------------------------------------------------------------------------
-
-
-def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
-    """``tensor[indices]`` along the first dimension: ``[N, ...]`` and whole numbers ``[M]`` -> ``[M, ...]``."""
-    return tensor.index_select(0, indices)
-
-
-def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """``values [M, ...]`` at the rows ``indices [M]`` of zeros ``[first_axis_dim, ...]``."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
-
-
-def unpad_input(
-    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens that take part, one behind the other.
-
-    Args:
-        hidden_states: ``[B, S, ...]``.
-        attention_mask: ``[B, S]``, 1 or True = takes part; unused_mask likewise = has a place, but takes no part.
-    Returns:
-        (tokens ``[total, ...]``; indices int64 ``[total]``, their places in ``[B * S]``; cu_seqlens int32 ``[B + 1]``;
-        the longest length; int32 ``[B]``, how many of each sequence take part).
-    """
-    takes_place = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = takes_place.sum(dim=-1, dtype=torch.int32)
-    indices = takes_place.flatten().nonzero()[:, 0]
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    longest = int(lengths.max()) if lengths.numel() else 0
-    return tokens, indices, cu_seqlens, longest, attention_mask.sum(dim=-1, dtype=torch.int32)
-
-
-def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of :func:`unpad_input`: ``[total, ...]`` and its indices -> ``[batch, seqlen, ...]``, else zeros."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -151,8 +151,6 @@ def refuse_what_we_do_not_know(kwargs: dict[str, Any]) -> None:
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"the model selects keys by {name}: set attn_implementation='sdpa' or 'eager'")
-    if kwargs.get("cache") is not None:
-        raise NotImplementedError("a paged cache (continuous batching) is not supported: set 'sdpa' or 'paged|eager'")
 
 
 def _is_traced(query: Tensor) -> bool:

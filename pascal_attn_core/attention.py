@@ -259,8 +259,7 @@ class TileMath:
             rows.row_sum.add_(sink.mul_(LOG2_E).exp2_())
             return
         sink.mul_(self.unit)
-        # A row that sees no key and whose sink is -inf has no maximum: as in online_tile.
-        shift = torch.maximum(rows.row_max, sink).clamp_min_(torch.finfo(self.dtype).min)
+        shift = torch.maximum(rows.row_max, sink).clamp_min_(torch.finfo(self.dtype).min)  # as in online_tile
         rescale = self.exp2_(rows.row_max.sub_(shift))
         rows.acc.mul_(rescale)
         rows.row_sum.mul_(rescale).add_(self.exp2_(sink.sub_(shift)))

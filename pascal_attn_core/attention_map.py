@@ -13,6 +13,8 @@ from .layout import accumulate_dtype
 from .lazy_mask import LazyMask
 from .masks import Band
 
+__all__ = ["Saved", "attention_map", "saved_by_band"]
+
 
 def attention_map(
     query: Tensor,
@@ -41,17 +43,14 @@ def attention_map(
     Raises:
         TypeError, ValueError: arguments that do not fit together, or a row that does not exist.
     """
-    mask = None if isinstance(attn_mask, LazyMask) else attn_mask
     call = check_call(
-        query, key, key, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
-        window=window,
+        query, key, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
+        window=window, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     chosen = _row_numbers(rows, call)
     scores = _scores(call, chosen)
-    if softcap is not None:
-        if not softcap > 0:
-            raise ValueError(f"softcap must be greater than 0, got {softcap}")
-        scores = torch.tanh(scores / softcap) * softcap
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     for part in (_mask_rows(attn_mask, call, chosen), _band_rows(call, chosen)):
         if part is not None:
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
@@ -87,7 +86,7 @@ def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor
             raise ValueError(f"attn_mask must be for (L, S) = {(call.seq_len_q, call.seq_len_kv)}, got {mask.shape}")
         sizes = mask.shape[0], mask.shape[1], call.seq_len_kv
         batch, heads, keys = (torch.arange(size, device=rows.device) for size in sizes)
-        return mask.rule(
+        return mask.at(
             batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None], keys[None, None, None]
         )
     return mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask.index_select(-2, rows)
@@ -110,8 +109,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores
     extra = None
     if sinks is not None:
-        if sinks.shape != scores.shape[-3:-2]:
-            raise ValueError(f"sinks must be [{scores.shape[-3]}], got {list(sinks.shape)}")
         extra = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, extra], dim=-1)
     empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
@@ -171,3 +168,7 @@ def saved_by_band(
             visited += (last - 1) // kv_block - first // kv_block + 1
     tiles = -(-seq_len_q // q_block) * -(-seq_len_kv // kv_block)
     return Saved(1 - visible / total, 1 - visited / tiles)
+
+
+# `pascal_attn_core.attention_map` is the function, which hides this module: the names of it are found there too.
+vars(attention_map).update({name: globals()[name] for name in __all__})

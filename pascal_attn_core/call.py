@@ -248,7 +248,9 @@ def _broadcast_heads(
         if k_heads != v_heads:
             raise ValueError(f"with enable_gqa key and value must have the same number of heads, {shapes}")
         if q_heads % k_heads if k_heads else q_heads:
-            raise ValueError(f"the number of query heads must be a multiple of the key/value heads, {shapes}")
+            raise ValueError(
+                f"the number of query heads must be a multiple of (divisible by) the key/value heads, {shapes}"
+            )
         return batch, q_heads, k_heads
     heads = max(q_heads, k_heads, v_heads) if 0 not in (q_heads, k_heads, v_heads) else 0
     if any(h not in (1, heads) for h in (q_heads, k_heads, v_heads)):

@@ -30,6 +30,8 @@ from .dispatch import add_observer
 from .lazy_mask import LazyMask
 from .patching import Patch
 
+__all__ = ["CapturedCall", "capture", "load_calls", "observe"]
+
 log = logging.getLogger("pascal_attn")
 
 FORMAT = "pascal-attention-capture"
@@ -113,6 +115,7 @@ def capture(
     recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
     original = F.scaled_dot_product_attention
     ours = _watched(original, lambda: (recorder,))
+    ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
     F.scaled_dot_product_attention = ours
     end_observing = add_observer(recorder.see_checked)
     with _lock:
@@ -375,3 +378,7 @@ def _overlaps(shape: torch.Size, stride: list[int]) -> bool:
 def _need_safetensors() -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise ImportError("captures need safetensors: pip install safetensors")
+
+
+# `pascal_attn_core.capture` is the function, which hides this module: the names of it are found there too.
+vars(capture).update({name: globals()[name] for name in __all__})

@@ -84,7 +84,7 @@ class TiledAttention(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if n_kv_heads < 1 or n_heads % n_kv_heads:
-            raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {n_heads} and {n_kv_heads}")
+            raise ValueError(f"n_heads must be a multiple of (divisible by) n_kv_heads, got {n_heads} and {n_kv_heads}")
         if isinstance(tile_size, str) and tile_size != "auto":
             raise ValueError(f"tile_size must be a whole number or 'auto', got {tile_size!r}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim

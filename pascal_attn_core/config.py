@@ -21,6 +21,8 @@ ENV_PREFIX = "PASCAL_ATTN_"
 # Read by pascal_attn_core.auto, not fields of a config.
 SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE")
 _MIN_BUDGET_MIB = 1 / 16
+_MAX_MIB = 1 << 40  # in bytes still a number of 64 bits
+_MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -86,43 +88,40 @@ class AttentionConfig:
     def from_env(environ: dict[str, str] | None = None) -> AttentionConfig:
         """The default config changed by ``PASCAL_ATTN_<FIELD>`` variables, e.g. ``PASCAL_ATTN_BUDGET_MIB=16``.
 
+        An empty value is as good as none. What cannot be used, a value or a name that starts with ``PASCAL_ATTN_``, is
+        reported once in the log, with what was expected, and otherwise left alone: a variable that was set for
+        something else must not end a program.
+
         Args:
             environ: the variables to read; None = ``os.environ``.
-        Raises:
-            ValueError: a value that cannot be read, naming the variable.
-        A variable that starts with ``PASCAL_ATTN_`` but names no field is reported once in the log with the nearest
-        real name, and otherwise left alone.
         """
         source = os.environ if environ is None else environ
         fields = {field.name: field for field in dataclasses.fields(AttentionConfig)}
         changes: dict[str, Any] = {}
         for name, text in source.items():
-            if not name.startswith(ENV_PREFIX):
-                continue
-            if name in SWITCHES:
+            if not name.startswith(ENV_PREFIX) or name in SWITCHES or not text.strip():
                 continue
             field_name = name[len(ENV_PREFIX) :].lower()
             if field_name not in fields:
-                _warn_unknown(name, tuple(fields))
+                _warn_once(_unknown(name, tuple(fields)))
                 continue
             try:
-                changes[field_name] = _parse(fields[field_name].default, field_name, text)
-                AttentionConfig(**{field_name: changes[field_name]})
+                value = _parse(fields[field_name].default, field_name, text)
+                AttentionConfig(**{field_name: value})
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{name} is not usable: {error}") from error
+                _warn_once(f"{name} is ignored: {error}")
+            else:
+                changes[field_name] = value
         return AttentionConfig(**changes)
 
 
 def switched_on(name: str) -> bool:
-    """Whether an environment variable of SWITCHES says yes; unset or empty is no.
-
-    Raises:
-        ValueError: it says neither yes nor no.
-    """
+    """Whether an environment variable of SWITCHES says yes; unset or empty is no, and so is, with a warning, what is
+    neither yes nor no."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", *_WORDS):
-        raise ValueError(f"{name} must be one of {list(_WORDS)}, got {text!r}")
-    return bool(text) and _WORDS[text]
+        _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
+    return _WORDS.get(text, False)
 
 
 class UnsupportedAttention(NotImplementedError):
@@ -131,6 +130,9 @@ class UnsupportedAttention(NotImplementedError):
     def __init__(self, route: str, reasons: list[str]):
         self.route, self.reasons = route, list(reasons)
         super().__init__(f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.route, self.reasons), self.__dict__
 
 
 @functools.lru_cache(maxsize=1)
@@ -172,39 +174,58 @@ def _parse(default: Any, name: str, text: str) -> Any:
     text = text.strip()
     if isinstance(default, bool):
         if text.lower() not in _WORDS:
-            raise ValueError(f"{name} must be one of {sorted(_WORDS)}, got {text!r}")
+            raise ValueError(f"{name} must be one of {sorted(_WORDS)}, got {_shown(text)}")
         return _WORDS[text.lower()]
     if name in _NUMBERS:
-        if text.lower() in ("", "none", "auto") and default is None:
+        if text.lower() in ("none", "auto") and default is None:
             return None
+        number = _NUMBERS[name]
         try:
-            return _NUMBERS[name](text)
+            return number(text)
         except ValueError:
-            raise ValueError(f"{name} must be {_NUMBERS[name].__name__}, got {text!r}") from None
+            kind = "a whole number" if number is int else "a number"
+            raise ValueError(f"{name} must be {kind}, got {_shown(text)}") from None
     return text.lower()
 
 
+def _shown(value: Any) -> str:
+    """A value in a message, cut where it is long. Python refuses to write out numbers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unknown(name: str, fields: tuple[str, ...]) -> str:
+    known = [*fields, *(switch[len(ENV_PREFIX) :].lower() for switch in SWITCHES)]
+    near = difflib.get_close_matches(name[len(ENV_PREFIX) :].lower(), known, n=1)
+    names = [ENV_PREFIX + other.upper() for other in (near or known)]
+    return f"unknown environment variable {name}; " + (f"did you mean {names[0]}?" if near else f"there are {names}")
+
+
 @functools.lru_cache(maxsize=64)
-def _warn_unknown(name: str, fields: tuple[str, ...]) -> None:
-    known = [ENV_PREFIX + field.upper() for field in fields]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    log.warning("unknown environment variable %s; did you mean %s?", name, near[0])
+def _warn_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {list(choices)}, got {_shown(value)}")
 
 
 def _number(name: str, value: Any, *, at_least: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {_shown(value)}")
     if not at_least <= value < float("inf"):
-        raise ValueError(f"{name} must be at least {at_least} and finite, got {value}")
+        raise ValueError(f"{name} must be at least {at_least} and finite, got {_shown(value)}")
+    if value > _MAX_MIB:
+        raise ValueError(f"{name} must be at most {_MAX_MIB}, got {_shown(value)}")
 
 
 def _whole_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
+        raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise ValueError(f"{name} must be at least 1, got {_shown(value)}")
+    if value > _MAX_TOKENS:
+        raise ValueError(f"{name} must be at most {_MAX_TOKENS}, got {_shown(value)}")

@@ -293,16 +293,16 @@ def run(
     """
     stats = TiledStats() if stats is None and report.recording() else stats
     show(call)
-    result = None
-    while result is None:
-        choice = choose(call, config, with_lse=with_lse) if choice is None else choice
-        with without_autocast(call.query):
-            try:
-                result = _run_route(call, config, choice, with_lse=with_lse, stats=stats)
-            except fused.KernelUnavailable:  # why_not names the reason from now on
-                choice = None
-    note(call, choice, stats)
-    return result
+    while True:
+        taken = choose(call, config, with_lse=with_lse) if choice is None else choice
+        try:
+            with without_autocast(call.query):
+                result = _run_route(call, config, taken, with_lse=with_lse, stats=stats)
+        except fused.KernelUnavailable:  # why_not names the reason from now on
+            choice = None
+        else:
+            note(call, taken, stats)
+            return result
 
 
 def _run_route(

@@ -10,6 +10,8 @@ Names, layouts, defaults and the lower-right causal rule are those of flash-attn
 * with ``alibi_slopes`` and ``causal`` lse is that of the documented bias -slope * |i + S - L - j| (there of another one
   that differs by a constant per row; the output is the same);
 * gradients flow through lse; ``S_dmask`` is always None: no score matrix exists;
+* arguments that do not fit raise a ``ValueError``, or a ``TypeError`` for the wrong kind; where these functions check
+  them the former is a ``RuntimeError`` too, which flash-attn raises;
 * ``window_size`` keeps its documented meaning also where a side is as large as the keys are many.
 
 :func:`install_as_flash_attn` lets ``import flash_attn`` find this, for code that insists.
@@ -24,8 +26,9 @@ from torch import Tensor
 
 from ._flash_install import install_as_flash_attn
 from ._flash_kvcache import cache_of, cached_attend, check_new_tokens, rotation
-from ._flash_options import FlashOptions, attend, check_layout
-from ._flash_varlen import index_first_axis, index_put_first_axis, pad_input, unpad_input, varlen_attend
+from ._flash_options import FlashArgumentError, FlashOptions, attend, check_layout
+from ._flash_varlen import varlen_attend
+from .flash_extras.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 
 __all__ = [
     "flash_attn_func",
@@ -332,9 +335,9 @@ def flash_attn_with_kvcache(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, batch=batch, heads=heads
     )
     if k is not None and cache_seqlens is None:
-        raise ValueError("cache_seqlens must be given with k and v, got None; it says where they are put")
+        raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are put")
     if rotary_cos is not None and k is None:
-        raise ValueError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
+        raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
     cache = cache_of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = check_new_tokens(cache, q, k, v)
     if rotary_cos is not None:
@@ -357,7 +360,7 @@ def _answer(out: Tensor, lse: Tensor | None, *, with_lse: bool) -> Tensor | tupl
 def _unpacked(name: str, packed: Tensor, layout: str, count: int, dims: int) -> tuple[Tensor, ...]:
     check_layout(layout, dims, **{name: packed})
     if packed.shape[-3] != count:
-        raise ValueError(f"{name} must be {layout}, got shape {tuple(packed.shape)}")
+        raise FlashArgumentError(f"{name} must be {layout}, got shape {tuple(packed.shape)}")
     return packed.unbind(-3)
 
 

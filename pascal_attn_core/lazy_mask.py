@@ -81,7 +81,7 @@ class LazyMask:
     """Goes where ``attn_mask`` goes in :func:`pascal_attn_core.sdpa`.
 
     Args:
-        shape: (B, Hq or 1, L, S); B may be 1 too.
+        shape: (B, Hq, L, S), each of them or 1, which stands for all: the rule is then asked for index 0 only.
         rule: called with int64 index tensors batch ``[b, 1, 1, 1]``, head ``[1, h, 1, 1]``, query ``[1, 1, q, 1]`` and
             key ``[1, 1, 1, k]``, then with ``tensors``; returns what a mask holds there, broadcastable to
             ``[b, h, q, k]``: bool (True = takes part) or float (added). It may be called again for the gradients and
@@ -145,16 +145,16 @@ class LazyMask:
 
     def tile(self, batch: int, heads: tuple[int, int], queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """``[heads, queries, keys]`` of one batch element; ranges are first and one-past-last."""
-        indices = torch.tensor([batch if self.shape[0] > 1 else 0], device=self.device)
-        spans = [(0, 1) if self.shape[1] == 1 else heads, queries, keys]
-        ranges = [indices, *(torch.arange(*span, device=self.device) for span in spans)]
+        spans = ((batch, batch + 1), heads, queries, keys)
+        own = [(0, 1) if size == 1 else span for size, span in zip(self.shape, spans)]
+        ranges = [torch.arange(*span, device=self.device) for span in own]
         shapes = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
         values = self.at(*(r.view(s) for r, s in zip(ranges, shapes)))
         lengths = (1, heads[1] - heads[0], queries[1] - queries[0], keys[1] - keys[0])
         return values.expand(lengths)[0]
 
     def dense(self) -> Tensor:
-        """The tensor ``[B, Hq or 1, L, S]`` that this stands for: O(L*S) memory."""
+        """The tensor in the mask's shape that this stands for: O(L*S) memory."""
         batch, heads, queries, keys = self.shape
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)

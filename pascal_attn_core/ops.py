@@ -67,11 +67,11 @@ def call(
             _check_that_a_graph_may_break(attn_mask, query)
             from .outside_graphs import sdpa_with_an_unregistered_mask_rule as run
 
-            out, row_lse = run(
+            out, eager_lse = run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment=alignment,
                 window=window, softcap=softcap, sinks=sinks, config=config, lse=lse,
             )  # fmt: skip
-            return AttentionOutput(out, row_lse)
+            return AttentionOutput(out, query.new_empty(0) if eager_lse is None else eager_lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
     inputs = [t for t in (query, key, value, attn_mask, sinks) if t is not None]
     for_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
@@ -339,7 +339,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *other
         wants_sinks, ctx.softcap, sinks, *ctx.rule, rule_tensors,
     )  # fmt: skip
     of_mask, of_sinks = grads[3] if wants_mask else None, grads[4] if wants_sinks else None
-    of_shape = None if ctx.rule[1] else []  # to autograd an empty list is one of tensors
+    of_shape: Any = None if ctx.rule[1] else []  # to autograd an empty list is one of tensors
     return (*grads[:3], of_mask, *[None] * 10, of_sinks, None, of_shape, [None] * len(rule_tensors))
 
 

@@ -15,5 +15,6 @@ def sdpa_with_an_unregistered_mask_rule(*arguments: Any, lse: bool, **options: A
     """(out, lse or None) of the arguments of :func:`.dispatch.sdpa`: a graph cannot hold a LazyMask whose rule is not
     registered by :func:`.lazy_mask.mask_rule`."""
     if lse:
-        return tuple(sdpa_with_lse(*arguments, **options))
+        out, row_lse = sdpa_with_lse(*arguments, **options)
+        return out, row_lse
     return sdpa(*arguments, **options), None

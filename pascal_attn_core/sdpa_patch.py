@@ -111,7 +111,6 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
         config: how to compute; None = the environment's.
     Raises:
         TypeError: config is something else.
-        ValueError: the environment's config cannot be used.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
@@ -215,6 +214,7 @@ def _function_of(replacement: _Replacement) -> Any:
                 return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
         return _attend(original, config, args, kwargs)
 
+    scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it, and torch's function later
     return scaled_dot_product_attention
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 _PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
 _MOST_PATIENCE = 1024
+_PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
 
 
 @dataclass(slots=True)
@@ -40,12 +42,14 @@ class _Cap:
         patience: successful calls between one raise and the next; twice as many each time that a raise was too much.
         left: of those.
         was_raised: since memory ran out last.
+        used: when a call of the shape ended last, by the monotonic clock.
     """
 
     most_bytes: int
     patience: int = _PATIENCE
     left: int = _PATIENCE
     was_raised: bool = False
+    used: float = field(default_factory=time.monotonic)
 
 
 _caps: dict[tuple, _Cap] = {}
@@ -53,8 +57,8 @@ _lock = threading.Lock()
 
 
 def forget_halvings() -> None:
-    """Plan every shape with the full budget again: for whoever knows that the memory is used differently from now on.
-    Without it the budget of a shape comes back step by step."""
+    """Plan every shape with the full budget again: for whoever knows that a new run begins. Without it the budget of a
+    shape comes back step by step, and at once after a minute without a call of that shape."""
     with _lock:
         _caps.clear()
 
@@ -63,13 +67,23 @@ def _shape_key(call: AttentionCall, backward: bool) -> tuple:
     return call.query.device, call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
 
 
+def _most_bytes(key: tuple) -> int | None:
+    """What calls of this shape may use, None = the whole budget."""
+    with _lock:
+        cap = _caps.get(key)
+        if cap is not None and time.monotonic() - cap.used > _PAUSE:
+            del _caps[key]
+            return None
+    return None if cap is None else cap.most_bytes
+
+
 def _lower(key: tuple, most_bytes: int) -> None:
     """Memory ran out: calls of this shape take at most so much from now on."""
     with _lock:
         cap = _caps.setdefault(key, _Cap(most_bytes))
         if cap.was_raised:
             cap.patience = min(2 * cap.patience, _MOST_PATIENCE)
-        cap.most_bytes, cap.left, cap.was_raised = most_bytes, cap.patience, False
+        cap.most_bytes, cap.left, cap.was_raised, cap.used = most_bytes, cap.patience, False, time.monotonic()
 
 
 def _succeeded(key: tuple, full_bytes: int) -> None:
@@ -78,6 +92,7 @@ def _succeeded(key: tuple, full_bytes: int) -> None:
         cap = _caps.get(key)
         if cap is None:
             return
+        cap.used = time.monotonic()
         cap.left -= 1
         if cap.left > 0:
             return
@@ -99,8 +114,7 @@ def _within_memory(
     info: DeviceInfo = device_info(call.query.device)
     plan = full = plan_call(call, info, config, backward=backward)
     if _caps:
-        cap = _caps.get(_shape_key(call, backward))
-        plan = _smaller(call, config, info, plan, None if cap is None else cap.most_bytes, backward) or plan
+        plan = _smaller(call, config, info, plan, _most_bytes(_shape_key(call, backward)), backward) or plan
     while True:
         try:
             result = run(plan)

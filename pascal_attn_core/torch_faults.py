@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .lazy_mask import LazyMask
 log = logging.getLogger("pascal_attn")
 
 # The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
-torch_sdpa = torch._C._nn.scaled_dot_product_attention
+torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
 
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
@@ -189,7 +190,7 @@ def _is_wrong(
     own, plain = (
         [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
     )
-    results = [torch_sdpa(*own, mask, 0.0, is_causal, scale=scale)]
+    results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
     scores = plain[0] @ plain[1].mT * scale
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)

@@ -9,7 +9,8 @@ padding and sliding windows would be ignored. Needs Transformers 4.53 or newer. 
 elements are stored, except where the model itself asks for one: a position bias (T5), a 4-D mask passed by hand,
 ``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces.
 Models that compute attention by themselves go on doing so: see :func:`unsupported_reason`. Continuous batching
-("paged" caches) is for the host's own implementations only.
+(``model.generate_batch``, paged caches) is served, its requests as sequences of different lengths. CUDA graphs cannot
+hold those: where a version of Transformers captures them unasked, pass ``use_cuda_graph=False``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from ._transformers_call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from ._transformers_mask import HostMask, asks_interface, pascal_mask
+from ._transformers_paged import adds_prefix, paged_attend, serve_batching
 from .config import default_config
 from .dispatch import sdpa, sdpa_with_lse
 from .patching import Patch, PatchGroup
@@ -62,6 +64,9 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
     with PatchGroup(f"Transformers attention {name!r}") as group:
         for interface, function in zip(_interfaces(), (attention, mask)):
             group.add(_register(interface, name, function))
+            if adds_prefix():
+                group.add(_register(interface, f"paged|{name}", function))
+        group.add(serve_batching(name))
     return group.patch()
 
 
@@ -99,6 +104,9 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_what_we_do_not_know(kwargs)
+        if kwargs.get("cache") is not None:
+            paged = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
+            return paged_attend(module, query, key, value, kwargs, **paged), None
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
         options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap, "config": config}

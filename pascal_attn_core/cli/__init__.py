@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Sequence
+
+from ..version import __version__
 
 # Each command is a module with add_parser(subparsers). It is imported only when it is asked for, so that
 # `pascal-attn info` works, and starts fast, with torch alone.
@@ -21,6 +24,25 @@ COMMANDS = {
 
 class CommandError(Exception):
     """A mistake that the user can mend: printed without a traceback, exit code 2."""
+
+
+_MAX_THREADS = 1024
+
+
+def check_numbers(options: argparse.Namespace, *names: str) -> None:
+    """Refuse options (those that are given) that cannot be meant, before anything runs.
+
+    Raises:
+        CommandError: a count below 1, a time that is not above 0 and finite, or more threads than any machine has.
+    """
+    for name in names:
+        value, option = getattr(options, name), "--" + name.replace("_", "-")
+        if isinstance(value, float) and not 0 < value < math.inf:
+            raise CommandError(f"{option} must be greater than 0 and finite, got {value}")
+        if isinstance(value, int) and value < 1:
+            raise CommandError(f"{option} must be at least 1, got {value}")
+        if name == "threads" and value > _MAX_THREADS:
+            raise CommandError(f"{option} must be at most {_MAX_THREADS}, got {value}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +78,7 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pascal-attn", description="Exact attention in O(N) memory for GPUs without flash attention."
     )
+    parser.add_argument("--version", action="version", version=f"pascal-attn {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == wanted:

@@ -15,14 +15,16 @@ import torch
 
 from ..config import AttentionConfig
 from ..device import device_info
-from . import CommandError
+from ..memory import available_bytes
+from . import CommandError, check_numbers
 from .bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from .bench_clock import Clock, quiet_torch
 from .bench_report import COLUMNS, geometric_means, machine_name, result_row, versions
 from .bench_run import Settings, race
-from .bench_shapes import Shape, choose_shapes
+from .bench_shapes import Shape, choose_shapes, own_shapes
 from .tables import print_table
 
+GIB = 1 << 30
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -36,7 +38,15 @@ def add_parser(subparsers: Any) -> None:
         "besides inputs and outputs, 'TFLOP/s' what the call needs (in float32 on a GPU: and its share of what the "
         "card's plain units can do), 'error' the largest difference to float64 relative to the largest value.",
     )
-    parser.add_argument("--shapes", default="quick", help="names or patterns, comma-separated; quick (default); all")
+    parser.add_argument("--shapes", help="names or patterns, comma-separated; quick (default); all")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="B=1,Hq=32,L=2048,D=64",
+        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D)",
+    )
+    parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds at most (default: 5)")
     parser.add_argument("--seconds", type=float, default=10.0, help="time of one candidate on one shape (default: 10)")
@@ -57,6 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    _check_outputs(options)
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
     device, shapes, candidates, settings = _read(options)
@@ -75,11 +86,10 @@ def run(options: argparse.Namespace) -> int:
 def _plot(path: Path, budget_mib: float | None) -> int:
     from .bench_length import draw_memory_by_length, memory_by_length
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError('--plot needs matplotlib: pip install "pascal-attention[bench]"')
-    if not path.parent.is_dir():
-        raise CommandError(f"--plot must name a file in a folder that exists, got {path}")
-    figures = memory_by_length(budget_mib=budget_mib)
+    try:
+        figures = memory_by_length(budget_mib=budget_mib)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     rows = [
         [f"{tokens:,.0f}", *(f"{figures[name][i]:,.2f}" for name in ("math", "tiled", "planned"))]
         for i, tokens in enumerate(figures["tokens"])
@@ -92,15 +102,12 @@ def _plot(path: Path, budget_mib: float | None) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[Candidate], Settings]:
-    for name in ("rounds", "threads", "max_operators"):
-        if getattr(options, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    _check_outputs(options)
+    check_numbers(options, "rounds", "seconds", "threads", "max_operators")
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
         config = AttentionConfig(budget_mib=options.budget_mib)
-        shapes = choose_shapes(options.shapes, device_type=device.type, dtype=options.dtype)
+        shapes = _shapes(options, device)
         found, missing = all_candidates(config)
         candidates = choose_candidates(found, options.candidates)
     except (ValueError, RuntimeError, AssertionError) as error:
@@ -115,6 +122,29 @@ def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[
         products=not options.no_products,
     )
     return device, shapes, candidates, settings
+
+
+def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
+    """Those asked for; the quick ones where none is named.
+
+    Raises:
+        ValueError: a shape that does not exist or does not fit into memory.
+    """
+    if options.causal and not options.shape:
+        raise ValueError("--causal is for the shapes of --shape: of the listed ones, name those that are causal")
+    own = own_shapes(options.shape, is_causal=options.causal, dtype=options.dtype or "float32")
+    free = available_bytes(device)
+    for shape in own:
+        if free is not None and shape.num_bytes > free:
+            raise ValueError(
+                f"--shape must fit into memory: the tensors of {shape.text} take {shape.num_bytes / GIB:,.1f} GiB, "
+                f"{free / GIB:,.1f} GiB are free"
+            )
+    patterns = options.shapes if options.shapes is not None else "" if own else "quick"
+    listed = choose_shapes(patterns, device_type=device.type, dtype=options.dtype)
+    if not listed and not own:
+        raise ValueError(f"--shapes must name at least one shape, got {options.shapes!r}")
+    return own + listed
 
 
 def _heading(device: torch.device, clock: Clock, options: argparse.Namespace) -> str:
@@ -174,14 +204,18 @@ def _document(
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """What would make the end of a long run fail is found before it starts."""
-    for path in (options.json, options.png):
+    for path in (options.json, options.png, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise CommandError(f"the folder of {path} does not exist")
-    if options.png is not None:
+        if path is not None and path.is_dir():
+            raise CommandError(f"{path} must be a file, not a folder")
+    for name, path in (("--png", options.png), ("--plot", options.plot)):
+        if path is None:
+            continue
         if importlib.util.find_spec("matplotlib") is None:
-            raise CommandError("--png needs matplotlib: pip install matplotlib")
-        if options.png.suffix not in (".png", ".svg", ".pdf"):
-            raise CommandError(f"--png must name a .png, .svg or .pdf file, got {options.png}")
+            raise CommandError(f"{name} needs matplotlib: pip install matplotlib")
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            raise CommandError(f"{name} must name a .png, .svg or .pdf file, got {path}")
 
 
 def _write(document: dict[str, Any], options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ class Shape:
     Attributes:
         mask: ``"none"``; ``"bool"``: ``[1, 1, L, S]``, half of it allowed; ``"padding"``: bool ``[B, 1, 1, S]``, the
             last keys (40 % on average) left out; ``"bias"``: float ``[1, Hq, L, S]``.
+        head_dim_v: of the values; None = as that of the keys.
     """
 
     name: str
@@ -34,6 +36,17 @@ class Shape:
     mask: str = "none"
     is_causal: bool = False
     dtype: str = "float32"
+    head_dim_v: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def num_bytes(self) -> int:
+        """What query, key, value and output take."""
+        rows = self.num_heads * self.seq_len_q + self.num_kv_heads * self.seq_len_kv
+        return self.batch * rows * (self.head_dim + self.value_dim) * getattr(torch, self.dtype).itemsize
 
     @property
     def text(self) -> str:
@@ -43,7 +56,8 @@ class Shape:
         tokens = f"N{self.seq_len_q}" if same else f"{self.seq_len_q}x{self.seq_len_kv}"
         rule = " causal" if self.is_causal else ""
         mask = "" if self.mask == "none" else f" mask {self.mask}"
-        return f"B{self.batch} {heads} {tokens} D{self.head_dim} {self.dtype}{rule}{mask}"
+        dims = f"D{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
+        return f"B{self.batch} {heads} {tokens} {dims} {self.dtype}{rule}{mask}"
 
     def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> CapturedCall:
         """The tensors of this shape: normal random numbers, the same for every run with this seed."""
@@ -56,7 +70,7 @@ class Shape:
         return CapturedCall(
             query=normal(self.batch, self.num_heads, self.seq_len_q, self.head_dim),
             key=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
-            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
+            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.value_dim),
             attn_mask=self._mask(generator, device, dtype),
             is_causal=self.is_causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
@@ -116,6 +130,49 @@ def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None 
     if device_type == "cpu":
         shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
     return shapes if dtype is None else [replace(shape, dtype=dtype) for shape in shapes]
+
+
+# what --shape may say, and the field; those without a default are needed
+_SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv"}
+_SIZES |= {"D": "head_dim", "Dv": "head_dim_v"}
+_NEEDED = ("Hq", "L", "D")
+_MAX_SIZE = (1 << 31) - 1
+
+
+def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "float32") -> list[Shape]:
+    """Shapes as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``; named own, or own1, own2, ... where there are several.
+
+    Args:
+        texts: B, Hkv, S and Dv may be left out: 1, as many as Hq, as many as L, and D.
+    Raises:
+        ValueError: a text that is no shape.
+    """
+    shapes = []
+    for number, text in enumerate(texts, start=1):
+        sizes = _read_sizes(text)
+        sizes = {"B": 1, "Hkv": sizes["Hq"], "S": sizes["L"], "Dv": sizes["D"]} | sizes
+        if sizes["Hq"] % sizes["Hkv"]:
+            raise ValueError(f"--shape must have Hq a multiple of Hkv, got {sizes['Hq']} and {sizes['Hkv']}")
+        fields = {_SIZES[name]: size for name, size in sizes.items()}
+        name = f"own{number}" if len(texts) > 1 else "own"
+        shapes.append(Shape(name, "as asked for", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
+    return shapes
+
+
+def _read_sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _SIZES or name in sizes:
+            again = " once" if name in sizes else ""
+            raise ValueError(f"--shape must name each of {list(_SIZES)}{again} as in L=2048, got {part.strip()!r}")
+        if not number.isascii() or not number.isdigit() or len(number) > 10 or not 1 <= int(number) <= _MAX_SIZE:
+            raise ValueError(f"{name} in --shape must be a whole number from 1 to {_MAX_SIZE}, got {number!r}")
+        sizes[name] = int(number)
+    missing = [name for name in _NEEDED if name not in sizes]
+    if missing:
+        raise ValueError(f"--shape must say {', '.join(missing)}, got {text!r}")
+    return sizes
 
 
 def _expand(pattern: str) -> list[str]:

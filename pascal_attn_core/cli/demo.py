@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from .demo_models import Case
 
 MIB, GIB = 1 << 20, 1 << 30
-EXTRAS = ("diffusers", "transformers", "numpy", "PIL", "matplotlib", "rich")
+# what is imported, and the distribution that holds it
+EXTRAS = {name: name for name in ("diffusers", "transformers", "safetensors", "numpy", "matplotlib", "rich")}
+EXTRAS["PIL"] = "pillow"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "attention calls")
 STOCK, MATH, OURS = "stock", "torch math", "Pascal Attention"
@@ -113,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> torch.device:
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    missing = [package for name, package in EXTRAS.items() if importlib.util.find_spec(name) is None]
     if missing:
-        raise CommandError(f'{", ".join(missing)} must be installed for the demo: pip install "pascal-attention[demo]"')
+        raise CommandError(f"{', '.join(missing)} must be installed for the demo: pip install {' '.join(missing)}")
     if args.steps < 1:
         raise CommandError(f"--steps must be at least 1, got {args.steps}")
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import platform
 import subprocess
 from dataclasses import dataclass, field
@@ -74,13 +76,29 @@ class Machine:
 def add_parser(subparsers: Any) -> None:
     """Add ``info`` to the command line."""
     parser = subparsers.add_parser("info", help="one block of facts about this machine, to paste into a bug report")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    print(describe(look_around()))
+    machine = look_around()
+    print(json.dumps(document(machine), indent=1) if options.json else describe(machine))
     return 0
+
+
+def document(machine: Machine) -> dict[str, Any]:
+    """Everything that the block says as plain values: the facts, and what follows from them.
+
+    Returns:
+        the fields of :class:`Machine`, and ``tiles`` per device and typical shape, ``complaints`` (as of
+        :func:`complaints`) and ``budget_mib`` per device: what one call may take beside inputs and outputs.
+    """
+    facts = dataclasses.asdict(machine)
+    facts["budget_mib"] = [_budget_mib(info, machine.config) for info in machine.devices]
+    facts["tiles"] = [dict(_tile_plans(info, machine.config)) for info in machine.devices]
+    facts["complaints"] = complaints(machine)
+    return facts
 
 
 def describe(machine: Machine) -> str:
@@ -156,11 +174,24 @@ def _device_lines(info: DeviceInfo, free: int | None, machine: Machine, number: 
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
-    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
     lines = [
         _line("tile size", f"{recommended_tile_size_for(info.l2_bytes)} (square, for code that asks for one number)")
     ]
-    lines.append(_line("tiles", f"for a budget of {budget:g} MiB:"))
+    lines.append(_line("tiles", f"for a budget of {_budget_mib(info, config):g} MiB:"))
+    for name, plan in _tile_plans(info, config):
+        batch, heads, kv_heads, rows, _, head_dim = TYPICAL[name]
+        shape = f"B{batch} H{heads}{f'/{kv_heads}' if kv_heads != heads else ''} N{rows} D{head_dim}"
+        lines.append(_line("", f"  {name:9s}{shape:22s}{plan}"))
+    return lines
+
+
+def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
+    return config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
+
+
+def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
+    """(name, plan in words) of each typical shape."""
+    plans = []
     for name, (batch, heads, kv_heads, rows, keys, head_dim) in TYPICAL.items():
         plan = describe_plan(
             info,
@@ -172,9 +203,8 @@ def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
             head_dim=head_dim,
             budget_mib=config.budget_mib,
         )
-        shape = f"B{batch} H{heads}{f'/{kv_heads}' if kv_heads != heads else ''} N{rows} D{head_dim}"
-        lines.append(_line("", f"  {name:9s}{shape:22s}{plan}"))
-    return lines
+        plans.append((name, plan))
+    return plans
 
 
 def _route_lines(machine: Machine) -> list[str]:

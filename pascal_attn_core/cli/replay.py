@@ -15,7 +15,7 @@ from ..capture import CapturedCall, load_calls
 from ..config import AttentionConfig
 from ..dispatch import explain
 from ..report import mask_kind
-from . import CommandError
+from . import CommandError, check_numbers
 from .bench_candidates import BASELINE, Candidate, route_candidates
 from .bench_clock import Clock, quiet_torch
 from .bench_report import COLUMNS, result_row, versions
@@ -66,10 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[torch.device, list[Candidate]]:
-    for name in ("rounds", "threads", "rows"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name} must be at least 1, got {value}")
+    check_numbers(options, "rounds", "seconds", "threads", "rows")
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import pascal_attn_core
 from pascal_attn_core.attention_map import Saved, attention_map, saved_by_band
 from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
@@ -86,6 +90,10 @@ def test_a_row_that_may_look_at_no_key_is_zero() -> None:
     assert attention_map(query, key, rows=[]).shape == (1, 1, 0, 2)
 
 
+def lazy(shape: tuple[int, int, int, int], rule=lambda b, h, q, k: q >= k) -> LazyMask:
+    return LazyMask(shape, rule, device="cpu")
+
+
 def test_the_full_matrix_is_never_made() -> None:
     query, key = torch.randn(1, 2, 100_000, 4), torch.randn(1, 2, 100_000, 4)
     found = attention_map(query, key, rows=[99_999], is_causal=True)
@@ -100,8 +108,17 @@ def test_the_full_matrix_is_never_made() -> None:
         ({"rows": 3}, TypeError, "rows must be whole numbers in one dimension"),
         ({"key": torch.ones(1, 2, 5, 3)}, ValueError, "head_dim"),
         ({"softcap": 0.0}, ValueError, "softcap must be greater than 0"),
-        ({"sinks": torch.ones(3)}, ValueError, r"sinks must be \[2\], got \[3\]"),
+        ({"softcap": float("inf")}, ValueError, "softcap must be greater than 0 and finite"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be greater than 0 and finite"),
+        ({"sinks": torch.ones(2, dtype=torch.int64)}, TypeError, "sinks must be a float tensor"),
+        ({"sinks": [1.0, 2.0]}, TypeError, "sinks must be a float tensor"),
+        ({"sinks": torch.ones(3)}, ValueError, r"sinks must be \[2\] on cpu, got \[3\]"),
         ({"attn_mask": torch.ones(4, 5)}, ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": lazy((3, 1, 5, 5))}, ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": lazy((1, 1, 1, 5))}, ValueError, r"attn_mask must be for \(L, S\) = \(5, 5\)"),
+        ({"attn_mask": lazy((1, 1, 5, 5), lambda b, h, q, k: q - k)}, TypeError, "rule of a LazyMask must return"),
+        ({"attn_mask": lazy((1, 1, 5, 5), lambda b, h, q, k: q > k[..., 1:])}, ValueError, "what broadcasts to"),
+        ({"attn_mask": [[1.0]]}, TypeError, "attn_mask must be a tensor"),
     ],
     ids=lambda x: str(x)[:24],
 )
@@ -145,3 +162,30 @@ def test_causal_attention_saves_about_half() -> None:
     assert saved_by_band(0, 5) == (0.0, 0.0)
     with pytest.raises(ValueError, match="q_block must be at least 1, got 0"):
         saved_by_band(4, 4, q_block=0)
+
+
+# ---- names that the function hides ----------------------------------------------------------------------------------
+
+
+def test_names_of_a_module_that_its_function_hides_are_found_on_the_function() -> None:
+    """``pascal_attn_core.capture`` is a function, and ``pascal_attn_core.capture`` is a module with further names."""
+    hidden = [
+        name for name in pascal_attn_core.__all__ if importlib.util.find_spec(f"pascal_attn_core.{name}") is not None
+    ]
+    assert {"attention_map", "capture"} <= set(hidden)
+    for name in hidden:
+        module, function = importlib.import_module(f"pascal_attn_core.{name}"), getattr(pascal_attn_core, name)
+        assert function is getattr(module, name)
+        public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
+        assert set(public) == set(module.__all__)
+        for other in public:
+            assert getattr(function, other) is getattr(module, other)
+
+
+def test_the_three_ways_to_the_names_of_capture() -> None:
+    import pascal_attn_core.capture as by_import
+    from pascal_attn_core.capture import load_calls
+
+    assert pascal_attn_core.capture.load_calls is load_calls is by_import.load_calls
+    assert callable(pascal_attn_core.capture)
+    assert pascal_attn_core.attention_map.Saved is Saved

@@ -1,5 +1,6 @@
 """`pascal-attn bench` at tiny sizes: who runs, what is measured, what is left out and said so."""
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -10,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli
-from pascal_attn_core.cli import bench_run, bench_shapes
+from pascal_attn_core.cli import bench, bench_run, bench_shapes
 from pascal_attn_core.cli.bench_candidates import BASELINE, Candidate, all_candidates, choose_candidates, torch_kernel
 from pascal_attn_core.cli.bench_clock import Clock, quiet_torch
 from pascal_attn_core.cli.bench_products import Blocking, best_products
 from pascal_attn_core.cli.bench_report import geometric_means, result_row
 from pascal_attn_core.cli.bench_run import PRODUCTS, Settings, race
-from pascal_attn_core.cli.bench_shapes import SHAPES, Shape, choose_shapes
+from pascal_attn_core.cli.bench_shapes import SHAPES, Shape, choose_shapes, own_shapes
 from pascal_attn_core.cli.tables import plain_table
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
 
@@ -277,10 +278,90 @@ def test_the_command_prints_tables_and_writes_figures_and_a_chart(tmp_path, caps
         (["--budget-mib", "0"], "budget_mib must be at least"),
         (["--json", "missing/run.json"], "does not exist"),
         (["--png", "run.xyz"], "--png must name"),
+        (["--json", "."], ". must be a file, not a folder"),
+        (["--shapes", ""], "--shapes must name at least one shape, got ''"),
+        (["--shapes", "plain", "--causal"], "--causal is for the shapes of --shape"),
+        (["--seconds", "nan"], "--seconds must be greater than 0 and finite, got nan"),
+        (["--seconds", "inf"], "--seconds must be greater than 0 and finite, got inf"),
+        (["--seconds", "-1"], "--seconds must be greater than 0 and finite, got -1.0"),
+        (["--seconds", "0"], "--seconds must be greater than 0 and finite, got 0.0"),
+        (["--max-operators", "-5"], "--max-operators must be at least 1, got -5"),
+        (["--threads", "1000000"], "--threads must be at most 1024, got 1000000"),
+        (["--budget-mib", "nan"], "budget_mib must be at least 0.0625 and finite, got nan"),
+        (["--budget-mib", "1e300"], "budget_mib must be at most"),
+        (["--plot", "run.png", "--budget-mib", "-1"], "budget_mib must be at least"),
+        (["--plot", "run.txt"], "--plot must name a .png, .svg or .pdf file"),
+        (["--plot", "missing/run.png"], "does not exist"),
+        (["--shape", "L=5,D=4"], "--shape must say Hq, got 'L=5,D=4'"),
+        (["--shape", "Hq=2,L=5,D=4,X=3"], "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
+        (["--shape", "Hq=2,L=5,D=4,L=6"], "once as in L=2048, got 'L=6'"),
+        (["--shape", "Hq=2,L=5,D"], "got 'D'"),
+        (["--shape", "Hq=2,L=0,D=4"], "L in --shape must be a whole number from 1 to 2147483647, got '0'"),
+        (["--shape", "Hq=2,L=-5,D=4"], "got '-5'"),
+        (["--shape", "Hq=2,L=1e3,D=4"], "got '1e3'"),
+        (["--shape", f"Hq=2,L={10**30},D=4"], f"got '{10**30}'"),
+        (["--shape", "Hq=6,Hkv=4,L=5,D=4"], "--shape must have Hq a multiple of Hkv, got 6 and 4"),
+        (["--shape", "Hq=1024,L=2000000000,D=64"], "--shape must fit into memory: the tensors of B1 H1024 N2000000000"),
     ],
 )
-def test_mistakes_end_with_one_line_and_exit_code_two(options, message, capsys):
-    assert cli.main(["bench", *options]) == 2
-    err = capsys.readouterr().err
+def test_mistakes_end_with_one_line_and_exit_code_two_before_anything_runs(options, message, capsys):
+    assert cli.main(["bench", "--device", "cpu", *options]) == 2
+    out, err = capsys.readouterr()
     assert message in err
-    assert "Traceback" not in err
+    assert err.startswith("pascal-attn bench: ")
+    assert err.count("\n") == 1
+    assert "medians" not in out
+
+
+@pytest.mark.parametrize(("command", "needs"), [("replay", "--seconds"), ("replay", "--rows")])
+def test_replay_refuses_nonsense_likewise(command, needs, capsys):
+    assert cli.main([command, "calls.safetensors", needs, "nan" if needs == "--seconds" else "0"]) == 2
+    assert f"pascal-attn {command}: {needs} must be" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_as_it_can_be_installed(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    for option in ("--plot", "--png"):
+        assert cli.main(["bench", option, "run.png"]) == 2
+        assert f"{option} needs matplotlib: pip install matplotlib\n" in capsys.readouterr().err
+
+
+# ---- a shape of one's own --------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_are_left_out_follow_from_the_others():
+    (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
+    assert own == Shape("own", "as asked for", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
+    one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3,Dv=16", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
+    assert one == Shape("own1", "as asked for", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    assert (two.name, two.num_kv_heads) == ("own2", 1)
+    call = one.make()
+    assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 16)]
+    assert one.num_bytes == 2 * sum(t.numel() for t in (call.query, call.key, call.value)) + 2 * 3 * 4 * 1 * 16
+
+
+def test_a_shape_of_ones_own_is_timed(tmp_path, capsys):
+    figures = tmp_path / "run.json"
+    command = ["bench", "--device", "cpu", "--rounds", "1", "--seconds", "0.1", "--json", str(figures), "--dtype"]
+    command += ["float16", "--causal", "--shape", "B=1,Hq=4,Hkv=2,L=24,S=40,D=8,Dv=16", "--candidates", "auto,tiled"]
+    assert cli.main(command) == 0
+    assert "own: as asked for, B1 H4/2 24x40 D8/16 float16 causal" in capsys.readouterr().out
+    (report,) = json.loads(figures.read_text())["shapes"]
+    assert report["shape"] == dataclasses.asdict(
+        Shape("own", "as asked for", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    )
+    results = {result["name"]: result for result in report["results"]}
+    for name in (BASELINE, "ours-auto", "ours-tiled", PRODUCTS):
+        assert results[name]["seconds"] > 0, results[name]
+    assert results["ours-tiled"]["error"] < 1e-2
+
+
+def test_own_and_listed_shapes_run_together():
+    def chosen(*options):
+        parser = argparse.ArgumentParser()
+        bench.add_parser(parser.add_subparsers())
+        return [s.name for s in bench._shapes(parser.parse_args(["bench", *options]), torch.device("cpu"))]
+
+    assert chosen("--shape", "Hq=1,L=2,D=3") == ["own"]
+    assert chosen("--shape", "Hq=1,L=2,D=3", "--shapes", "plain,bool") == ["own", "plain", "bool"]

@@ -1,11 +1,15 @@
 """The command line as a whole: parsing, exit codes, lazy commands."""
 
+import json
+import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-from pascal_attn_core import cli
+import pascal_attn_core
+from pascal_attn_core import __version__, cli
 
 
 def test_no_command_prints_the_help(capsys):
@@ -13,6 +17,34 @@ def test_no_command_prints_the_help(capsys):
     out = capsys.readouterr().out
     for command in ("info", "bench", "replay", "demo"):
         assert command in out
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pascal-attn {__version__}\n"
+
+
+def test_info_as_json_holds_what_the_text_says(capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert text.startswith(f"Pascal Attention {facts['package']}, Python {facts['python']}, {facts['system']}")
+    assert facts["build"]["version"] in text
+    assert len(facts["devices"]) == len(facts["free"]) == len(facts["tiles"]) == len(facts["budget_mib"]) >= 1
+    for name, plan in facts["tiles"][0].items():
+        assert re.search(rf"{re.escape(name)} .*{re.escape(plan)}", text)
+    assert set(facts["routes"]["float32"]) == {"fused", "torch", "tiled", "math"}
+    assert facts["routes"]["float32"]["math"][0] in text
+    assert facts["config"]["route"] == "auto"
+    assert isinstance(facts["complaints"], list)
+
+
+def test_no_text_tells_to_install_a_distribution_that_is_not_published():
+    folder = pathlib.Path(pascal_attn_core.__file__).parent
+    pattern = re.compile(r"pip install[^\n]*pascal[-_]attention")
+    told = [path.name for path in folder.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))]
+    assert told == []
 
 
 def test_an_unknown_command_is_an_error(capsys):

@@ -57,13 +57,13 @@ def test_the_module_drops_in_training_only() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: TiledAttention(6, 4), "multiple of n_kv_heads, got 6 and 4"),
+        (lambda: TiledAttention(6, 4), r"multiple of \(divisible by\) n_kv_heads, got 6 and 4"),
         (lambda: TiledAttention(6, 0), "got 6 and 0"),
         (lambda: TiledAttention(6, tile_size="big"), "'auto', got 'big'"),
         (lambda: TiledAttention(4, head_dim=16)(*[torch.randn(1, 5, 4, 8)] * 3), r"4 \* 16"),
         (lambda: TiledAttention(4)(*[torch.randn(1, 5, 30)] * 3), r"got \(1, 5, 30\)"),
         (lambda: TiledAttention(4)(*[torch.randn(5, 32)] * 3), r"got \(5, 32\)"),
-        (lambda: tiled_attention(torch.randn(1, 6, 5, 8), *[torch.randn(1, 4, 5, 8)] * 2), "multiple"),
+        (lambda: tiled_attention(torch.randn(1, 6, 5, 8), *[torch.randn(1, 4, 5, 8)] * 2), "divisible"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make, match: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -38,11 +39,16 @@ def test_it_is_frozen_and_changed_by_replace() -> None:
         ({"math_limit_mib": -1}, ValueError, r"at least 0 .*, got -1"),
         ({"math_limit_mib": None}, TypeError, r"got None"),
         ({"q_block": 0}, ValueError, r"q_block must be at least 1, got 0"),
+        ({"q_block": 10**30}, ValueError, r"q_block must be at most 2147483647, got 10+$"),
+        ({"kv_block": 1 << 99999}, ValueError, r"kv_block must be at most 2147483647, got a number of 100000 bits"),
+        ({"route": 999 * "x"}, ValueError, r"got 'x{56}\.\.\.$"),
+        ({"budget_mib": 1e30}, ValueError, r"budget_mib must be at most 1099511627776, got 1e\+30"),
+        ({"math_limit_mib": 10**30}, ValueError, r"math_limit_mib must be at most"),
         ({"kv_block": 1.5}, TypeError, r"kv_block must be a whole number, got 1.5"),
         ({"q_block": True}, TypeError, r"got True"),
         ({"trim_masks": "no"}, TypeError, r"trim_masks must be a bool, got 'no'"),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 def test_wrong_fields_say_what_is_expected(change: dict, error: type, match: str) -> None:
     with pytest.raises(error, match=match):
@@ -57,32 +63,107 @@ def test_the_environment_changes_the_default() -> None:
     assert AttentionConfig.from_env({}) == AttentionConfig()
 
 
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The warnings so far; none was given before the test."""
+    config_module._warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="pascal_attn")
+    return lambda: [entry.getMessage() for entry in caplog.records]
+
+
+NAMES = [f"PASCAL_ATTN_{field.name.upper()}" for field in dataclasses.fields(AttentionConfig)]
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\t"])
+def test_an_empty_variable_is_as_good_as_none(
+    text: str, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert AttentionConfig.from_env({name: text for name in NAMES}) == AttentionConfig()
+    for name in config_module.SWITCHES:
+        monkeypatch.setenv(name, text)
+        assert config_module.switched_on(name) is False
+    assert warnings_of() == []
+
+
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "expected"),
     [
-        ("BUDGET_MIB", "lots"),
-        ("BUDGET_MIB", "-1"),
-        ("BUDGET_MIB", "nan"),
-        ("Q_BLOCK", "1.5"),
-        ("ROUTE", "flash"),
-        ("TRIM_MASKS", "perhaps"),
-        ("MATH_LIMIT_MIB", ""),
-        ("SOFTMAX", ""),
+        ("BUDGET_MIB", "lots", "budget_mib must be a number, got 'lots'"),
+        ("BUDGET_MIB", "-1", "budget_mib must be at least 0.0625 and finite, got -1.0"),
+        ("BUDGET_MIB", "nan", "budget_mib must be at least 0.0625 and finite, got nan"),
+        ("MATH_LIMIT_MIB", "auto", "math_limit_mib must be a number, got 'auto'"),
+        ("Q_BLOCK", "1.5", "q_block must be a whole number, got '1.5'"),
+        ("Q_BLOCK", "1" + 30 * "0", "q_block must be at most 2147483647, got 1" + 30 * "0"),
+        ("KV_BLOCK", "0", "kv_block must be at least 1, got 0"),
+        (
+            "ROUTE",
+            "flash",
+            "route must be one of ['auto', 'fused', 'torch', 'tiled', 'math', 'fused-int8'], got 'flash'",
+        ),
+        ("SOFTMAX", "fast", "softmax must be one of ['auto', 'online'], got 'fast'"),
+        ("TRIM_MASKS", "perhaps", "got 'perhaps'"),
+        ("FUSED", "2", "fused must be one of ['0', '1', 'false', 'no', 'off', 'on', 'true', 'yes'], got '2'"),
     ],
 )
-def test_an_unusable_variable_is_named(name: str, text: str) -> None:
-    with pytest.raises(ValueError, match=f"PASCAL_ATTN_{name} is not usable"):
-        AttentionConfig.from_env({f"PASCAL_ATTN_{name}": text})
+def test_nonsense_is_one_warning_with_what_was_expected_and_changes_nothing(
+    name: str, text: str, expected: str, warnings_of: Callable[[], list[str]]
+) -> None:
+    for _ in range(3):
+        found = AttentionConfig.from_env(
+            {f"PASCAL_ATTN_{name}": text, "PASCAL_ATTN_SOFTMAX": "online"}
+            | ({"PASCAL_ATTN_SOFTMAX": text} if name == "SOFTMAX" else {})
+        )
+        assert found == (AttentionConfig() if name == "SOFTMAX" else AttentionConfig(softmax="online"))
+    (sentence,) = warnings_of()
+    assert sentence.startswith(f"PASCAL_ATTN_{name} is ignored: ")
+    assert expected in sentence
 
 
-def test_an_unknown_variable_is_one_warning_with_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
-    config_module._warn_unknown.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="pascal_attn"):
-        for _ in range(3):
-            assert AttentionConfig.from_env({"PASCAL_ATTN_BUGDET": "16"}) == AttentionConfig()
-    (entry,) = caplog.records
-    assert "PASCAL_ATTN_BUGDET" in entry.getMessage()
-    assert "PASCAL_ATTN_BUDGET_MIB" in entry.getMessage()
+def test_nonsense_in_the_environment_does_not_end_a_call(
+    warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from pascal_attn_core import sdpa
+
+    monkeypatch.setenv("PASCAL_ATTN_BUDGET_MIB", "a lot")
+    config_module.default_config.cache_clear()
+    try:
+        query = torch.randn(1, 1, 4, 8)
+        assert sdpa(query, query, query).shape == query.shape
+        assert warnings_of() == ["PASCAL_ATTN_BUDGET_MIB is ignored: budget_mib must be a number, got 'a lot'"]
+    finally:
+        monkeypatch.undo()
+        config_module.default_config.cache_clear()
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("Yes", True), ("off", False), ("0", False), ("maybe", False)])
+def test_a_switch_is_on_only_where_it_says_so(
+    text: str, on: bool, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PASCAL_ATTN_ENABLE", text)
+    assert [config_module.switched_on("PASCAL_ATTN_ENABLE") for _ in range(2)] == [on, on]
+    assert [("PASCAL_ATTN_ENABLE is ignored" in one, "'maybe'" in one) for one in warnings_of()] == (
+        [(True, True)] if text == "maybe" else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("BUGDET", "BUDGET_MIB"), ("ROUT", "ROUTE"), ("ENABLED", "ENABLE"), ("QBLOCK", "Q_BLOCK"), ("TOKEN", None)],
+)
+def test_an_unknown_variable_is_one_warning_with_the_nearest_name(
+    name: str, meant: str | None, warnings_of: Callable[[], list[str]]
+) -> None:
+    for _ in range(3):
+        assert AttentionConfig.from_env({f"PASCAL_ATTN_{name}": "tiled"}) == AttentionConfig()
+    (sentence,) = warnings_of()
+    assert sentence.startswith(f"unknown environment variable PASCAL_ATTN_{name}; ")
+    if meant is None:
+        assert "did you mean" not in sentence
+        assert all(repr(known) in sentence for known in [*NAMES, *config_module.SWITCHES])
+    else:
+        assert sentence.endswith(f"did you mean PASCAL_ATTN_{meant}?")
 
 
 def test_the_argument_is_above_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

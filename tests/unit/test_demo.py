@@ -130,10 +130,11 @@ def test_any_other_error_is_not_swallowed():
 
 def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("diffusers", "rich") else find(name))
+    hidden = ("diffusers", "rich", "PIL")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
     assert main(["demo"]) == 2
     message = capsys.readouterr().err
-    assert 'diffusers, rich must be installed for the demo: pip install "pascal-attention[demo]"' in message
+    assert "diffusers, rich, pillow must be installed for the demo: pip install diffusers rich pillow\n" in message
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--device", "nonsense"]])

@@ -53,6 +53,15 @@ def test_a_float_rule_is_added_with_or_without_its_dtype(route: str, dtype: torc
     torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, TOKENS), (1, 2, TOKENS, 1), (1, 1, 1, 1)])
+def test_a_size_of_one_stands_for_all_on_every_route(route: str, shape: tuple[int, ...]) -> None:
+    inputs = _inputs()
+    mask = LazyMask(shape, lambda b, h, i, j: (3 * i + 7 * j + h) % 5 != 1, device="cpu")
+    expected = sdpa(*inputs, mask.dense(), config=ROUTES["math"])
+    torch.testing.assert_close(sdpa(*inputs, mask, config=ROUTES[route]), expected, atol=3e-6, rtol=1e-5)
+
+
 def _late(wrong):
     """A rule that is right for the first element and wrong for the others."""
     return lambda b, h, i, j: i >= j if i.numel() == j.numel() == 1 and not i.item() else wrong(b, h, i, j)

@@ -89,6 +89,16 @@ def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
     assert not tiled_route._caps  # nothing is remembered any more
 
 
+def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*qkv, config=TILED)
+    device.free = 1 << 40
+    monkeypatch.setattr(tiled_route, "_PAUSE", -1.0)
+    sdpa(*qkv, config=TILED)
+    assert device.tried["forward"][-1] == device.tried["forward"][0]
+    assert not tiled_route._caps
+
+
 def test_a_raise_that_was_too_much_is_tried_less_and_less_often(monkeypatch, qkv) -> None:
     small = [t[:, :1, :256] for t in qkv]
     device = Device(monkeypatch, free=1 << 17)

@@ -27,7 +27,8 @@ def behind(name: str) -> list[object]:
 def test_attention_and_mask_function_are_registered_and_removed_together() -> None:
     patch = register_with_transformers()
     assert None not in behind("pascal_chunked")
-    assert (patch.active, patch.sites) == (True, 2)
+    assert patch.active
+    assert patch.sites >= 2, "the attention and its masks, and what continuous batching needs"
     patch.remove()
     patch.remove()
     assert behind("pascal_chunked") == [None, None]

@@ -1,0 +1,144 @@
+"""MLPs: ``flash_attn.modules.mlp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .activations import swiglu
+from .dense import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["GatedMlp", "Mlp", "ParallelGatedMlp", "ParallelMLP"]
+
+
+class Mlp(nn.Module):
+    """``fc2(activation(fc1(x)))``; hidden_features is 4 * in_features where it is not given."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias1: bool = True,
+        bias2: bool = True,
+        return_residual: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        hidden_features = in_features * 4 if hidden_features is None else hidden_features
+        self.return_residual, self.activation = return_residual, activation
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        """``[..., out_features]``, with return_residual (that, x)."""
+        out = self.fc2(self.activation(self.fc1(x)))
+        return (out, x) if self.return_residual else out
+
+
+class ParallelMLP(nn.Module):
+    """:class:`Mlp` whose hidden features are split over ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        process_group: Any = None,
+        sequence_parallel: bool = True,
+        bias1: bool = True,
+        bias2: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        hidden_features = in_features * 4 if hidden_features is None else hidden_features
+        kinds: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **kinds)
+        self.activation = activation
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., out_features]``."""
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class GatedMlp(nn.Module):
+    """``fc2(y * activation(gate))`` where fc1 gives y and the gate, in this order.
+
+    hidden_features is 8 / 3 * in_features where it is not given, and rounded up to a multiple of ``multiple_of``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        return_residual: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        hidden = _gated_features(in_features, hidden_features, multiple_of)
+        self.return_residual, self.activation = return_residual, activation
+        self.fc1 = nn.Linear(in_features, 2 * hidden, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        """``[..., out_features]``, with return_residual (that, x)."""
+        out = self.fc2(_gated(self.fc1(x), self.activation))
+        return (out, x) if self.return_residual else out
+
+
+class ParallelGatedMlp(nn.Module):
+    """:class:`GatedMlp` whose hidden features are split over ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        process_group: Any,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        sequence_parallel: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        hidden = _gated_features(in_features, hidden_features, multiple_of)
+        kinds: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        self.fc1 = ColumnParallelLinear(in_features, 2 * hidden, process_group, bias=bias1, **kinds)
+        self.activation = activation
+        self.fc2 = RowParallelLinear(hidden, out_features, process_group, bias=bias2, **kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., out_features]``."""
+        return self.fc2(_gated(self.fc1(x), self.activation))
+
+
+def _gated(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    y, gate = both.chunk(2, dim=-1)
+    return swiglu(gate, y) if activation is F.silu else y * activation(gate)
+
+
+def _gated_features(in_features: int, hidden_features: int | None, multiple_of: int) -> int:
+    hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
+    return -(-hidden // multiple_of) * multiple_of

@@ -1,0 +1,138 @@
+"""What users hold goes through pickle: torch's function under the switch, errors, configs, reports."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import io
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
+
+import pascal_attn_core
+from pascal_attn_core import AttentionConfig, AttentionOutput, UnsupportedAttention, capture, record, sdpa
+from pascal_attn_core.sdpa_patch import disable, enable, patch_sdpa
+
+# ---- torch's function under the switch ------------------------------------------------------------------------------
+
+
+class Holder(torch.nn.Module):
+    """A model that keeps the function it found when it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_model_that_holds_sdpa_is_saved_as_a_reference_by_name(protocol: int) -> None:
+    enable(TILED)
+    saved = pickle.dumps(Holder(), protocol)
+    assert b"torch.nn.functional" in saved
+    assert b"pascal" not in saved.replace(__name__.encode(), b""), "it must load where this package is not installed"
+    q, k, v = qkv()
+    assert served(lambda: pickle.loads(saved).attend(q, k, v))
+    disable()
+    assert pickle.loads(saved).attend is TORCH
+
+
+def test_torch_save_and_load_work_under_the_switch() -> None:
+    enable(TILED)
+    file = io.BytesIO()
+    torch.save(Holder(), file)
+    disable()
+    assert torch.load(io.BytesIO(file.getvalue()), weights_only=False).attend is TORCH
+
+
+def test_another_process_loads_it_with_and_without_the_switch(tmp_path: Path) -> None:
+    file = tmp_path / "function.pkl"
+    with patch_sdpa():
+        file.write_bytes(pickle.dumps(F.scaled_dot_product_attention))
+    program = (
+        "import pickle, sys, torch.nn.functional as F\n"
+        "data = open(sys.argv[1], 'rb').read()\n"
+        "function = pickle.loads(data)\n"
+        "assert function is F.scaled_dot_product_attention and 'built-in' in repr(function)\n"
+        "assert 'pascal_attn_core' not in sys.modules\n"
+        "from pascal_attn_core.sdpa_patch import enable\n"
+        "enable()\n"
+        "assert pickle.loads(data) is F.scaled_dot_product_attention is not function\n"
+    )
+    root = Path(pascal_attn_core.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program, str(file)], check=True, cwd=root, timeout=300)
+
+
+def test_copies_under_the_switch_are_the_function_itself() -> None:
+    with patch_sdpa(TILED):
+        held = Holder()
+        assert copy.deepcopy(held).attend is copy.copy(held).attend is held.attend
+
+
+def test_it_is_saved_while_calls_are_captured(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    with capture(tmp_path / "calls.safetensors"):
+        saved = pickle.dumps(Holder())
+    assert pickle.loads(saved).attend is TORCH
+
+
+# ---- errors and values ----------------------------------------------------------------------------------------------
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {"UnsupportedAttention": ("tiled", ["head_dim 300 > 256", "float64"])}
+
+
+def _errors() -> list[type[Exception]]:
+    """Every exception class that a module of this package defines."""
+    found = set()
+    for module in pkgutil.walk_packages(pascal_attn_core.__path__, "pascal_attn_core."):
+        if module.name.endswith((".auto", ".__main__")):  # their import does something
+            continue
+        try:
+            values = vars(importlib.import_module(module.name)).values()
+        except ImportError:  # an optional package is missing
+            continue
+        found |= {value for value in values if inspect.isclass(value) and issubclass(value, Exception)}
+    return sorted((one for one in found if one.__module__.startswith("pascal_attn_core")), key=lambda one: one.__name__)
+
+
+@pytest.mark.parametrize("kind", _errors(), ids=lambda kind: kind.__name__)
+def test_every_error_of_ours_comes_back_from_pickle_as_it_was(kind: type[Exception]) -> None:
+    error = kind(*ARGUMENTS.get(kind.__name__, ("a sentence",)))
+    error.place = "worker 3"  # type: ignore[attr-defined]
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(back) is kind
+        assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
+
+
+def test_the_errors_were_found() -> None:
+    assert {"UnsupportedAttention", "KernelUnavailable", "NotTokenwise"} <= {kind.__name__ for kind in _errors()}
+
+
+def test_an_error_from_a_call_keeps_its_reasons() -> None:
+    query = torch.randn(1, 1, 4, 8)
+    with pytest.raises(UnsupportedAttention) as caught:
+        sdpa(query, query, query, config=AttentionConfig(route="fused"))
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert (back.route, back.reasons) == ("fused", caught.value.reasons)
+
+
+def test_configs_outputs_and_reports_come_back_equal() -> None:
+    query = torch.randn(1, 1, 4, 8)
+    with record() as report:
+        sdpa(query, query, query)
+    config, output = AttentionConfig(route="tiled", q_block=64), AttentionOutput(query, query)
+    back = pickle.loads(pickle.dumps((config, output, report)))
+    assert back[0] == config
+    assert back[0].token == config.token
+    assert isinstance(back[1], AttentionOutput)
+    assert torch.equal(back[1].out, output.out)
+    assert back[2] == report
+    assert back[2].text() == report.text()
