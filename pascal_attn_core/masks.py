@@ -199,10 +199,7 @@ class LazyTiles:
         batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
         batch %= self.mask.shape[0]  # of several leading dimensions the mask has the last one
         heads = head * self.groups, (head + u1 - u0) * self.groups
-        _, _, rows, columns = self.mask.shape  # of length 1: the same for all
-        queries, keys = (q0, q1) if rows > 1 else (0, 1), (j0, j1) if columns > 1 else (0, 1)
-        tile = self.mask.tile(batch, heads, queries, keys).unflatten(0, (u1 - u0, self.groups))
-        return tile.expand(-1, -1, q1 - q0, j1 - j0)
+        return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.groups))
 
 
 class Rules:
