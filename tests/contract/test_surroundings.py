@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, dispatch, record, report, sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.sdpa_patch import patch_sdpa
+from pascal_attn_core.tiled_route import forget_halvings
 
 TILED = AttentionConfig(route="tiled")
 
@@ -287,6 +288,7 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
                     survived[name] += 1
                 if may_survive or at % 7 == 0:
                     close(run(), expected)
+                forget_halvings()  # or the tiles of the last operators are those of a device without memory
             close(run(), expected)
     assert forward.count > 0
     assert backward.count > 0

@@ -437,7 +437,7 @@ def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str
 
 
 class Built(NamedTuple):
-    """A call's arguments; ``memory`` is all that they lie in; the rest is their meaning in float64.
+    """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64.
 
     Attributes:
         allowed: bool ``[*B, H, L, S]``; bias: the same shape or None, rounded to the dtype of the sums, finite.

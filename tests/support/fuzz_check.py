@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pascal_attn_core import UnsupportedAttention, explain, sdpa, sdpa_with_lse
+from pascal_attn_core import LazyMask, UnsupportedAttention, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 from . import fuzz_oracle
@@ -34,9 +34,9 @@ def check(call: Call, device: str = "cpu") -> str:
         Wrong: or whatever the call itself raises.
     """
     built = build(call)
-    tensors, mask, sinks = _leaves(call, built, device)
-    before = [_bytes(t).clone() for t in built.memory]
-    versions = [t._version for t in built.memory]
+    tensors, mask, sinks, memory = _leaves(call, built, device)
+    before = [_bytes(t).clone() for t in memory]
+    versions = [t._version for t in memory]
     random_state = torch.get_rng_state()
     options = built.options | ({} if sinks is None else {"sinks": sinks})
     try:
@@ -67,7 +67,7 @@ def check(call: Call, device: str = "cpu") -> str:
         _compare("lse", lse, [way.lse for way in answers], precision.sums, heads[..., None], call)
     if call.wants:
         _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, precision)
-    for whole, old, version in zip(built.memory, before, versions):
+    for whole, old, version in zip(memory, before, versions):
         if whole._version != version or not torch.equal(_bytes(whole), old):
             raise Wrong("an input was written to")
     return ""
@@ -110,17 +110,24 @@ def simplest(call: Call, tries: int = 150, device: str = "cpu") -> Call:
 # ---- making the call -------------------------------------------------------------------------------------------------
 
 
-def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, Tensor | None]:
-    """The arguments as leaves in the strides they have."""
+def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, Tensor | None, list[Tensor]]:
+    """(query, key, value), mask, sinks: leaves in the strides they have, and the memory they lie in, on the device."""
+    memory = built.memory if device == "cpu" else [whole.to(device) for whole in built.memory]
+    places = iter(memory)
 
     def leaf(tensor: Any, name: str) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        tensor = tensor.detach().to(device)
-        return tensor.requires_grad_(name in call.wants and tensor.is_floating_point())
+        if isinstance(tensor, LazyMask):
+            return LazyMask(tensor.shape, tensor.rule, device=memory[0].device, dtype=tensor._dtype)
+        if tensor is None:
+            return None
+        place = next(places)
+        if device != "cpu":
+            view = place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            tensor = torch._neg_view(view) if tensor.is_neg() else view
+        return tensor.detach().requires_grad_(name in call.wants and tensor.is_floating_point())
 
     tensors = [leaf(t, name) for t, name in zip(built.tensors, "qkv")]
-    return tensors, leaf(built.mask, "m"), leaf(built.sinks, "s")
+    return tensors, leaf(built.mask, "m"), leaf(built.sinks, "s"), memory
 
 
 @contextmanager
