@@ -102,7 +102,7 @@ def tiled_forward(
     acc_dtype = accumulate_dtype(out.dtype)
     lse = out.new_empty(out.shape[:-1], dtype=acc_dtype) if with_lse or for_grad else None
     log_sum = out.new_empty(out.shape[:-1], dtype=acc_dtype) if for_grad and has_bias(call) else None
-    if call.is_empty:
+    if call.num_scores == 0 or (call.is_empty and lse is None):  # without head_dim_v there still is an lse
         out.zero_()
         for rows in (lse, log_sum):
             if rows is not None:

@@ -60,7 +60,7 @@ def tiled_backward(
         wants_mask: also return the gradient of a float mask, in the mask's shape.
     """
     sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
-    if not call.is_empty:
+    if call.num_scores:
         tile_math = GradientMath(call, plan, seed)
         per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
         for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
@@ -95,7 +95,7 @@ class _Sums:
 
     def result(self) -> Gradients:
         call = self.call
-        if call.is_empty:
+        if call.num_scores == 0:
             self.query.zero_()
         query = self.query if self.query.shape == call.query.shape else self.query.sum_to_size(call.query.shape)
         mask = None
@@ -287,7 +287,7 @@ def sinks_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tens
         # Below every score and in a row without keys a sink at -inf has the probability 0.
         shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
         grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
-    return torch.stack(grads).to(call.sinks.dtype)
+    return torch.stack(grads).to(call.sinks.dtype) if grads else torch.zeros_like(call.sinks)
 
 
 def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:

@@ -69,7 +69,7 @@ def _max_norm_in_parts(keys: Tensor, keys_at_once: int, convert: _Converter) -> 
 
 
 def _values_fit(value: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.dtype == torch.float16:  # at most 65504 = 2^16
+    if value.dtype == torch.float16 or not value.numel():  # at most 65504 = 2^16
         return torch.ones((), dtype=torch.bool, device=value.device)
     limit = 2.0 ** (_VALUE_BITS[dtype] - math.log2(max(2, value.shape[1])))
     low, high = torch.aminmax(value)

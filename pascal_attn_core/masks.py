@@ -197,6 +197,7 @@ class LazyTiles:
     def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
         """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says."""
         batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
+        batch %= self.mask.shape[0]  # of several leading dimensions the mask has the last one
         heads = head * self.groups, (head + u1 - u0) * self.groups
         return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.groups))
 

@@ -184,6 +184,8 @@ def is_short(call: AttentionCall, config: AttentionConfig) -> bool:
     ):
         return False
     query, key, value = call.query, call.key, call.value
+    if mask is not None and query.shape[:2] != (*call.batch, call.num_heads):
+        return False  # torch's math adds it in place to scores that may lack the dimensions of value
     if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and (
         rows_overlap(query) or rows_overlap(key) or rows_overlap(value)
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections.abc import Iterator
@@ -27,8 +28,29 @@ class _RootIsNoPackage:
         return pytest.Dir.from_parent(parent, path=path) if path == self.root else None
 
 
+FUZZ_CALLS = {"ci": 2_000, "nightly": 50_000}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz", "random calls (tests/contract/test_fuzz.py)")
+    group.addoption("--fuzz", choices=FUZZ_CALLS, default="ci", help="ci: the same 2,000 calls; nightly: 50,000 others")
+    group.addoption("--fuzz-first", type=int, help="number of the first call")
+    group.addoption("--fuzz-calls", type=int, help="how many calls")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsNoPackage(config.rootpath))
+    options = config.option  # goes from here to the processes of pytest-xdist
+    if options.fuzz_calls is None:
+        options.fuzz_calls = FUZZ_CALLS[options.fuzz]
+    if options.fuzz_first is None:
+        options.fuzz_first = random.SystemRandom().randrange(10**9, 10**12) if options.fuzz == "nightly" else 0
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.fuzz == "nightly":
+        first, count = config.option.fuzz_first, config.option.fuzz_calls
+        terminalreporter.write_line(f"random calls: --fuzz-first {first} --fuzz-calls {count}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

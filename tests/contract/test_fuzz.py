@@ -1,111 +1,250 @@
-"""Random calls: legal ones against float64, illegal ones refused by us, in our words."""
+"""Random calls: legal ones against float64, illegal ones refused by us, in our words.
+
+The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz_calls`` draws it, ``fuzz_check`` makes
+it and compares output, lse and gradients with ``fuzz_oracle``. ``--fuzz nightly`` makes 50,000 from a random number on.
+"""
 
 from __future__ import annotations
 
+import collections
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attn_support.oracle import ULPS, assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
-from attn_support.table import BY_TORCH, LAYOUTS, MASKS, Case
+import torch.nn.functional as F
+from attn_support import fuzz_check
+from attn_support.fused_device import emulated_card
+from attn_support.fused_emulation import GXX
+from attn_support.fuzz_calls import BOOL_KINDS, BROKEN_RULES, FLOAT_KINDS, LAYOUTS, RULES, Call, Mask, build, draw
+from attn_support.fuzz_check import TORCH, failure, precision_of, simplest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
-from pascal_attn_core.reference import reference_sdpa
 
-FUZZ = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
-LENGTHS = st.sampled_from((0, 1, 2, 3, 16, 31, 64, 65, 129))
-DTYPES = st.sampled_from((torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64))
+MOST_REPORTED = 5
 
 
-@st.composite
-def legal_cases(draw: st.DrawFn) -> Case:
-    batch = draw(st.sampled_from(((), (1,), (2,), (3,), (2, 2), (0,))))
-    kv_heads, groups = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 1, 2, 4)))
-    heads = kv_heads * groups
-    length, keys = draw(LENGTHS), draw(LENGTHS)
-    width, width_v = draw(st.sampled_from((1, 3, 8, 16))), draw(st.sampled_from((1, 5, 8, 16)))
-    options: dict[str, Any] = {"enable_gqa": True} if groups > 1 or draw(st.booleans()) else {}
-    options |= draw(st.sampled_from(({}, {}, {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"})))
-    if draw(st.integers(0, 4)) == 0:
-        sides = st.integers(-1, 70)
-        options["window"] = (draw(sides), draw(sides))
-    if draw(st.integers(0, 3)) == 0:
-        options["scale"] = draw(st.sampled_from((0.0, 1.0, -0.3, 2.5)))
-    kv_batch = tuple(1 if draw(st.integers(0, 9)) == 0 else n for n in batch)
-    kv_batch = kv_batch[1:] if batch and draw(st.integers(0, 9)) == 0 else kv_batch
-    return Case(
-        name=str(draw(st.integers(0, 1 << 30))),
-        query=(*batch, heads, length, width),
-        key=(*kv_batch, kv_heads, keys, width),
-        value=(*kv_batch, kv_heads, keys, width_v),
-        mask=draw(st.one_of(st.just("none"), st.sampled_from(sorted(MASKS)))),
-        layout=draw(st.sampled_from(sorted(set(LAYOUTS) - {"expanded"}))),
-        dtype=draw(DTYPES),
-        options=options,
-        magnitude=draw(st.sampled_from((1.0, 1.0, 0.1, 20.0))),
-    )
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The calls in shares, for as many processes as there are."""
+    if "share" in metafunc.fixturenames:
+        first, count = _numbers(metafunc.config)
+        shares = min(20, count)
+        ranges = [range(first + i, first + count, shares) for i in range(shares)]
+        metafunc.parametrize("share", ranges, ids=[f"from {numbers[0]}" for numbers in ranges])
 
 
-CONFIGS = st.builds(
-    AttentionConfig,
-    route=st.sampled_from(("tiled", "tiled", "auto")),
-    softmax=st.sampled_from(("auto", "online")),
-    q_block=st.one_of(st.none(), st.integers(1, 140)),
-    kv_block=st.one_of(st.none(), st.integers(1, 140)),
-    trim_masks=st.booleans(),
-    math_limit_mib=st.sampled_from((0, 1)),
+def _numbers(config: pytest.Config) -> tuple[int, int]:
+    """(first, count)"""
+    return config.getoption("fuzz_first"), config.getoption("fuzz_calls")
+
+
+def _run(calls: Iterable[Call], device: str = "cpu") -> None:
+    """Make them all; fail with the first wrong ones, a simpler one that goes wrong too, and how to repeat each."""
+    lines: list[str] = []
+    for call in calls:
+        what = failure(call, device)
+        if not what:
+            continue
+        other = simplest(call, device=device)
+        lines += [f"call {call.number}: {what}", f"  as wrong: {other}", f"            {failure(other, device)}"]
+        lines.append(f"  again: python -m pytest tests/contract/test_fuzz.py --fuzz-first {call.number} --fuzz-calls 1")
+        if len(lines) >= 4 * MOST_REPORTED:
+            break
+    if lines:
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_random_calls_give_the_answers_of_the_definition(share: range) -> None:
+    _run(draw(number) for number in share)
+    assert F.scaled_dot_product_attention is TORCH
+
+
+@pytest.mark.gpu
+def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range) -> None:
+    calls = (draw(number) for number in share)
+    routes = ({}, {"route": "fused"}, {"route": "tiled"}, {"math_limit_mib": 0})
+    _run((replace(call, config=routes[call.number % 4]) for call in calls if call.dtype != "float64"), "cuda")
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_random_calls_by_the_fused_kernels_give_the_answers_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    launches = emulated_card(monkeypatch)
+    first, count = _numbers(pytestconfig)
+    _run(filter(None, (_for_the_emulation(draw(number)) for number in range(first, first + count))))
+    assert launches or count < 500
+
+
+def _for_the_emulation(call: Call) -> Call | None:
+    """The call by the fused route; None for most of them, since one takes as long as a hundred others."""
+    units = max(1, len(call.batch)) * call.num_heads
+    is_small = units * call.rows * call.keys <= 3000 and {call.width, call.width_v} <= {8, 16, 64}
+    is_taken = call.dtype != "float64" and call.softcap is call.sinks is None and call.mask_kind not in RULES
+    if not (is_small and is_taken) or call.entry.startswith("switch") or "m" in call.wants or call.is_empty:
+        return None
+    return replace(call, config={"route": "fused"}, explained=True)
+
+
+def test_random_calls_from_many_threads_give_the_answers_of_the_definition() -> None:
+    """Eight threads, each with calls of its own: direct, by the switch, with gradients."""
+    wrong: list[str] = []
+
+    def work(first: int) -> None:
+        for number in range(first, first + 12):
+            what = failure(replace(draw(number), dropout_p=0.0))
+            if what:
+                wrong.append(f"call {number}: {what}")
+
+    threads = [threading.Thread(target=work, args=(1_000_000 + 12 * i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert F.scaled_dot_product_attention is TORCH
+
+
+# ---- the fuzz itself -------------------------------------------------------------------------------------------------
+
+
+def _features(call: Call) -> list[str]:
+    mask = call.mask
+    words = [call.dtype, f"{2 if call.matrices else len(call.batch) + 3}-D", f"by {call.entry}"]
+    words += [f"route {call.config.get('route', 'auto')}", *(f"layout {name}" for name in set(call.layouts))]
+    words += [f"option {name}={value}" for name, value in call.config.items() if name in ("softmax", "trim_masks")]
+    words += [f"gradient of {name}" for name in call.wants] + [f"through {call.through}"] * bool(call.wants)
+    words += [f"sinks {call.sinks}"] * bool(call.sinks) + [f"poison {call.poison}"] * bool(call.poison)
+    words += ["grouped"] * (call.enable_gqa and call.heads[0] > call.heads[1])
+    words += [f"{name} {getattr(call, name)}" for name in ("is_causal", "alignment", "scale", "softcap", "dropout_p")]
+    words += ["a window"] * (call.window is not None) + ["explained"] * call.explained
+    words += [f"{name} {n}" for name in ("rows", "keys", "width") for n in (0, 1) if getattr(call, name) == n]
+    words += ["head_dim of value differs"] * (call.width != call.width_v) + ["width 513"] * (call.width == 513)
+    words += ["more than 1,024 rows"] * (call.rows >= 1024)
+    if mask is not None:
+        words += [f"mask {mask.kind}", f"mask layout {mask.layout}", f"mask dtype {mask.dtype}"]
+        words += ["odd bytes"] * mask.odd_bytes + ["undeclared rule"] * (not mask.declared)
+        words += ["mask and causal"] * call.is_causal
+    return words
+
+
+def test_the_calls_have_every_feature() -> None:
+    seen = collections.Counter(word for number in range(2000) for word in _features(draw(number)))
+    kinds = [f"mask {kind}" for kind in (*BOOL_KINDS, *FLOAT_KINDS, *RULES, *BROKEN_RULES)]
+    wanted = [*kinds, *(f"layout {name}" for name in LAYOUTS), "2-D", "3-D", "4-D", "5-D", "6-D", "odd bytes",
+              "undeclared rule", "width 513", "rows 0", "rows 1", "keys 0", "keys 1", "width 0", "width 1", "grouped",
+              "sinks all -inf", "sinks some -inf", "scale 0.0", "scale -0.3", "scale 30.0", "dropout_p 1.0", "a window",
+              "mask and causal", "through lse", "through both", "by switch held by name", "route math", "route torch",
+              "more than 1,024 rows", "explained", *(f"gradient of {name}" for name in "qkvms")]  # fmt: skip
+    assert not [word for word in wanted if not seen[word]]
+
+
+def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
+    """Its formulas, against torch's own autograd."""
+    compared = 0
+    for number in range(150):
+        call = replace(
+            draw(number), dtype="float64", poison="", magnitude=1.0, layouts=("contiguous",) * 3, entry="lse"
+        )
+        if call.is_empty or call.mask_kind in BROKEN_RULES or call.mask_kind in RULES:
+            continue
+        built = build(call)
+        query, key, value = leaves = [t.clone().requires_grad_() for t in built.clean]
+        bias = torch.zeros(()) if built.bias is None else built.bias
+        sinks = None if built.sinks is None else built.sinks.double().requires_grad_()
+        factor = call.width**-0.5 if call.scale is None and call.width else call.scale or float(call.scale is None)
+        scores = torch.einsum("...qd,...kd->...qk", query, key) * factor
+        scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+        scores = (scores + bias).masked_fill(~built.allowed, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        alive = (scores > -torch.inf).any(-1)
+        scores = scores.masked_fill(~alive[..., None], 0.0)
+        largest = scores.detach().amax(-1, keepdim=True)  # logsumexp would lose the sum beside a bias of -1e38
+        weights = torch.exp(scores - largest)
+        total = weights.sum(-1, keepdim=True)
+        out, lse = (weights / total)[..., : call.keys] * alive[..., None] @ value, (largest + total.log())[..., 0]
+        answers = fuzz_check.ways(call, built, precision_of(call))
+        way = answers[0]
+        torch.testing.assert_close(way.out.value, out.detach(), atol=1e-9, rtol=1e-7)
+        torch.testing.assert_close(way.lse.value[alive], lse.detach()[alive], atol=1e-9, rtol=1e-7)
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+        grad_lse *= alive
+        wanted = [*leaves, *[sinks] * (sinks is not None)]
+        expected = torch.autograd.grad(
+            (out, lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
+        )
+        found = fuzz_check.gradients_of(answers, call, built, grad_out, grad_lse, precision_of(call))
+        for name, grad in zip(("query", "key", "value", "sinks"), expected):
+            torch.testing.assert_close(getattr(found, name).value, grad, atol=1e-7, rtol=1e-6)
+        compared += 1
+    assert compared > 80
+
+
+PLAIN = [Call(i, batch=(2,), heads=(4, 2, 2), enable_gqa=True, rows=33, keys=40, wants="qkv") for i in range(3)]
+RIGHT = fuzz_check.sdpa
+
+
+def _scaled(*args: Any, **options: Any) -> Tensor:
+    return RIGHT(*args, **options) * (1 + 1e-5)
+
+
+def _without_the_last_key(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return RIGHT(query, key[..., :-1, :], value[..., :-1, :], *rest, **options)
+
+
+def _other_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return RIGHT(query, key.flip(1), value.flip(1), *rest, **options)
+
+
+def _other_gradient(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return RIGHT(query, key + 1e-4 * (key - key.detach()), value, *rest, **options)
+
+
+def _writes(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    out = RIGHT(query, key, value, *rest, **options)
+    query.detach().mul_(-1).mul_(-1)
+    return out
+
+
+def _draws(*args: Any, **options: Any) -> Tensor:
+    torch.rand(1)
+    return RIGHT(*args, **options)
+
+
+def _causal(*args: Any, **options: Any) -> Tensor:
+    return RIGHT(*args, **{**options, "is_causal": True})
+
+
+@pytest.mark.parametrize(
+    "wrong", [_scaled, _without_the_last_key, _other_heads, _other_gradient, _writes, _draws, _causal]
 )
+def test_a_wrong_answer_is_noticed(wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(map(failure, PLAIN))
+    monkeypatch.setattr(fuzz_check, "sdpa", wrong)
+    assert all(map(failure, PLAIN))
 
 
-def _check_forward(case: Case, config: AttentionConfig) -> None:
-    inputs, options = case.build()
-    before = [None if t is None else t.clone() for t in inputs]
-    oracle, oracle_lse = exact(inputs, options)
-    if case.mask == "float64 mask" and case.dtype != torch.float64:
-        inputs = [cast(t, case.dtype) for t in inputs]
-        before, (oracle, oracle_lse) = inputs, exact(inputs, options)
-    if len(case.name) % 2:
-        out, lse = sdpa_with_lse(*inputs, **options, config=config)
-        similar_lse = plain(inputs, options, plain_dtype(case.dtype))[1]
-        assert_close(lse, oracle_lse, similar_lse, "lse", dtype=case.dtype, scale=1.0)
-    else:
-        out = sdpa(*inputs, **options, config=config)
-    similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=config.route in BY_TORCH))
-    # A score in the thousands is itself rounded in its fourth decimal: plain attention may be lucky there, once.
-    finite = oracle_lse[oracle_lse.isfinite()].abs()
-    digits = 1.0 + (finite.max().item() if finite.numel() else 0.0) / ULPS
-    assert_close(out, oracle, similar, "out", dtype=case.dtype, scale=digits)
-    assert all(t is None or torch.equal(t, old) for t, old in zip(inputs, before))
+def test_a_wrong_call_is_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_check, "sdpa", lambda *a, **o: RIGHT(*a, **{**o, "is_causal": False}))
+    call = Call(5, "float16", (2, 2), (4, 2, 2), True, rows=37, keys=90, is_causal=True, softcap=2.0, wants="qk")
+    tiled = {"route": "tiled"}
+    call = replace(call, layouts=("sliced", "offset", "reversed"), mask=Mask("bool padding", "bs"), config=tiled)
+    assert failure(call)
+    found = simplest(call)
+    assert failure(found)
+    assert found.is_causal
+    assert found.mask is found.softcap is None
+    assert found.rows * found.keys <= 4
+    assert eval(str(found), {"Call": Call, "Mask": Mask}) == found  # noqa: S307
 
 
-@settings(max_examples=300, **FUZZ)
-@given(case=legal_cases(), config=CONFIGS)
-def test_random_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
-    _check_forward(case, config)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, **FUZZ)
-@given(case=legal_cases(), config=CONFIGS)
-def test_thousands_of_legal_calls_give_the_answer_of_the_definition(case: Case, config: AttentionConfig) -> None:
-    _check_forward(case, config)
-
-
-@settings(max_examples=500, **FUZZ)
-@given(case=legal_cases(), config=CONFIGS)
-def test_random_legal_calls_have_the_gradients_of_the_definition(case: Case, config: AttentionConfig) -> None:
-    inputs, options = case.build(requires_grad=True)
-    wide = [cast(t, torch.float64) for t in inputs]
-    similar = [cast(t, plain_dtype(case.dtype, as_torch=True)) for t in inputs]
-    leaves = [[t for t in tensors if t is not None and t.requires_grad] for tensors in (inputs, wide, similar)]
-    out = sdpa(*inputs, **options, config=config)
-    oracle, lse = reference_sdpa(*wide, **options)
-    grad_out = torch.randn(out.shape, dtype=torch.float64)
-    outs = (out, oracle, reference_sdpa(*similar, **options)[0])
-    actual, expected, yardstick = (gradients(o, some, grad_out) for o, some in zip(outs, leaves))
-    assert_gradients_close(actual, expected, yardstick, lse, case.dtype)
+# ---- illegal calls ---------------------------------------------------------------------------------------------------
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,6 +267,7 @@ ILLEGAL: list[dict[str, Any]] = [
     {"attn_mask": _tensor(5, 7).to("meta")}, {"attn_mask": _tensor(5, 7, dtype=torch.uint8)},
     {"dropout_p": -0.1}, {"dropout_p": 1.1}, {"dropout_p": float("nan")}, {"dropout_p": "0.5"},
     {"scale": float("inf")}, {"scale": float("nan")}, {"scale": "small"}, {"scale": [1.0, 2.0]},
+    {"scale": torch.tensor(0.5, requires_grad=True)}, {"scale": torch.nn.Parameter(torch.tensor(0.5))},
     {"alignment": "lower_left"}, {"alignment": None}, {"window": 5}, {"window": (1,)}, {"window": (1, 2, 3)},
     {"window": (-2, 1)}, {"window": (1, "2")}, {"window": (1.5, 2)}, {"window": ("a", "b")},
 ]  # fmt: skip
@@ -153,7 +293,7 @@ def _raised_by_us(caught: pytest.ExceptionInfo) -> bool:
     return "pascal_attn_core" in str(caught.traceback[-1].path)
 
 
-@settings(max_examples=600, **FUZZ)
+@settings(max_examples=600, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     broken=st.lists(st.sampled_from(ILLEGAL), min_size=1, max_size=3),
     config=st.sampled_from(ILLEGAL_ROUTES),

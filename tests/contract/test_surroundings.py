@@ -6,12 +6,22 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
+from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, dispatch, record, report, sdpa
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.sdpa_patch import patch_sdpa
+from pascal_attn_core.tiled_route import forget_halvings
 
 TILED = AttentionConfig(route="tiled")
 
@@ -145,3 +155,146 @@ def test_a_config_can_be_copied_and_pickled() -> None:
     config = AttentionConfig(route="tiled", q_block=64)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)).token == config.token
+
+
+# ---- an error at any operator ----------------------------------------------------------------------------------------
+
+
+class _Raising(TorchDispatchMode):
+    """Counts the operators, and raises ``error`` in place of number ``at``."""
+
+    def __init__(self, error: BaseException | None = None, at: int = 0):
+        super().__init__()
+        self.error, self.at, self.count = error, at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += 1
+        if self.error is not None and self.count == self.at:
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Scenario:
+    """One call that is made again and again; ``around`` is entered before it."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    mask: Callable[[], Any] = lambda: None
+    dtype: torch.dtype = torch.float32
+    config: AttentionConfig = field(default_factory=AttentionConfig)
+    options: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager] = nullcontext
+    switched: bool = False
+
+    def leaves(self) -> list[Tensor]:
+        return [torch.randn(shape).to(self.dtype).requires_grad_() for shape in self.shapes]
+
+    def attend(self, leaves: Sequence[Tensor], mask: Any) -> Tensor:
+        options = self.options | ({"sinks": leaves[3]} if len(leaves) > 3 else {})
+        if self.switched:
+            return F.scaled_dot_product_attention(*leaves[:3], mask, **options)
+        return sdpa(*leaves[:3], mask, **options, config=self.config)
+
+
+_SMALL = AttentionConfig(route="tiled", budget_mib=1 / 16)
+_ALIKE, _GROUPED = ((1, 1, 80, 4),) * 3, ((1, 2, 30, 4), (1, 1, 60, 4), (1, 1, 60, 4))
+_SCENARIOS = {
+    "tiled": _Scenario(_ALIKE, config=_SMALL),
+    "tiled, causal": _Scenario(_ALIKE, config=_SMALL, options={"is_causal": True}),
+    "float mask, grouped heads": _Scenario(
+        _GROUPED, lambda: torch.randn(30, 60, requires_grad=True), config=_SMALL, options={"enable_gqa": True}
+    ),
+    "float16, sinks": _Scenario((*_ALIKE, (1,)), dtype=torch.float16, config=_SMALL),
+    "a rule": _Scenario(
+        _ALIKE, lambda: LazyMask((1, 1, 80, 80), lambda b, h, i, j: (i - j) % 3 != 1, device="cpu"), config=_SMALL
+    ),
+    "auto, bool mask": _Scenario(((1, 2, 130, 8), (1, 2, 260, 8), (1, 2, 260, 8)), lambda: torch.rand(130, 260) < 0.7),
+    "math": _Scenario(_ALIKE, lambda: torch.rand(80, 80) < 0.7, config=AttentionConfig(route="math")),
+    "under autocast": _Scenario(_ALIKE, config=_SMALL, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "recorded": _Scenario(_ALIKE, config=_SMALL, around=record),
+    "the switch": _Scenario(_ALIKE, around=lambda: patch_sdpa(_SMALL), switched=True),
+    "the switch, float mask": _Scenario(
+        _ALIKE, lambda: torch.randn(80, 80), around=lambda: patch_sdpa(_SMALL), switched=True
+    ),
+}
+_ERRORS = {
+    "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "memory": lambda: MemoryError("no memory"),
+    "interrupt": KeyboardInterrupt,
+    "runtime": lambda: RuntimeError("the device is gone"),
+}
+
+
+def _state() -> tuple:
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        report.recording(),
+        dispatch._observers,
+        F.scaled_dot_product_attention,
+    )
+
+
+def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:
+    """What ``run`` gives with an error at its n-th operator; None if the error came through."""
+    state = _state()
+    try:
+        with _Raising(error, at):
+            result = run()
+    except type(error):
+        result = None
+    else:
+        assert isinstance(error, torch.OutOfMemoryError), f"{error!r} at operator {at} was swallowed"
+    assert _state() == state, f"{error!r} at operator {at} left something behind"
+    return result
+
+
+@pytest.mark.parametrize("make_error", _ERRORS.values(), ids=_ERRORS)
+@pytest.mark.parametrize("scenario", _SCENARIOS.values(), ids=_SCENARIOS)
+def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
+    scenario: _Scenario, make_error: Callable[[], BaseException]
+) -> None:
+    outside = _state()
+    leaves, mask = scenario.leaves(), scenario.mask()
+    wanted = [*leaves, mask] if isinstance(mask, Tensor) and mask.requires_grad else leaves
+    before = [t.detach().clone() for t in wanted]
+    tight = {"atol": 1e-6, "rtol": 1e-5} if scenario.dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
+    close = partial(torch.testing.assert_close, **tight)
+    survived = {"forward": 0, "backward": 0}
+    may_survive = isinstance(make_error(), torch.OutOfMemoryError)
+    with scenario.around():
+        attend = partial(scenario.attend, leaves, mask)
+        with _Raising() as forward:
+            out = attend()
+        grad_out = torch.randn_like(out)
+        with _Raising() as backward:
+            grads = torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
+
+        def differentiate(result: Tensor) -> Any:
+            return torch.autograd.grad(result, wanted, grad_out, retain_graph=True)
+
+        for name, run, expected, count in (
+            ("forward", attend, out, forward.count),
+            ("backward", lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True), grads, backward.count),
+        ):
+            for at in range(1, count + 1):
+                result = _survives_or_passes(run, make_error(), at)
+                if result is not None:
+                    close(result, expected)
+                    survived[name] += 1
+                if may_survive or at % 7 == 0:
+                    close(run(), expected)
+                forget_halvings()  # or the tiles of the last operators are those of a device without memory
+            close(run(), expected)
+    assert forward.count > 0
+    assert backward.count > 0
+    assert all(torch.equal(t, old) for t, old in zip(wanted, before))
+    assert _state() == outside
+    if may_survive and scenario.config is _SMALL:
+        # The first of them are outside of what is tried again, the many in the tiles are not.
+        assert survived["forward"] > forward.count / 2
+        assert survived["backward"] > backward.count / 2
