@@ -21,8 +21,6 @@ def prepared(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
         attn_mask = _cast(attn_mask, dtype) if isinstance(attn_mask, Tensor) else attn_mask
-    query, key, value = _resolved(query), _resolved(key), _resolved(value)
-    attn_mask = _resolved(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     return query, key, value, attn_mask, is_causal, alignment
 
 
@@ -31,12 +29,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
-
-
-def _resolved(tensor: Tensor) -> Tensor:
-    """A negated view (of the imaginary part of a conjugate, say) as a tensor of its own: kernels read the memory as it
-    lies, and torch's ``copy_`` from float16 to float32 forgets the sign."""
-    return tensor.resolve_neg() if isinstance(tensor, Tensor) and tensor.is_neg() else tensor
 
 
 def _unwrap_causal_bias(

@@ -118,7 +118,9 @@ def check_call(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionCall:
-    """Check the arguments of a call and work out its sizes.
+    """Check the arguments of a call and work out its sizes. Negated views (of the imaginary part of a conjugate, say)
+    become tensors of their own: kernels read the memory as it lies, and torch's ``copy_`` from float16 to float32
+    forgets the sign.
 
     Raises:
         TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
@@ -171,6 +173,9 @@ def check_call(
         or (attn_mask is not None and attn_mask.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     )
+    if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+        attn_mask = attn_mask.resolve_neg() if isinstance(attn_mask, Tensor) else attn_mask
     return AttentionCall(
         query,
         key,
