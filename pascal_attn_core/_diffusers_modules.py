@@ -1,4 +1,5 @@
-"""Modules whose calls are redirected for as long as a Patch lasts, whichever processor they hold at the time."""
+"""Modules whose calls are redirected for as long as a Patch or a PascalAttnProcessor is on them, whichever processor
+they hold at the time."""
 
 from __future__ import annotations
 
@@ -8,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _diffusers_arrivals
 from ._diffusers_processors import RedirectedProcessor, name_of, redirect_processor
-from ._diffusers_redirect import SdpaRedirect, this_thread
+from ._diffusers_redirect import REDIRECTS, SdpaRedirect, redirects_of, this_thread
 from ._diffusers_sites import forward_reaches_sdpa, processor_of, upgrade_of
 
-#: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
-REDIRECTS = "_pascal_redirects"
 #: the attribute in which it keeps its processor, a redirect, and what stands in for the processor under that redirect
 STAND_IN = "_pascal_stand_in"
 
@@ -26,6 +26,7 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
     module.__dict__[REDIRECTS] = tuple(sorted((*(others or ()), redirect), key=lambda other: other.lasting))
     if others is None:
         module.__class__ = redirected_module_class(cls)
+    _diffusers_arrivals.watch(module)
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
@@ -40,6 +41,7 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     if module.__dict__[REDIRECTS]:
         return []
     module.__dict__.pop(STAND_IN, None)
+    _diffusers_arrivals.unwatch(module)
     original = type(module).__dict__.get("_pascal_original_class")
     if original is None:
         return [f"{type(module).__name__} has got another class since; left in place without effect"]
@@ -48,11 +50,18 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     return []
 
 
+def lasting_redirect(module: nn.Module) -> SdpaRedirect | None:
+    """The redirect of the PascalAttnProcessor that was set on ``module``; None if there is none."""
+    return next((redirect for redirect in redirects_of(module) if redirect.lasting), None)
+
+
 def set_lasting_redirect(module: nn.Module, redirect: SdpaRedirect | None) -> None:
     """Replace what a processor has set on ``module`` before; None only takes it away."""
-    for other in module.__dict__.get(REDIRECTS, ()):
-        if other.lasting:
-            release_module(module, other)
+    before = lasting_redirect(module)
+    if before is redirect:
+        return
+    if before is not None:
+        release_module(module, before)
     if redirect is not None:
         redirect_module(module, redirect)
 
@@ -62,14 +71,18 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
     """The subclass of ``cls`` whose calls run under the redirect in force. It carries the name of ``cls``: diffusers
     and accelerate recognise modules by class name."""
     original_call = cls.__call__
+    # else the module itself calls SDPA, whatever its processor does
+    attends_by_processor = not forward_reaches_sdpa(cls)
 
     # not forward: hooks of accelerate and diffusers replace an instance's forward, and so stay inside
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just taken the last one away
         if not redirects:
             return original_call(self, *args, **kwargs)
-        redirect = redirects[-1]
-        stand_in = None if torch.compiler.is_compiling() else _stand_in(self, redirect)
+        redirect, compiling = redirects[-1], torch.compiler.is_compiling()
+        if compiling and attends_by_processor and isinstance(processor_of(self), RedirectedProcessor):
+            return original_call(self, *args, **kwargs)  # the processor redirects by itself
+        stand_in = None if compiling else _stand_in(self, redirect)
         if stand_in is None:
             with redirect:
                 return original_call(self, *args, **kwargs)
@@ -91,7 +104,9 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
 
 def _blank_module(cls: Any) -> nn.Module:
     redirected: Any = redirected_module_class(cls)
-    return redirected.__new__(redirected)
+    module = redirected.__new__(redirected)
+    _diffusers_arrivals.watch(module)
+    return module
 
 
 def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
@@ -113,7 +128,10 @@ def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> 
     if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
         return None
     if isinstance(processor, RedirectedProcessor):
-        return processor
+        original_processor = processor._original
+        if not type(original_processor).__module__.startswith("diffusers."):
+            return processor  # None, or a third party's: it runs as it is, under a mode of its own
+        processor, cls = original_processor, type(original_processor)
     if not cls.__module__.startswith("diffusers."):
         return None
     return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))

@@ -82,6 +82,12 @@ def _native_backend() -> Any:
     return AttentionBackendName.NATIVE
 
 
+def takes_its_own_backend(backend: Any) -> bool:
+    """Whether a processor bound to ``backend``, a name or a member of diffusers' enumeration, is left to it. Flex
+    attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place."""
+    return "flex" in str(getattr(backend, "value", backend)).lower().split("_")
+
+
 def name_of(cls: type) -> dict[str, str]:
     """Members that give a class made at run time the name of ``cls``."""
     return {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -100,8 +106,13 @@ def _redirected_processor_class(cls: Any, shown: Any, base: Any) -> type:
         return run(SdpaRedirect(self._redirect.config, scale=getattr(attn, "scale", None)), self, attn, *args, **kwargs)
 
     call = __call__ if cls is shown else call_as_upgrade
-    # attention modules drop the keywords that this signature does not name
-    call.__signature__ = inspect.signature(original_call)  # type: ignore[attr-defined]
+    # attention modules ask for the signature in every call, and drop the keywords that it does not name. A ready-made
+    # one is quickest, but an object from outside the graph, which dynamo does not trace once a dict has changed: those
+    # that are found on the modules while dynamo traces let inspect.signature() follow __wrapped__
+    if base is RedirectedProcessor:
+        call.__signature__ = inspect.signature(original_call)  # type: ignore[attr-defined]
+    else:
+        call.__wrapped__ = original_call  # type: ignore[attr-defined]
     members: dict[str, Any] = {"__slots__": (), "__call__": call, "_shown": shown, **name_of(shown)}
     backend = native_backend()
     if backend is not None and hasattr(cls, "_attention_backend"):
@@ -148,8 +159,7 @@ def _register_for_guiders(redirected: type, shown: type) -> None:
 
 def _backend_in_force(processor: Any) -> Any:
     chosen = processor.__dict__.get("_attention_backend")
-    # flex attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place
-    return chosen if "flex" in str(getattr(chosen, "value", chosen)).split("_") else native_backend()
+    return chosen if takes_its_own_backend(chosen) else native_backend()
 
 
 def _store_backend(processor: Any, backend: Any) -> None:

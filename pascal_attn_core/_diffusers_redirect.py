@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from .config import AttentionConfig
 from .dispatch import sdpa
+
+#: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
+REDIRECTS = "_pascal_redirects"
 
 #: torch's own function, even where somebody has put another one at ``F.scaled_dot_product_attention``
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
@@ -77,6 +80,11 @@ class SdpaRedirect(TorchFunctionMode):
             return sdpa(*args, config=self.config, **kwargs)
         finally:
             this_thread.inside_sdpa = False
+
+
+def redirects_of(module: nn.Module) -> tuple[SdpaRedirect, ...]:
+    """The redirects in force on ``module``; the last one decides."""
+    return module.__dict__.get(REDIRECTS, ())
 
 
 def _scores_are_skipped(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:

@@ -135,9 +135,9 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
     Args:
         replace: take the place of the real packages where they are installed.
         fa3: what the functions of ``flash_attn_interface`` return: "out_and_lse", always (out, lse), as
-            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs count on it, Transformers and diffusers take it;
-            "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does today; None: there
-            is no such module, and programs that look for it first go on to ``flash_attn``.
+            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs count on it, Transformers and
+            diffusers take it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
+            today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
     Returns:
         A Patch; ``.remove()`` takes away what is ours, and brings back what was there.
     Raises:

@@ -7,10 +7,11 @@
 
     pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until another processor is set
 
-Importing this module adds one method, ``set_attn_processor``, to ``DiffusionPipeline`` (and ``ModularPipeline``) and to
-those models that diffusers gives none, and teaches the ``set_processor`` of its attention modules to keep the processor
-that a ``PascalAttnProcessor`` is set over; for every other processor that method does what it did. :func:`uninstall`
-takes all of it back.
+Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and ``ModularPipeline``), and that method
+with the property ``attn_processors`` to those models that diffusers gives none; it teaches the ``set_processor`` of
+diffusers' attention modules to keep the processor that a ``PascalAttnProcessor`` is set over, and
+``set_attention_backend`` to warn where ours is at work; for every other processor both do what they did.
+:func:`uninstall` takes all of it back.
 
 diffusers has attention backends too, chosen by name from a closed list; there is no public way to add one, so this is
 not one.
@@ -22,7 +23,8 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from types import FrameType, MethodType
+from inspect import getattr_static
+from types import FrameType
 from typing import Any
 
 import diffusers as _diffusers
@@ -30,9 +32,10 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor as _attention_processor
 from torch import nn
 
-from ._diffusers_modules import redirect_module, release_module, set_lasting_redirect
-from ._diffusers_processors import RedirectedProcessor, redirect_processor
-from ._diffusers_redirect import TORCH_SDPA, SdpaRedirect
+from . import _diffusers_arrivals
+from ._diffusers_modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
+from ._diffusers_processors import RedirectedProcessor, redirect_processor, takes_its_own_backend
+from ._diffusers_redirect import TORCH_SDPA, SdpaRedirect, redirects_of
 from ._diffusers_sites import (
     computes_attention,
     default_processor_class,
@@ -72,7 +75,9 @@ class PascalAttnProcessor(RedirectedProcessor):
     fused projections, masks and norms stay that processor's work, and what is then found on the module is an instance
     of that processor's class as well as of this one. Linear attention is left alone. It stays when diffusers sets other
     processors as a step of ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their
-    opposites; any other processor set afterwards replaces it, and ``None`` gives back the one it was set over.
+    opposites, when a pipeline assigns ``module.processor`` (perturbed-attention guidance), and on blocks that a
+    pipeline builds again (``enable_free_noise``); any other processor set afterwards replaces it, and ``None`` gives
+    back the one it was set over.
 
     Args:
         config: how to compute; None = the default.
@@ -125,8 +130,8 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
 
     Of a pipeline it reaches all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
     text encoders of Transformers. Processors stay the same objects, and those set while the patch is in force are
-    served too. Patches may be removed in any order; of several the newest decides. A :class:`PascalAttnProcessor` set
-    on a module decides over a patch.
+    served too, as are blocks that a pipeline builds again. Patches may be removed in any order; of several the newest
+    decides. A :class:`PascalAttnProcessor` set on a module decides over a patch.
 
     Args:
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
@@ -146,45 +151,70 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
         _require_sites(sites, pipe_or_model, models)
         for module in sites:
             group.add(_patch_module(module, redirect))
-    return PipelinePatch(group.name, group._undo_all, sites=len(sites), left_alone=left_alone(models))
+
+    def undo() -> list[str]:
+        sentences = group._undo_all()
+        for module in (module for model in models for module in model.modules()):
+            sentences += release_module(module, redirect)  # what has come into the models since
+        return sentences
+
+    return PipelinePatch(group.name, undo, sites=len(sites), left_alone=left_alone(models))
 
 
 def install() -> None:
     """Make the changes to diffusers' classes; done by importing this module. Twice is harmless."""
+    _diffusers_arrivals.serve_arrivals(_serve)
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
             cls.set_attn_processor = _set_attn_processor
-    model_class: Any = _diffusers.ModelMixin
-    if "set_attn_processor" not in vars(model_class):
-        model_class.set_attn_processor = _MethodOfModels()
-    for cls in _attention_classes():
-        if not hasattr(cls.set_processor, "_pascal_original"):
-            cls.set_processor = _taught(cls.set_processor)
+    for name, ours in _ADDED_TO_MODELS.items():
+        if name not in vars(_diffusers.ModelMixin):
+            setattr(_diffusers.ModelMixin, name, _MemberOfModels(name, ours))
+    for cls, name, taught in _taught_methods():
+        if not hasattr(getattr(cls, name), "_pascal_original"):
+            setattr(cls, name, taught(getattr(cls, name)))
 
 
 def uninstall() -> None:
-    """Take back every change to diffusers' classes. Pipelines on which a processor is set keep it."""
+    """Take back every change to diffusers' classes. Pipelines on which a processor is set keep it; blocks that they
+    build afterwards are not served."""
+    _diffusers_arrivals.stop()
     for cls in _pipeline_classes():
         if cls.__dict__.get("set_attn_processor") is _set_attn_processor:
             del cls.set_attn_processor
-    model_class: Any = _diffusers.ModelMixin
-    if isinstance(vars(model_class).get("set_attn_processor"), _MethodOfModels):
-        del model_class.set_attn_processor
-    for cls in _attention_classes():
-        original = getattr(cls.set_processor, "_pascal_original", None)
+    for name in _ADDED_TO_MODELS:
+        if isinstance(vars(_diffusers.ModelMixin).get(name), _MemberOfModels):
+            delattr(_diffusers.ModelMixin, name)
+    for cls, name, _ in _taught_methods():
+        original = getattr(getattr(cls, name), "_pascal_original", None)
         if original is not None:
-            cls.set_processor = original
+            setattr(cls, name, original)
 
 
-class _MethodOfModels:
-    """``set_attn_processor`` of a model: diffusers' own where the model has one, ours where it has none."""
+class _MemberOfModels:
+    """A member of ``ModelMixin``: diffusers' own where the model's class has one, ``ours`` where it has none."""
+
+    def __init__(self, name: str, ours: Any):
+        self.name, self.ours = name, ours
 
     def __get__(self, model: Any, owner: Any) -> Any:
+        return self.of(owner).__get__(model, owner)
+
+    def of(self, owner: Any) -> Any:
+        """The descriptor that counts for models of class ``owner``."""
         bases = owner.__mro__[owner.__mro__.index(_diffusers.ModelMixin) + 1 :]
-        for base in bases:
-            if "set_attn_processor" in vars(base):
-                return vars(base)["set_attn_processor"].__get__(model, owner)
-        return _set_attn_processor if model is None else MethodType(_set_attn_processor, model)
+        return next((vars(base)[self.name] for base in bases if self.name in vars(base)), self.ours)
+
+
+def _attn_processors(self: nn.Module) -> dict[str, Any]:
+    """The processors of all attention modules of a model by the names that ``set_attn_processor`` takes in a dict
+    (added by pascal_attn_core.diffusers)."""
+    return {f"{name}.processor": module.processor for name, module in _with_processors(self)}
+
+
+def _with_processors(model: nn.Module) -> list[tuple[str, Any]]:
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    return [(n, m) for n, m in modules if hasattr(m, "get_processor") or processor_of(m) is not None]
 
 
 def _set_attn_processor(self: Any, processor: Any) -> None:
@@ -192,13 +222,17 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
 
     Args:
         processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes ours off everywhere.
-            Any other takes ours off and is then set on the models that are not autoencoders.
+            Any other takes ours off and is then set on the models that are not autoencoders. For one model also a dict
+            with the keys of its ``attn_processors``.
     Raises:
-        TypeError: a dict; its keys belong to one model that has ``attn_processors``, so set it there.
-        ValueError: there is no attention that can be redirected.
+        TypeError: a dict for a pipeline; its keys belong to one model, so set it there.
+        ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
     """
     if isinstance(processor, dict):
-        raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
+        if not isinstance(self, nn.Module):
+            raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
+        _set_dict(self, processor)
+        return
     models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
         _warn_if_sdpa_is_replaced()
@@ -216,13 +250,42 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
             _set_other(model, processor)
 
 
+def _set_dict(model: nn.Module, processors: dict[str, Any]) -> None:
+    modules = {f"{name}.processor": module for name, module in _with_processors(model)}
+    if len(processors) != len(modules):
+        raise ValueError(
+            f"a dict must have one processor for each attention module of {type(model).__name__}: its number of "
+            f"processors must be {len(modules)}, got {len(processors)}"
+        )
+    unknown = sorted(set(processors) - set(modules))
+    if unknown:
+        raise ValueError(f"the keys must be those of attn_processors, got {', '.join(unknown)}")
+    for name, processor in processors.items():
+        _set_any(modules[name], processor)
+
+
 def _set_other(model: Any, processor: Any) -> None:
-    if hasattr(model, "attn_processors"):
+    method = getattr_static(type(model), "set_attn_processor", None)
+    if isinstance(method, _MemberOfModels):
+        method = method.of(type(model))
+    if method is not None and method is not _set_attn_processor:
         model.set_attn_processor(processor)
         return
     for module in model.modules():
         if hasattr(module, "set_processor"):
             module.set_processor(processor)
+
+
+def _set_any(module: Any, processor: Any) -> None:
+    """Set ``processor``, ours or another, on a module that may have no ``set_processor``."""
+    if hasattr(module, "set_processor"):
+        module.set_processor(processor)
+    elif isinstance(processor, PascalAttnProcessor):
+        _set_on_module(module, processor)
+    else:
+        _take_off_module(module)
+        if processor is not None:
+            module.processor = processor
 
 
 def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
@@ -231,10 +294,19 @@ def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], lis
 
 
 def _set_on_module(module: nn.Module, processor: PascalAttnProcessor) -> None:
-    if processor_of(module) is None:
-        set_lasting_redirect(module, processor._redirect)
-    else:
+    if processor_of(module) is not None:
         module.processor = _bound(processor, module)
+    set_lasting_redirect(module, processor._redirect)
+
+
+def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
+    """Put attention that has come into a model under a redirect that is in force around it."""
+    if not redirect.lasting:
+        redirect_module(module, redirect)
+        return
+    processor = PascalAttnProcessor()
+    processor._redirect = redirect
+    _set_on_module(module, processor)
 
 
 def _take_off_module(module: nn.Module) -> None:
@@ -271,18 +343,57 @@ def _restored(original: Any, redirect: SdpaRedirect) -> Any:
 def _taught(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_processor(self: nn.Module, processor: Any) -> None:
-        current = processor_of(self)
-        if isinstance(current, PascalAttnProcessor) and _is_a_step(sys._getframe(1)):
-            processor = _kept_around(current, processor)
+        current, redirect = processor_of(self), lasting_redirect(self)
+        if redirect is not None and _is_a_step(sys._getframe(1)):
+            processor = _kept_around(current, processor, redirect)
         elif isinstance(processor, PascalAttnProcessor):
             _warn_if_sdpa_is_replaced()
             processor = _bound(processor, self)
-        elif processor is None:
-            processor = current._original if isinstance(current, PascalAttnProcessor) else current
+            redirect = processor._redirect if isinstance(processor, PascalAttnProcessor) else None
+        else:
+            redirect = None
+            if processor is None:
+                processor = current._original if isinstance(current, PascalAttnProcessor) else current
         original(self, processor)
+        set_lasting_redirect(self, redirect)
 
     set_processor._pascal_original = original  # type: ignore[attr-defined]
     return set_processor
+
+
+def _warns(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_attention_backend(self: nn.Module, backend: str) -> None:
+        original(self, backend)
+        _say_which_counts(self, backend)
+
+    set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
+    return set_attention_backend
+
+
+def _say_which_counts(host: nn.Module, backend: str) -> None:
+    """Warn once for a call of ``set_attention_backend``, where some of the attention it means is ours."""
+    redirected = [processor_of(module) for module in host.modules() if redirects_of(module)]
+    count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
+    if not count:
+        return
+    name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
+    if takes_its_own_backend(backend):
+        log.warning(
+            "%s: set_attention_backend(%r) counts: Pascal Attention is set on %s, but flex attention takes masks of "
+            "its own kind, so these calls go to it until another backend is set",
+            name,
+            backend,
+            places,
+        )
+    else:
+        log.warning(
+            "%s: Pascal Attention counts on %s, set_attention_backend(%r) has no effect there until it is taken off "
+            "(set_attn_processor(None), or remove() of the patch)",
+            name,
+            places,
+            backend,
+        )
 
 
 def _is_a_step(frame: FrameType | None) -> bool:
@@ -294,11 +405,11 @@ def _is_a_step(frame: FrameType | None) -> bool:
     return False
 
 
-def _kept_around(current: PascalAttnProcessor, processor: Any) -> Any:
+def _kept_around(current: Any, processor: Any, redirect: SdpaRedirect) -> Any:
     if isinstance(processor, PascalAttnProcessor):
         # unbound where diffusers has made another one of the class that it found
         return processor if processor._original is not None else current
-    return _around(processor, current._redirect) if computes_attention(processor) else processor
+    return _around(processor, redirect) if computes_attention(processor) else processor
 
 
 def _pipeline_classes() -> list[Any]:
@@ -311,6 +422,16 @@ def _attention_classes() -> list[Any]:
 
     classes = [_attention_processor.Attention, getattr(attention, "AttentionModuleMixin", None)]
     return [cls for cls in classes if cls is not None]
+
+
+def _taught_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
+    from diffusers.models import attention
+
+    backends = [_diffusers.ModelMixin, getattr(attention, "AttentionModuleMixin", None)]
+    return [
+        *((cls, "set_processor", _taught) for cls in _attention_classes()),
+        *((cls, "set_attention_backend", _warns) for cls in backends if hasattr(cls, "set_attention_backend")),
+    ]
 
 
 def _require_sites(sites: list[nn.Module], host: Any, models: list[nn.Module]) -> None:
@@ -338,5 +459,7 @@ def _warn_once(replacement: str) -> None:
         replacement,
     )
 
+
+_ADDED_TO_MODELS = {"set_attn_processor": _set_attn_processor, "attn_processors": property(_attn_processors)}
 
 install()

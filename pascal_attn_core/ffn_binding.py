@@ -17,6 +17,7 @@ from .ffn_report import FfnReport, FfnReportLine, report_line
 from .ffn_rules import NotTokenwise
 from .ffn_run import inputs_of
 from .ffn_verify import trace
+from .ffn_watch import Watch
 
 
 class FfnBinding:
@@ -102,7 +103,7 @@ class BoundSite(Site):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self._sliced: SlicedForward | None = None
+        self._sliced: Callable[[], SlicedForward | None] = _nothing  # it holds its module, which we must not
         self._is_plain, self._inner = True, _nothing
 
     def copy(self) -> BoundSite:
@@ -110,7 +111,7 @@ class BoundSite(Site):
 
     def leave(self) -> bool:
         """Take it off its module, also from below another pack's forward; returns whether it was on."""
-        sliced, self._sliced = self._sliced, None
+        sliced, self._sliced = self._sliced(), _nothing
         if sliced is None or self not in sliced.sites:
             return False
         detach(sliced, self)
@@ -118,7 +119,7 @@ class BoundSite(Site):
 
     def enter(self, sliced: SlicedForward) -> None:
         """It has been put into ``sliced``. What was proven holds for the same forward below only."""
-        self._sliced, inner = sliced, sliced.inner
+        self._sliced, inner = weakref.ref(sliced), sliced.inner
         is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
         if not is_same:
             self.plans.clear()
@@ -158,7 +159,11 @@ def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
     x = torch.empty(1, dtype=dtype, device=weight.device).expand(1, settings.min_tokens, width)
     try:
         with torch.no_grad():
-            trace(module.forward, module, inputs_of((x,), {}), settings.min_tokens, passing=settings.passing)
+            watch = Watch(module)
+            trace(
+                module.forward, module, inputs_of((x,), {}), settings.min_tokens, watch=watch, passing=settings.passing
+            )
+            watch.put_back()
     except NotTokenwise as reason:
         # what a made-up input does not get through says nothing about a real one
         return {"why": _LATER} if isinstance(reason.__cause__, Exception) else {"state": "refused", "why": str(reason)}

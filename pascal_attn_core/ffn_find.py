@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 Selector = str | type | Callable[[str, nn.Module], Any]
@@ -43,12 +44,14 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
 
     Args:
         include: exactly these instead of what is recognised: a shell pattern for the qualified name (``"*.ff"``), a
-            class, a predicate ``(name, module) -> bool``, or several of them.
+            class, a predicate ``(name, module) -> bool``, or several of them. A mixture that keeps its experts in a
+            list stands for its experts: each is called with its own tokens.
         exclude: never these; likewise.
     """
     chosen, dropped = _selectors("include", include), _selectors("exclude", exclude)
     taken: list[str] = []
     named: list[str] = []
+    mixtures: list[str] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
@@ -56,20 +59,34 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         if dropped and _matches(dropped, name, module):
             taken.append(name)
             continue
+        is_chosen = include is None or _matches(chosen, name, module)
+        if is_chosen and _holds_experts(module):
+            mixtures.append(f"{name}." if name else "")
+            continue
+        in_mixture = any(name.startswith(mixture) for mixture in mixtures)
+        if (is_chosen or in_mixture) and isinstance(module, torch.jit.ScriptModule):
+            if include is not None or looks_like_ffn(name, module):
+                taken.append(name)
+                yield Found(name, module, "cannot be: it is TorchScript, whose state cannot be compared between calls")
+            continue
         if include is None and (reason := _why_not(name, module)):
             if not any(name.startswith(f"{block}.") for block in named):
                 named.append(name)
                 yield Found(name, module, reason)
-        elif _matches(chosen, name, module) if include is not None else looks_like_ffn(name, module):
+        elif (include is not None and is_chosen) or (
+            (include is None or in_mixture) and looks_like_ffn(name, module, in_mixture=in_mixture)
+        ):
             seen.add(id(module))
             taken.append(name)
             yield Found(name, module)
 
 
-def looks_like_ffn(name: str, module: nn.Module) -> bool:
+def looks_like_ffn(name: str, module: nn.Module, *, in_mixture: bool = False) -> bool:
     """Whether ``module`` is named or built like a feed-forward network: wide inside, no attention, no convolution."""
     kind = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _NOT_FFN_CLASS.search(kind) or _EXPERTS.search(name):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _NOT_FFN_CLASS.search(kind):
+        return False
+    if _EXPERTS.search(name) and not in_mixture:
         return False
     children = {child.rpartition(".")[2] for child, _ in module.named_modules() if child}
     if children & _ATTENTION_CHILDREN or any(_is_convolution(child) for child in module.modules()):
@@ -109,6 +126,14 @@ def _why_not(name: str, module: nn.Module) -> str:
             "feed-forward module"
         )
     return ""
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether it is a mixture of experts that are feed-forward modules of their own."""
+    experts = dict(module.named_children()).get("experts")
+    if not isinstance(experts, nn.ModuleList) or not len(experts):
+        return False
+    return all(looks_like_ffn(f"experts.{place}", expert, in_mixture=True) for place, expert in enumerate(experts))
 
 
 def _attends(children: dict[str, nn.Module]) -> bool:

@@ -54,4 +54,6 @@ def report_line(found: Found, site: Site | None) -> FfnReportLine:
     refused = [plan for plan in plans if plan.refused]
     chosen = (sliced or refused or plans or [WHOLE])[-1]
     state = "chunked" if sliced else "refused" if refused else "whole" if plans else "waiting"
+    if state == "waiting" and getattr(module, "_compiled_call_impl", None) is not None:
+        return FfnReportLine(name, kind, state, "is compiled (module.compile()); proven when it is called uncompiled")
     return FfnReportLine(name, kind, state, chosen.why)

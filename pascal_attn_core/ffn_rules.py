@@ -63,6 +63,9 @@ def token_axis_of_output(func: Any, args: tuple, kwargs: dict, axis_of: Callable
     name = func._schema.name.partition("::")[2]
     if name in _REASONS:
         raise NotTokenwise(f"{_REASONS[name]} ({name})")
+    foreign = _FOREIGN.get(func._schema.name)
+    if foreign is not None:
+        return foreign(_bind(func, name, args, kwargs, axis_of, tokens))
     if func.namespace != "aten" or func._schema.overload_name == "out":
         raise NotTokenwise(f"operator {func} is not known to work token by token")
     if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
@@ -302,6 +305,15 @@ def _linear(call: Call) -> TokenAxis:
     return call.axis
 
 
+def _scaled_linear(call: Call) -> TokenAxis:
+    """``A @ B.T * scales``, B quantised with one scale for each of its rows."""
+    if list(call.axes) != ["A"]:
+        raise NotTokenwise(f"multiplies tokens with each other ({call.name})")
+    if call.axis.dim == call.source.dim() - 1:
+        raise NotTokenwise(f"sums over the tokens ({call.name})")
+    return call.axis
+
+
 # --- normalisation, convolution ---
 
 
@@ -364,6 +376,8 @@ _RULES: dict[str, Callable[[Call], TokenAxis]] = {
     ),
     "convolution": _convolution,
 }  # fmt: skip
+
+_FOREIGN = {"quanto::qbytes_mm": _scaled_linear}  # operators of other libraries, by their full name
 
 _BY_VALUE = "chooses its path by the values of the tokens"
 _SELECTS = "selects, routes or places tokens by their values"

@@ -58,6 +58,8 @@ def inputs_of(args: tuple, kwargs: dict[str, Any]) -> Inputs:
             if type(value) not in (Tensor, nn.Parameter):
                 raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, not a plain tensor")
             if value is x or (value.dim() >= 2 and value.shape[-2] == x.shape[-2]):
+                if type(value) is not Tensor:
+                    raise NotTokenwise(f"argument {place!r} is a parameter with a token dimension; its slices are none")
                 tokens[place] = value
         elif not all(isinstance(leaf, SCALARS) for leaf in tree_leaves(value)):
             raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, which may carry tokens")
@@ -69,12 +71,16 @@ def sliced_is_view(inputs: Inputs) -> bool:
     return all(tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in inputs.tokens.values())
 
 
+def slice_of(tensor: Tensor, start: int, size: int) -> Tensor:
+    """[..., T, C] -> [..., size, C]. A slice of a batch is copied: each layer that reads it would do so otherwise."""
+    return tensor.narrow(-2, start, size).contiguous()
+
+
 def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """``fn`` over slices of these many tokens; [..., T, C] -> [..., T, D]."""
     x, out, start = inputs.x, None, 0
     for size in sizes:
-        # a slice of a batch is no contiguous tensor; each layer that reads it would copy it anew
-        part = inputs.call(fn, [t.narrow(-2, start, size).contiguous() for t in inputs.tokens.values()])
+        part = inputs.call(fn, [slice_of(tensor, start, size) for tensor in inputs.tokens.values()])
         _check(part, (*x.shape[:-2], size))
         if out is None:
             out = part.new_empty((*x.shape[:-1], part.shape[-1]))
@@ -96,6 +102,8 @@ def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int
     for size, parts in zip(sizes, slices):
         out = checkpoint(of_slice, *parts, use_reentrant=False, preserve_rng_state=False)
         _check(out, (*inputs.x.shape[:-2], size))
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)  # a slice of a batch is not; a backward pass may ask for views of it
         outs.append(out)
     return torch.cat(outs, dim=-2)
 

@@ -342,7 +342,7 @@ BAD = [
     Case("path by a parameter", lambda: With(_if_trained, gate=_zero_gate()), "values"),
     Case("path by a parameter's list", lambda: With(_if_trained_by_list, gate=_zero_gate()), "values"),
     Case("a mixture that catches errors", lambda: With(_swallowed), "statistic"),
-    Case("other numbers every other call", lambda: With(_every_other_call), "other operators"),
+    Case("other numbers every other call", lambda: With(_every_other_call), "refers to"),
     Case("drops layers at random", lambda: With(lambda m, x: x if random.random() < 0.5 else x * 2), "random"),
     Case("drops layers by NumPy", lambda: With(lambda m, x: x if np.random.rand() < 0.5 else x * 2), "random"),
     Case("dropout in training", lambda: nn.Sequential(Ffn(), nn.Dropout(0.5)), "random", training=True),

@@ -293,7 +293,7 @@ def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -
         trip = True
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.trip and type(x) is not Tensor:
+            if self.trip and type(x + 0) is not Tensor:  # in a trial
                 raise kind("not the module's fault")
             return super().forward(x)
 

@@ -178,3 +178,71 @@ def test_generation_gives_the_same_tokens() -> None:
     with patch_ffn(model, chunk_tokens=8, min_tokens=8) as patch:
         assert torch.equal(model.generate(IDS[:1], max_new_tokens=8, do_sample=False), expected)
         assert patch.report().count("chunked") == 2
+
+
+# --- mixtures, quantised weights, adapters ---
+
+
+def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:
+    hidream = pytest.importorskip("diffusers.models.transformers.transformer_hidream_image")
+    torch.manual_seed(0)
+    mixture = nn.Sequential(hidream.MOEFeedForwardSwiGLU(64, 256, 4, 2)).eval()
+    nn.init.normal_(mixture[0].gate.weight)
+    inputs = [torch.randn(2, tokens, 64) for tokens in (384, 300, 384, 512)]
+    with torch.no_grad():
+        expected = [mixture(x) for x in inputs]
+        for include in (None, "0"):
+            with patch_ffn(mixture, include=include, chunk_tokens=64, min_tokens=8) as patch:
+                for x, wanted in zip(inputs, expected):
+                    torch.testing.assert_close(mixture(x), wanted, rtol=1e-4, atol=1e-5)
+                report = patch.report()
+            assert [line.name for line in report.lines] == [
+                "0.shared_experts",
+                *(f"0.experts.{place}" for place in range(4)),
+            ], report.text()
+            assert report.count("chunked") == 5, report.text()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["qint8", "qfloat8"])
+def test_weights_quantised_by_quanto(kind: str, grad: bool) -> None:
+    quanto = pytest.importorskip("optimum.quanto")
+    model = nn.Sequential(diffusers.models.attention.FeedForward(64, activation_fn="geglu")).eval()
+    quanto.quantize(model, weights=getattr(quanto, kind))
+    quanto.freeze(model)
+    model.requires_grad_(False)
+    x = torch.randn(2, 384, 64, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        expected = model(x)
+        with patch_ffn(model, include="0", chunk_tokens=100) as patch:
+            out = model(x)
+            assert patch.report().count("chunked") == 1, patch.report().text()
+    torch.testing.assert_close(out, expected)
+    if grad:
+        wanted, found = (torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, out))
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_loha(grad: bool) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(diffusers.models.attention.FeedForward(64, activation_fn="geglu"))
+    config = peft.LoHaConfig(r=4, target_modules=["proj", "net.2"], init_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    x = torch.randn(2, 384, 64)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    with torch.set_grad_enabled(grad):
+        expected = adapted(x)
+        with patch_ffn(adapted.base_model.model, include="0", chunk_tokens=100) as patch:
+            out = adapted(x)
+            assert patch.report().count("chunked") == 1, patch.report().text()
+    torch.testing.assert_close(out, expected)
+    if grad:
+        wanted, found = (torch.autograd.grad(y.square().mean(), trained) for y in (expected, out))
+        for one, two in zip(found, wanted):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4 * two.abs().max().item())
+        adapted.train()  # it draws a number in each call, to drop the adapter or not
+        with patch_ffn(adapted.base_model.model, include="0", chunk_tokens=100) as patch:
+            adapted(x)
+            assert "random numbers" in patch.report().text()

@@ -1,0 +1,295 @@
+"""Models that change after ours was set on them: rebuilt blocks, added attention, processors assigned by pipelines."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import diffusers
+import torch
+from diffusers.models import attention_processor as host
+from torch.nn.modules import module as torch_module
+
+import pascal_attn_core.diffusers as pascal
+from pascal_attn_core import AttentionConfig
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def animatediff(tiny):
+    """An AnimateDiff pipeline that is called with prompts: FreeNoise takes no embeddings."""
+    if not hasattr(diffusers.AnimateDiffPipeline, "enable_free_noise"):
+        pytest.skip("this diffusers has no FreeNoise")
+    unet = tiny.tiny_unet()
+    adapter = diffusers.MotionAdapter(
+        block_out_channels=(32, 64),
+        motion_layers_per_block=1,
+        motion_norm_num_groups=2,
+        motion_num_attention_heads=4,
+        motion_max_seq_length=8,
+    )
+    tiny.reinitialise(adapter)
+    parts = tiny.sd15().pipe.components
+    pipe = diffusers.AnimateDiffPipeline(
+        vae=parts["vae"],
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet,
+        motion_adapter=adapter,
+        scheduler=parts["scheduler"],
+    )
+    pipe.set_progress_bar_config(disable=True)
+    pipe.unet.eval()
+
+    def embeddings(prompt, *args, **kwargs):
+        values = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(3))
+        return values.expand(len(prompt), -1, -1), -values.expand(len(prompt), -1, -1)
+
+    pipe.encode_prompt = embeddings
+    return pipe
+
+
+def run(pipe):
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return pipe(
+            "a",
+            num_frames=10 if pipe.free_noise_enabled else 6,
+            num_inference_steps=1,
+            generator=random,
+            output_type="latent",
+            height=16,
+            width=16,
+        ).frames
+
+
+def hand_over(how, pipe, config=None):
+    if how == "patch":
+        return patch_pipeline(pipe, config)
+    pipe.set_attn_processor(PascalAttnProcessor(config))
+    return None
+
+
+def take_off(patch, pipe):
+    if patch is None:
+        pipe.set_attn_processor(None)
+    else:
+        patch.remove()
+
+
+def classes_of(model):
+    return [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_free_noise_keeps_every_site_and_removal_restores_everything(how, tiny, stock_calls, routed, assert_same):
+    free_noise = {"context_length": 8, "context_stride": 4}
+    stock_pipe = animatediff(tiny)
+    first, first_calls = stock_calls(lambda: run(stock_pipe))
+    stock_pipe.enable_free_noise(**free_noise)
+    noisy, noisy_calls = stock_calls(lambda: run(stock_pipe))
+    noisy_classes = classes_of(stock_pipe.unet)
+    stock_pipe.disable_free_noise()
+    plain_classes = classes_of(stock_pipe.unet)
+
+    pipe, config = animatediff(tiny), AttentionConfig(budget_mib=4)
+    patch = hand_over(how, pipe, config)
+    pipe.enable_free_noise(**free_noise)
+    assert_same(run(pipe), noisy)
+    assert len(routed) == noisy_calls.count > 0
+    assert all(call["config"] is config for call in routed)
+    if how == "processor":
+        assert all(isinstance(p, PascalAttnProcessor) for p in pipe.unet.attn_processors.values())
+
+    routed.clear()
+    pipe.disable_free_noise()
+    assert_same(run(pipe), first)
+    assert len(routed) == first_calls.count > 0
+
+    pipe.enable_free_noise(**free_noise)
+    take_off(patch, pipe)
+    routed.clear()
+    assert torch.equal(run(pipe), noisy)
+    assert classes_of(pipe.unet) == noisy_classes
+    pipe.disable_free_noise()
+    assert torch.equal(run(pipe), first)
+    assert classes_of(pipe.unet) == plain_classes
+    assert not routed
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_split_inference_and_free_init_keep_every_site(how, tiny, stock_calls, routed, assert_same):
+    def changed(pipe):
+        pipe.enable_free_init(num_iters=2)
+        pipe.enable_free_noise(context_length=8, context_stride=4)
+        pipe.enable_free_noise_split_inference(spatial_split_size=8, temporal_split_size=4)
+
+    stock_pipe, pipe = animatediff(tiny), animatediff(tiny)
+    changed(stock_pipe)
+    stock, calls = stock_calls(lambda: run(stock_pipe))
+    hand_over(how, pipe)
+    changed(pipe)
+    assert_same(run(pipe), stock)
+    assert len(routed) == calls.count
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
+def test_blocks_rebuilt_in_a_copy_are_served(way, how, tiny, routed, stock_calls):
+    pipe = animatediff(tiny)
+    patch = hand_over(how, pipe)
+    if way == "deepcopy":
+        unet = copy.deepcopy(pipe.unet)
+    else:
+        file = io.BytesIO()
+        torch.save(pipe.unet, file)
+        file.seek(0)
+        unet = torch.load(file, weights_only=False)
+    take_off(patch, pipe)
+    pipe.unet = unet
+    pipe.enable_free_noise(context_length=8, context_stride=4)
+    run(pipe)
+    stock_pipe = animatediff(tiny)
+    stock_pipe.enable_free_noise(context_length=8, context_stride=4)
+    _, calls = stock_calls(lambda: run(stock_pipe))
+    assert len(routed) == calls.count
+
+
+def attention(tiny):
+    return tiny.reinitialise(host.Attention(query_dim=32, heads=2, dim_head=16))
+
+
+def test_a_module_takes_over_the_config_of_the_one_it_replaces(tiny, routed):
+    configs = [AttentionConfig(budget_mib=mib) for mib in (1, 2, 3)]
+    model = torch.nn.Sequential(*(attention(tiny) for _ in configs))
+    for module, config in zip(model, configs):
+        module.set_processor(PascalAttnProcessor(config))
+    model[1] = attention(tiny)
+    model(torch.randn(1, 5, 32))
+    assert [call["config"] for call in routed] == configs
+
+
+def test_attention_that_is_added_is_served_as_all_around_it_is(tiny, routed):
+    config = AttentionConfig(budget_mib=3)
+    model = torch.nn.Module()
+    model.first = attention(tiny)
+    model.first.set_processor(PascalAttnProcessor(config))
+    model.second = torch.nn.Sequential(attention(tiny), torch.nn.Linear(32, 32))
+    model.second(model.first(torch.randn(1, 5, 32)))
+    assert [call["config"] for call in routed] == [config] * 2
+
+
+def test_attention_put_beside_some_that_is_not_ours_is_left_alone(tiny, routed):
+    model = torch.nn.Module()
+    model.first, model.second = attention(tiny), attention(tiny)
+    model.first.set_processor(PascalAttnProcessor())
+    model.third = attention(tiny)
+    model.second = attention(tiny)  # what it replaces was not ours either
+    model.third(model.second(model.first(torch.randn(1, 5, 32))))
+    assert len(routed) == 1
+
+
+@pytest.mark.parametrize("how", ["processor", "patch"])
+def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(how, tiny, routed, stock_calls):
+    from diffusers.models.embeddings import IPAdapterPlusImageProjection, MultiIPAdapterImageProjection
+
+    def load(unet):
+        torch.manual_seed(0)
+        projection = IPAdapterPlusImageProjection(
+            embed_dims=16, output_dims=32, hidden_dims=16, depth=2, dim_head=8, heads=2, num_queries=4
+        )
+        unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection]).eval()
+
+    def run_projection(unet):
+        with torch.no_grad():
+            return unet.encoder_hid_proj([torch.ones(1, 1, 5, 16)])
+
+    unet, stock = tiny.tiny_unet(), tiny.tiny_unet()
+    load(stock)
+    _, calls = stock_calls(lambda: run_projection(stock))
+    patch = hand_over(how, unet) if how == "patch" else unet.set_attn_processor(PascalAttnProcessor())
+    load(unet)
+    run_projection(unet)
+    assert len(routed) == calls.count == 2
+    if patch is not None:
+        patch.remove()
+        run_projection(unet)
+        assert len(routed) == 2
+
+
+def test_a_forward_looks_for_nothing(tiny, monkeypatch):
+    """Models slice lists of modules in their forward, which registers modules with torch."""
+    from pascal_attn_core import _diffusers_arrivals
+
+    unet, looked = tiny.tiny_unet(), []
+    unet.set_attn_processor(PascalAttnProcessor())
+    monkeypatch.setattr(_diffusers_arrivals, "is_site", looked.append)
+    with torch.no_grad():
+        unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
+    assert not looked
+    unet.added = torch.nn.Linear(1, 1)
+    assert looked
+
+
+# --- processors that pipelines assign ---------------------------------------------------------------------------------
+
+
+def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, routed, assert_same):
+    case = tiny.sd15()
+    parts = {**case.pipe.components, "safety_checker": None}
+    parts.pop("image_encoder", None)
+    pag = diffusers.StableDiffusionPAGPipeline(**parts, requires_safety_checker=False, pag_applied_layers="mid")
+    pag.set_progress_bar_config(disable=True)
+    case.pipe = pag
+    stock, calls = stock_calls(case.run)
+    before = dict(pag.unet.attn_processors)
+    pag.set_attn_processor(PascalAttnProcessor())
+    ours = dict(pag.unet.attn_processors)
+    assert_same(case.run(), stock)
+    assert len(routed) == calls.count
+    assert all(p is ours[name] for name, p in pag.unet.attn_processors.items())
+    pag.set_attn_processor(None)
+    assert all(p is before[name] for name, p in pag.unet.attn_processors.items())
+    routed.clear()
+    assert torch.equal(case.run(), stock)
+    assert not routed
+
+
+def test_a_processor_set_by_set_processor_still_replaces_ours(tiny, routed):
+    module = attention(tiny)
+    module.set_processor(PascalAttnProcessor())
+    module.set_processor(host.AttnProcessor2_0())
+    module(torch.randn(1, 5, 32))
+    assert not routed
+    assert type(module) is host.Attention
+
+
+# --- the hook ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_exists_only_while_something_is_redirected(tiny):
+    import gc
+
+    gc.collect()
+    hooks = torch_module._global_module_registration_hooks
+    pascal.uninstall()
+    pascal.install()
+    before = dict(hooks)
+    module = attention(tiny)
+    with patch_pipeline(module), patch_pipeline(module):
+        assert len(hooks) == len(before) + 1
+    assert hooks == before
+    module.set_processor(PascalAttnProcessor())
+    assert len(hooks) == len(before) + 1
+    module.set_processor(None)
+    assert hooks == before
+    module.set_processor(PascalAttnProcessor())
+    pascal.uninstall()
+    pascal.install()
+    assert hooks == before
+    module.set_processor(None)
