@@ -64,6 +64,42 @@ def test_random_calls_give_the_answers_of_the_definition(share: range) -> None:
     assert F.scaled_dot_product_attention is TORCH
 
 
+# Found by random calls, made as simple as they go; none of the first 2,000 calls is like some of them.
+ONCE_WRONG = [
+    Call(1, dtype="float16", keys=2, layouts=("negated", "contiguous", "contiguous"), config={"route": "tiled"}),
+    Call(2, dtype="float16", keys=2, layouts=("contiguous", "contiguous", "negated"), config={"route": "tiled"}),
+    Call(3, heads=(0, 0, 0), sinks="large", wants="s"),
+    Call(4, batch=(2, 2), mask=Mask("bool rule of all"), config={"route": "tiled"}),
+    Call(5, batch=(2, 1, 2), mask=Mask("float rule of distance", dtype="float32"), wants="qkv"),
+    Call(6, rows=40, keys=70, width_v=0, entry="lse"),
+    Call(7, rows=40, keys=70, width_v=0, sinks="normal", entry="lse", wants="qks", through="lse"),
+    Call(8, rows=6, mask=Mask("bool rule of blocks", keep="hs"), config={"math_limit_mib": 0}),
+    Call(9, rows=6, mask=Mask("float rule of distance", keep="bh", dtype="float32"), config={"route": "tiled"}),
+    Call(10, batch=(2,), leads=("ones", "short", "full"), mask=Mask("bool left padding")),
+    Call(
+        11,
+        batch=(2,),
+        heads=(2, 1, 1),
+        rows=2,
+        keys=1,
+        width=128,
+        width_v=128,
+        layouts=("rows one apart", "contiguous", "contiguous"),
+    ),
+    Call(12, keys=20, mask=Mask("-1e9 some rows", "ls", dtype="float32"), wants="qkv"),
+    Call(13, keys=20, mask=Mask("finfo everywhere", "s", dtype="float32"), wants="qkv", config={"math_limit_mib": 0}),
+    Call(14, rows=300, keys=300, mask=Mask("bool", odd_bytes=True), config={"route": "tiled"}),
+    Call(15, keys=20, mask=Mask("bool some rows empty"), sinks="all -inf", wants="qkvs"),
+    Call(16, batch=(), matrices=True, sinks="normal", wants="qs"),
+    Call(17, mask=Mask("float rule of distance", dtype="float32", declared=False), config={"route": "tiled"}),
+]
+
+
+@pytest.mark.parametrize("call", ONCE_WRONG, ids=str)
+def test_calls_that_once_went_wrong(call: Call) -> None:
+    fuzz_check.check(call)
+
+
 @pytest.mark.gpu
 def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range) -> None:
     calls = (draw(number) for number in share)
@@ -191,7 +227,7 @@ RIGHT = fuzz_check.sdpa
 
 
 def _scaled(*args: Any, **options: Any) -> Tensor:
-    return RIGHT(*args, **options) * (1 + 1e-5)
+    return RIGHT(*args, **options) * (1 + 1e-4)
 
 
 def _without_the_last_key(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -203,7 +239,7 @@ def _other_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **option
 
 
 def _other_gradient(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return RIGHT(query, key + 1e-4 * (key - key.detach()), value, *rest, **options)
+    return RIGHT(query, key + 1e-3 * (key - key.detach()), value, *rest, **options)
 
 
 def _writes(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
