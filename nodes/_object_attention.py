@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..pascal_attn_core.function_copy import copy_over
 from . import _host
+from ._compare import Difference, whole
 from ._engine import Engine
 from ._objects import Make, replaced_by_others
 from ._override import in_host_layout
@@ -75,13 +76,18 @@ def channels_first(engine: Engine, scope: Scope, block: str) -> Make:
             with scope.inside():
                 out = None
                 if args or kwargs or query.dim() < 3:
-                    engine.hand_on(block, "its arguments are not known", via=engine.part)
+                    engine.leave(block, "its arguments are not known", via=engine.part)
                 else:
                     tokens = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
-                    out = engine.attend(*tokens, block=block, via=engine.part)
-                if out is None:
-                    return previous(query, key, value, *args, **kwargs)
-                return out.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
+
+                    def as_given(ours: Tensor) -> Tensor:
+                        return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
+
+                    def compare(ours: Tensor) -> Difference | None:
+                        return whole(previous, (query, key, value), as_given(ours))
+
+                    out = engine.attend(*tokens, block=block, via=engine.part, compare=compare)
+                return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
         return attention_by_pascal_attn
 
@@ -131,7 +137,7 @@ def _ours(engine: Engine, scope: Scope, block: str, original: Attention | None) 
 
     def attention_by_pascal_attn(*args: Any, **kwargs: Any) -> Any:
         with scope.inside():
-            out = in_host_layout(engine, block, args, kwargs, via=engine.part)
+            out = in_host_layout(engine, block, original, args, kwargs, via=engine.part)
             return original(*args, **kwargs) if out is None else out
 
     return attention_by_pascal_attn

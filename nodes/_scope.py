@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ._compare import with_torch
 from ._engine import Engine
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -107,7 +108,7 @@ def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[
     block = scope.next_name()
     why = _why_not(given)
     if why:
-        engine.hand_on(block, why, via="SDPA")
+        engine.leave(block, why, via="SDPA")
         return func(*args, **kwargs)
     with scope.inside():
         out = engine.attend(
@@ -120,6 +121,7 @@ def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[
             is_causal=bool(given.get("is_causal", False)),
             block=block,
             via="SDPA",
+            compare=lambda ours: with_torch(func, args, kwargs, ours),
         )
     return func(*args, **kwargs) if out is None else out
 
