@@ -86,9 +86,7 @@ def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     return difference(name, part, right, query.dtype)
 
 
-def with_torch(
-    function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], ours: Tensor
-) -> Difference | None:
+def with_torch(function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], ours: Tensor) -> Difference | None:
     """A call of ``scaled_dot_product_attention``, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | kwargs
     query, key, value, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
@@ -158,5 +156,3 @@ def _call(reference: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any],
     by_name = {name: sliced.get(name, value) for name, value in kwargs.items() if name != "transformer_options"}
     assert not any(map(is_container, [*by_position, *by_name.values()]))
     return reference(*by_position, **by_name)
-
-

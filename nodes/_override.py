@@ -16,29 +16,70 @@ from ._scope import Scope
 OVERRIDE = "optimized_attention_override"
 
 
-def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def make_override(
+    engine: Engine, scope: Scope, previous: Callable[..., Any] | None, *, keeps_turn: bool = False
+) -> Callable[..., Any]:
     """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
-    ``func``, the host's own function.
+    ``func``, the host's own function. With ``keeps_turn`` every call goes to ``previous`` first, and ours gets those
+    that it passes on.
 
     A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
     """
+    if previous is not None and keeps_turn:
+        return _mark(_behind(engine, scope, previous), engine, previous)
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            out = in_host_layout(engine, "", func, args, kwargs)
-            return _pass_on(func, previous, args, kwargs) if out is None else out
-        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
-        with scope.inside():  # what happens below has been decided here
-            out = in_host_layout(engine, block, func, args, kwargs)
-            return _pass_on(func, previous, args, kwargs) if out is None else out
+        out = _ours(engine, scope, func, args, kwargs)
+        return _pass_on(func, scope, previous, args, kwargs) if out is None else out
 
-    # Its own name in the mark: functools.wraps of another pack copies marks.
-    attention_by_pascal_attn.pascal_attn = (attention_by_pascal_attn, engine, previous)  # type: ignore[attr-defined]
+    _mark(attention_by_pascal_attn, engine, previous)
+    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
+    attention_by_pascal_attn.memory_efficient = True  # type: ignore[attr-defined]
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
     if previous is not None and hasattr(previous, "container_function"):
         attention_by_pascal_attn.container_function = _with_containers(attention_by_pascal_attn)  # type: ignore[attr-defined]
     return attention_by_pascal_attn
+
+
+def _behind(engine: Engine, scope: Scope, previous: Callable[..., Any]) -> Callable[..., Any]:
+    """``previous`` with ours in place of the host's function."""
+
+    def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def passed_on(*args: Any, **kwargs: Any) -> Any:
+            out = _ours(engine, scope, func, args, kwargs)
+            return _pass_on(func, scope, None, args, kwargs) if out is None else out
+
+        if torch.compiler.is_compiling():
+            return previous(passed_on, *args, **kwargs)
+        passed_on.__name__ = getattr(func, "__name__", "attention")
+        engine.run.came_before += 1
+        return previous(passed_on, *args, **kwargs)
+
+    attention_by_pascal_attn.memory_efficient = bool(getattr(previous, "memory_efficient", False))  # type: ignore[attr-defined]
+    takes_containers = getattr(previous, "container_function", None)
+    if takes_containers is not None:
+        attention_by_pascal_attn.container_function = takes_containers  # type: ignore[attr-defined]
+    return attention_by_pascal_attn
+
+
+def _mark(override: Callable[..., Any], engine: Engine, previous: Any) -> Callable[..., Any]:
+    # Its own name in the mark: functools.wraps of another pack copies marks.
+    override.pascal_attn = (override, engine, previous)  # type: ignore[attr-defined]
+    return override
+
+
+def _ours(engine: Engine, scope: Scope, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Our answer to a call of ``func``, None where it is left to others."""
+    if torch.compiler.is_compiling():
+        return in_host_layout(engine, "", func, args, kwargs)
+    block = block_name(kwargs.get("transformer_options")) or scope.next_name()
+    local = scope.local
+    before, local.inside = local.inside, True  # what happens below has been decided here
+    try:
+        return in_host_layout(engine, block, func, args, kwargs)
+    finally:
+        local.inside = before
 
 
 def in_host_layout(
@@ -87,13 +128,21 @@ def _with_containers(override: Callable[..., Any]) -> Callable[..., Any]:
     return container_function
 
 
-def _pass_on(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if has_containers(args, kwargs):
-        takes_containers = getattr(previous, "container_function", None)
-        if takes_containers is not None:
-            return takes_containers(*args, **kwargs)
-        args, kwargs = empty_containers(args, kwargs)
-    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+def _pass_on(
+    func: Callable[..., Any], scope: Scope, previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """The call as it came, to those before us. What they call is part of it, and not ours either."""
+    local = scope.local
+    before, local.inside = local.inside, True
+    try:
+        if has_containers(args, kwargs):
+            takes_containers = getattr(previous, "container_function", None)
+            if takes_containers is not None:
+                return takes_containers(*args, **kwargs)
+            args, kwargs = empty_containers(args, kwargs)
+        return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+    finally:
+        local.inside = before
 
 
 def engine_of(override: Any) -> Engine | None:

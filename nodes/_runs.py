@@ -106,6 +106,7 @@ class Run:
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
         compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
+        came_before: calls that came to an override set before ours which keeps its turn.
         lock: to be held while a tally is changed.
     """
 
@@ -124,6 +125,7 @@ class Run:
     started: float = field(default_factory=time.time)
     elapsed_s: float = 0.0
     finished: bool = False
+    came_before: int = 0
     compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
@@ -237,7 +239,7 @@ class Run:
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
     def line(self) -> str:
-        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``; without calls the first note, if any."""
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``; without calls the first note."""
         if not self.tallies and self.notes:
             return f"{self.subject}: {self.notes[0]}"
         routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
