@@ -77,7 +77,7 @@ class _Decision:
         kind: how they are counted.
         config: the configuration they run with; None = they are left to the host.
         route: the route they take.
-        choice: that route, where it can be taken again without asking; its form, if any, is made of each call's tensors.
+        choice: that route, where it can be taken again without asking; its form, if any, is from each call's tensors.
         has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
         run, tally: the run that ``tally`` counts in.
     """
