@@ -19,6 +19,7 @@ from ..pascal_attn_core.arguments import prepared
 from ..pascal_attn_core.call import AttentionCall, check_call
 from ..pascal_attn_core.device import device_info
 from ..pascal_attn_core.dispatch import run as run_call
+from ..pascal_attn_core.layout import autocast_on
 from ..pascal_attn_core.outputs import TiledStats
 from ..pascal_attn_core.plan import plan_call
 from ..pascal_attn_core.progress import between_blocks
@@ -79,6 +80,7 @@ class _Decision:
         route: the route they take.
         choice: that route, where it can be taken again without asking; its form, if any, is from each call's tensors.
         has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
+        template: the first such call without its tensors, where its checks hold for others of the kind.
         run, tally: the run that ``tally`` counts in.
     """
 
@@ -87,6 +89,7 @@ class _Decision:
     route: str = ""
     choice: Choice | None = None
     has_form: bool = False
+    template: AttentionCall | None = None
     run: Run | None = None
     tally: CallTally | None = None
 
@@ -214,14 +217,21 @@ class Engine:
                 self._count(decision)
                 return None
             try:
-                given = query
-                query, key, value, attn_mask, is_causal, alignment = prepared(
-                    query, key, value, mask, is_causal, "upper_left"
-                )
-                rules = {"softcap": softcap, "alignment": alignment}
-                call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
-                if decision is None or query is not given:  # under autocast
-                    decision = self._decide(call, place)
+                template = None if decision is None else decision.template
+                if template is not None and not autocast_on(query):
+                    call = _like(template, query, key, value, mask)
+                else:
+                    given = query
+                    query, key, value, attn_mask, is_causal, alignment = prepared(
+                        query, key, value, mask, is_causal, "upper_left"
+                    )
+                    rules = {"softcap": softcap, "alignment": alignment}
+                    call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
+                    if decision is None or query is not given:  # under autocast
+                        decision = self._decide(call, place)
+                        plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
+                        decision.template = call.without_tensors() if plain else None
+                assert decision is not None
                 config = decision.config
                 if config is None:
                     self._count(decision)
@@ -429,6 +439,33 @@ class Engine:
                 _host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
 
         return checkpoint
+
+
+def _like(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionCall:
+    """A call of the same kind, which needs no check."""
+    return AttentionCall(
+        query,
+        key,
+        value,
+        mask,
+        call.batch,
+        call.num_heads,
+        call.num_kv_heads,
+        call.seq_len_q,
+        call.seq_len_kv,
+        call.head_dim,
+        call.head_dim_v,
+        call.scale,
+        call.dropout_p,
+        call.is_causal,
+        call.left,
+        call.right,
+        call.offset,
+        False,
+        call.enable_gqa,
+        call.softcap,
+        call.sinks,
+    )
 
 
 def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:

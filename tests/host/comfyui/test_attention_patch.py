@@ -1,5 +1,7 @@
-"""Pascal Attention Patch in one process of a real ComfyUI, with its own attention for a CPU and with torch's SDPA: calls
-in unusual layouts, models that call attention past the override, other packs' patches, the host's memory estimate."""
+"""Pascal Attention Patch in one process of a real ComfyUI, with its own attention for a CPU and with torch's SDPA.
+
+Calls in unusual layouts, models that call attention past the override, other packs' patches, the host's estimate.
+"""
 
 from __future__ import annotations
 
