@@ -333,3 +333,73 @@ def a_patch_on_weights_only_says_so():
     with log_lines() as lines:
         patched(load_model("sd15"), unique_id="2", prompt=prompt)
     assert not any("WITHOUT EFFECT" in line for line in lines), lines
+
+
+# ---- attention with a softcap, by hand ----
+
+
+@check
+def t5gemmas_softcap_attention_is_served():
+    try:
+        from comfy.text_encoders.sa3 import T5GemmaEncoder, T5GemmaEncoderConfig
+    except ImportError:
+        raise Skip("this host has no T5Gemma") from None
+    import comfy.model_patcher
+    import comfy.ops
+
+    config = T5GemmaEncoderConfig()
+    config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim = 50, 64, 64, 16
+    config.num_hidden_layers = 2
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.query_pre_attn_scalar, config.attn_logit_softcapping = 0.25, 2.0  # scores that the cap bends
+    network = T5GemmaEncoder(config, "cpu", torch.float32, comfy.ops.disable_weight_init)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = network
+            self.device = torch.device("cpu")
+
+        def encode_token_weights(self, hidden, mask):
+            freqs = sa3_freqs(config, hidden.shape[1])
+            for layer in self.encoder.layers:
+                hidden = layer(hidden, attention_mask=mask, freqs_cis=freqs)
+            return hidden
+
+    class Clip:
+        def __init__(self, model, patcher):
+            self.cond_stage_model, self.patcher = model, patcher
+
+        def clone(self):
+            return Clip(self.cond_stage_model, self.patcher.clone())
+
+    model, cpu = Model(), torch.device("cpu")
+    clip = Clip(model, comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu))
+    hidden = torch.randn(1, 40, 64, generator=generator)
+    mask = torch.zeros(1, 1, 40, 40)
+    mask[..., 30:] = -torch.finfo(torch.float32).max
+    for given in (None, mask):
+        stock = model.encode_token_weights(hidden, given)
+        node = nodes.NODE_CLASS_MAPPINGS["PascalTextEncoderAttention"]()
+        (ours,) = node.patch(clip, "auto", 0, True)
+        assert ours is not clip, "no attention was found"
+        with runs() as found:
+            ours.patcher.patch_model(device_to=cpu)
+            try:
+                close(model.encode_token_weights(hidden, given), stock)
+            finally:
+                ours.patcher.unpatch_model(device_to=cpu)
+        (run,) = found
+        assert run.count("taken") == run.count() == 2, run.line()
+        assert run.warnings == []
+        assert all(found is not None and found.is_rounding for found in run.compared.values())
+
+
+def sa3_freqs(config, tokens):
+    from comfy.text_encoders.llama import precompute_freqs_cis
+
+    return precompute_freqs_cis(config.head_dim, torch.arange(tokens)[None], config.rope_theta)
