@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -65,29 +66,37 @@ def load_pack() -> Any:
     return nodes.NODE_CLASS_MAPPINGS
 
 
+def tiny_file(folder: str, name: str) -> str:
+    """A tiny model's file. Raises ``Skip`` with the reason where this host does not load it."""
+    reason = json.loads((TINY_MODELS / "manifest.json").read_text())[name].get("skip")
+    if reason:
+        from comfy_checks import Skip
+
+        raise Skip(f"{name}: {reason}")
+    return str(TINY_MODELS / folder / f"tiny_{name}.safetensors")
+
+
 def load_model(name: str) -> Any:
     """A tiny diffusion model (a ModelPatcher)."""
-    return comfy.sd.load_diffusion_model(str(TINY_MODELS / "diffusion_models" / f"tiny_{name}.safetensors"))
+    return comfy.sd.load_diffusion_model(tiny_file("diffusion_models", name))
 
 
 def load_vae(name: str) -> Any:
-    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(TINY_MODELS / "vae" / f"tiny_{name}.safetensors")))
+    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(tiny_file("vae", name)))
 
 
 def load_checkpoint() -> tuple[Any, Any, Any]:
     """MODEL, CLIP, VAE of the tiny SD1.5 checkpoint."""
-    path = TINY_MODELS / "checkpoints" / "tiny_sd15_checkpoint.safetensors"
-    return comfy.sd.load_checkpoint_guess_config(str(path))[:3]
+    return comfy.sd.load_checkpoint_guess_config(tiny_file("checkpoints", "sd15_checkpoint"))[:3]
 
 
 def load_t5() -> Any:
-    path = TINY_MODELS / "text_encoders" / "tiny_t5.safetensors"
-    return comfy.sd.load_clip([str(path)], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
+    return comfy.sd.load_clip([tiny_file("text_encoders", "t5")], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
 
 
 def load_lora(model: Any, name: str, strength: float = 1.0) -> Any:
     """A clone of ``model`` with the tiny LoRA ``name`` on it."""
-    lora = comfy.utils.load_torch_file(str(TINY_MODELS / "loras" / f"tiny_{name}.safetensors"))
+    lora = comfy.utils.load_torch_file(tiny_file("loras", name))
     return comfy.sd.load_lora_for_models(model, None, lora, strength, 0.0)[0]
 
 

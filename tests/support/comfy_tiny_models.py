@@ -159,6 +159,8 @@ def sd3() -> Built:
 @model("flux", sizes=({"num_heads": 2}, {"num_heads": 24}))
 def flux(num_heads: int) -> Built:
     build = host_class("comfy.ldm.flux.model", "Flux")
+    fields = host_class("comfy.ldm.flux.model", "FluxParams").__dataclass_fields__
+    later = {name: value for name, value in {"txt_ids_dims": []}.items() if name in fields}  # not in 0.3.60
     network = build(
         image_model="flux",
         in_channels=16,
@@ -175,7 +177,7 @@ def flux(num_heads: int) -> Built:
         patch_size=2,
         qkv_bias=True,
         guidance_embed=True,
-        txt_ids_dims=[],
+        **later,
         **host_settings(),
     )
     return Built(published_norms(random_weights(network)))

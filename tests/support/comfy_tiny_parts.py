@@ -41,10 +41,10 @@ def vae_flux(channels: int) -> Built:
     return Built({name: w for name, w in weights.items() if not name.startswith("post_quant_conv")})
 
 
-@model("vae_wan", "vae")
-def vae_wan() -> Built:
+@model("vae_wan", "vae", sizes=({"dim": 8}, {"dim": 96}))  # older hosts know the published width only
+def vae_wan(dim: int) -> Built:
     build = host_class("comfy.ldm.wan.vae", "WanVAE")
-    config = {"dim": 8, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": []}
+    config = {"dim": dim, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": []}
     assert "temperal_downsample" in inspect.signature(build).parameters
     network = build(**config, temperal_downsample=[False, True, True], dropout=0.0)
     return Built(random_weights(network, seed=3))

@@ -54,14 +54,20 @@ def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_fi
     assert largest_difference(sample(server, family), with_lora) > 100 * ROUNDING
 
 
+@pytest.mark.parametrize(("earlier", "calls"), [("auto", 16), ("keep its turn", 16), ("take its place", 8)])
 @pytest.mark.parametrize("kind", ["chain", "replace"])
-def test_a_patch_before_ours_gets_what_we_hand_on(server: ComfyServer, kind: str) -> None:
+def test_a_patch_before_ours_keeps_its_turn_unless_told_otherwise(
+    server: ComfyServer, kind: str, earlier: str, calls: int
+) -> None:
     graph, tag = Graph(), uuid.uuid4().hex
-    patches = [("ProbeOtherPatch", {"kind": kind, "tag": tag}), attention_patch(min_keys=78)]
+    patches = [("ProbeOtherPatch", {"kind": kind, "tag": tag}), attention_patch(min_keys=78, earlier_patch=earlier)]
     latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
     ours = capture(server, graph, latent, tag=tag)[0]
     assert largest_difference(ours, stock(server)) < ROUNDING
-    assert ours.run.taken == ours.run.handed_on == ours.counts["other"] == 8
+    assert ours.run.taken == ours.run.handed_on == 8
+    assert ours.counts["other"] == calls
+    said = "makes way" if earlier == "take its place" else "keeps its turn before this node"
+    assert any("ProbeOtherPatch" in line and said in line for line in ours.log), ours.log
 
 
 @both_coverages

@@ -67,7 +67,7 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
     found = sampled(server, family, attention_patch(route="tiled"))
     calls = found.counts["wrapped"]
     assert calls > 0
-    assert f"{calls} calls, {calls} taken (tiled {calls}), 0 handed on" in found.top
+    assert f"{calls} calls, {calls} taken (tiled {calls}), 0 passed to ComfyUI" in found.top
     assert "exact within rounding" in found.top
     assert "in attention of" in found.top
     assert not found.is_alarmed
@@ -104,7 +104,7 @@ def test_a_latent_goes_through_as_it_is_and_feeds_the_decoder(server: ComfyServe
 def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
     found = sampled(server, "sd15", attention_patch(), ("ProbeOtherPatch", {"kind": "replace", "tag": "x"}))
     assert "!! SD15, diffusion model: no attention call reached the patch" in found.top
-    assert "replaced it and hands nothing on" in found.top
+    assert "replaced it and passes nothing on" in found.top
     assert "0 calls" in found.top
     assert found.is_alarmed
     assert any("no attention call reached the patch" in line for line in found.log)

@@ -1,0 +1,118 @@
+"""Beside packs that many users have, where their folders are given: each keeps its effect, and so does ours.
+
+    PASCAL_ATTN_KJNODES=<folder of ComfyUI-KJNodes> PASCAL_ATTN_ANIMATEDIFF=... PASCAL_ATTN_IPADAPTER=...
+    PASCAL_ATTN_GGUF=... PASCAL_ATTN_ADVANCED_CONTROLNET=...
+
+Without a pack's folder its tests are skipped, and with one whose own requirements are missing in the host too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attn_support.comfy_graph import FAMILIES, Captured, Graph, attention_patch, capture, largest_difference
+from attn_support.comfy_server import ComfyServer
+
+PROBE_PACK = Path(__file__).parent / "probe_pack"
+ROUNDING = 3e-5
+PACKS = {
+    "KJNODES": "PathchSageAttentionKJ",  # a node by which the pack is known to have loaded
+    "ANIMATEDIFF": "ADE_UseEvolvedSampling",
+    "IPADAPTER": "IPAdapterUnifiedLoader",
+    "GGUF": "UnetLoaderGGUF",
+    "ADVANCED_CONTROLNET": "ACN_AdvancedControlNetApply",
+}
+FOLDERS = {name: os.environ.get(f"PASCAL_ATTN_{name}", "") for name in PACKS}
+WHOLE = attention_patch(route="tiled")
+# A node that changes the model of a family, by pack.
+MODEL_NODES = [
+    ("KJNODES", "WanVideoEnhanceAVideoKJ", "wan_t2v"),
+    ("KJNODES", "CFGZeroStarAndInit", "sd15"),
+    ("KJNODES", "ModelPatchTorchSettings", "sd15"),
+    ("KJNODES", "SkipLayerGuidanceWanVideo", "wan_t2v"),
+    ("ANIMATEDIFF", "ADE_UseEvolvedSampling", "sd15"),
+]
+
+
+@pytest.fixture(scope="module")
+def crowded(start_server: Callable[..., ComfyServer]) -> ComfyServer:
+    """A server with all packs that are given, and ours."""
+    folders = [Path(folder) for folder in FOLDERS.values() if folder]
+    if not folders:
+        pytest.skip("no folder of another pack is given")
+    return start_server("--use-pytorch-cross-attention", packs=(PROBE_PACK, *folders))
+
+
+def known(server: ComfyServer, pack: str, node: str = "") -> dict:
+    """What the server says of a node of a pack; a skip with the reason where there is none."""
+    if not FOLDERS[pack]:
+        pytest.skip(f"PASCAL_ATTN_{pack} is not set")
+    nodes = server.request("/object_info")
+    if PACKS[pack] not in nodes:
+        failed = [line for line in server.log if "IMPORT FAILED" in line or "ModuleNotFoundError" in line]
+        pytest.skip(f"{pack} did not load in this host by itself: {'; '.join(failed) or 'no reason in the log'}")
+    if (node or PACKS[pack]) not in nodes:
+        pytest.skip(f"this version of {pack} has no {node}")
+    return nodes[node or PACKS[pack]]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_both_load_in_one_server(crowded: ComfyServer, pack: str) -> None:
+    known(crowded, pack)
+    assert "PascalAttentionPatch" in crowded.request("/object_info")
+
+
+def defaults(described: dict, graph: Graph, family: str) -> dict:
+    """The inputs that a node asks for besides the model, at their defaults."""
+    given = {}
+    for name, entry in described["input"].get("required", {}).items():
+        kind, options = entry[0], entry[1] if len(entry) > 1 else {}
+        if kind == "LATENT":
+            class_type, inputs = FAMILIES[family].latent
+            given[name] = graph.add(class_type, **inputs)
+        elif isinstance(kind, list) or kind == "COMBO":
+            choices = kind if isinstance(kind, list) else options["options"]
+            given[name] = options.get("default", choices[0])
+        elif kind != "MODEL":
+            given[name] = options["default"]
+    return given
+
+
+def sampled(server: ComfyServer, family: str, *patches: str, described: dict, node: str) -> Captured:
+    """The latent of a family through the nodes named, ours written ``"ours"``."""
+    graph = Graph()
+    model = graph.load(family)
+    for patch in patches:
+        class_type, inputs = WHOLE if patch == "ours" else (node, defaults(described, graph, family))
+        model = graph.add(class_type, model=model, **inputs)
+    return capture(server, graph, graph.sample(model, FAMILIES[family]))[0]
+
+
+@pytest.mark.parametrize(("pack", "node", "family"), MODEL_NODES)
+def test_its_effect_is_kept_in_both_orders(crowded: ComfyServer, pack: str, node: str, family: str) -> None:
+    described = known(crowded, pack, node)
+    stock = sampled(crowded, family, node, described=described, node=node)
+    for order in ((node, "ours"), ("ours", node)):
+        both = sampled(crowded, family, *order, described=described, node=node)
+        assert largest_difference(both, stock) < ROUNDING, order
+        assert both.run.taken == both.run.calls > 0, order
+
+
+def test_a_sage_patch_before_ours_makes_way_and_is_named(crowded: ComfyServer) -> None:
+    node = "PathchSageAttentionKJ"
+    described = known(crowded, "KJNODES", node)
+    plain = sampled(crowded, "sd15", described=described, node=node)
+    graph = Graph()
+    model = graph.add(
+        node, model=graph.load("sd15"), sage_attention="sageattn_qk_int8_pv_fp16_cuda", allow_compile=False
+    )
+    model = graph.add(WHOLE[0], model=model, **WHOLE[1])
+    try:
+        ours = capture(crowded, graph, graph.sample(model, FAMILIES["sd15"]))[0]
+    except AssertionError as error:
+        pytest.skip(f"the node needs a package that this host has not: {str(error)[:200]}")
+    assert largest_difference(ours, plain) < ROUNDING
+    assert any("attention_override_sage makes way" in line for line in ours.log), ours.log

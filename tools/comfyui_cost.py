@@ -1,0 +1,128 @@
+"""What an attention call costs beside the attention itself when it goes through the ComfyUI pack's override.
+
+    python tools/comfyui_cost.py [--tokens 8 --keys 8] [--baseline FOLDER]
+
+Runs without ComfyUI: the host's function is torch's SDPA over ``[B, N, H*D]``, as ``attention_pytorch`` calls it.
+``--baseline`` names another checkout of the pack, timed in the same process, interleaved. Times are CPU time of this
+thread in microseconds per call, the least and the median of many rounds; the do-nothing override is subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+ROUNDS, CALLS = 40, 50
+HEADS, HEAD_DIM = 2, 8
+
+
+def load(folder: Path, name: str) -> Any:
+    """The pack in ``folder`` as ComfyUI's loader imports it, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **_: Any) -> Tensor:
+    """As ``attention_pytorch`` computes it."""
+    batch, _, width = q.shape
+    q, k, v = (t.view(batch, -1, heads, width // heads).transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)
+    return out.transpose(1, 2).reshape(batch, -1, width)
+
+
+def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
+    """The pack's override at its defaults (which leaves these calls), and with every call taken by torch's kernel."""
+    engine, override, scope, host = (
+        importlib.import_module(f"{name}.nodes.{part}") for part in ("_engine", "_override", "_scope", "_host")
+    )
+    host.throw_if_interrupted = lambda: None
+    host.compute_device = lambda: torch.device("cpu")
+    host.prompt_id = str
+    config = engine.AttentionConfig
+    settings = {
+        "passed to ComfyUI": engine.Settings(),
+        "taken, route torch": engine.Settings(config(route="torch"), 0),
+        "taken, without the NaN guard": engine.Settings(config(route="torch"), 0, nan_guard=False),
+    }
+    return {
+        f"{label}{what}": override.make_override(engine.Engine(given, "Model", "model", None), scope.Scope(), None)
+        for what, given in settings.items()
+    }
+
+
+def measure(candidates: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """CPU microseconds per call, one number per round, the candidates in turn in each."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(ROUNDS):
+        for name, call in candidates.items():
+            start = time.thread_time_ns()
+            for _ in range(CALLS):
+                call()
+            times[name].append((time.thread_time_ns() - start) / CALLS / 1e3)
+    return times
+
+
+def import_seconds(folder: Path) -> float:
+    """Least CPU time of several to import the pack where torch and Pillow are imported already, as in ComfyUI."""
+    code = (
+        "import sys, time, importlib.util, torch, PIL.ImageDraw, PIL.ImageFont; start = time.process_time();"
+        f"spec = importlib.util.spec_from_file_location('p', {str(folder / '__init__.py')!r},"
+        f" submodule_search_locations=[{str(folder)!r}]); m = importlib.util.module_from_spec(spec);"
+        "sys.modules['p'] = m; spec.loader.exec_module(m); print(time.process_time() - start)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    return min(float(run.stdout) for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--keys", type=int, default=8)
+    parser.add_argument("--baseline", type=Path, help="another checkout of the pack, timed beside this one")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    q = torch.randn(2, options.tokens, HEADS * HEAD_DIM)
+    k, v = torch.randn(2, options.keys, HEADS * HEAD_DIM), torch.randn(2, options.keys, HEADS * HEAD_DIM)
+    more = {"attn_precision": None, "_inside_attn_wrapper": True, "transformer_options": {"block": ("input", 4)}}
+    load(ROOT, "pack_here")
+    functions: dict[str, Callable[..., Any]] = {"nothing": lambda func, *args, **kwargs: func(*args, **kwargs)}
+    functions |= overrides("pack_here", "")
+    if options.baseline:
+        load(options.baseline, "pack_before")
+        functions |= overrides("pack_before", "baseline: ")
+    with torch.inference_mode():
+        candidates = {n: (lambda f=f: f(host_attention, q, k, v, HEADS, **more)) for n, f in functions.items()}
+        measure(candidates)
+        times = measure(candidates)
+    nothing = times.pop("nothing")
+    print(f"{options.tokens} x {options.keys} tokens: {min(nothing):.0f} us with an empty override; beside it")
+    for name, found in times.items():
+        least, median = min(found) - min(nothing), statistics.median(found) - statistics.median(nothing)
+        print(f"  {name:40} least {least:6.1f} us   median {median:6.1f} us")
+    folders = {"import": ROOT} | ({"baseline: import": options.baseline} if options.baseline else {})
+    for name, folder in folders.items():
+        print(f"  {name:40} {import_seconds(folder.resolve()):.3f} s beyond torch")
+
+
+if __name__ == "__main__":
+    main()
