@@ -2,8 +2,8 @@
 // Gaps leave room for the front end's other design (Nodes 2.0), whose nodes are taller.
 // Returns, as JSON, what the front end itself saves (workflow) and sends to the server (prompt).
 const sheet = arguments[0];
-const COLUMN_GAP = 40, ROW_GAP = 80, GROUP_GAP = 60, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
-const GROUP_TITLE = 50;
+const COLUMN_GAP = 40, ROW_GAP = 30, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
+const GROUP_TITLE = 45;
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
@@ -68,8 +68,8 @@ function placeGroup(group, left, top, width) {
   frame.color = group.colour;
   graph.add(frame);
   frame.pos = [left, top];
-  frame.size = [width, bottom + 3 * PADDING - top];
-  return bottom + 3 * PADDING;
+  frame.size = [width, bottom + PADDING - top];
+  return bottom + PADDING;
 }
 
 function groupWidth(group) {
@@ -89,7 +89,8 @@ for (const stack of sheet.stacks) {
 function onlyInputs(prompt) {
   for (const node of Object.values(prompt)) {
     const {required, optional} = LiteGraph.registered_node_types[node.class_type].nodeData.input;
-    const known = name => name in (required ?? {}) || name in (optional ?? {});
+    const of = name => name.split('.')[0];  // "format.codec" belongs to the choice in "format"
+    const known = name => of(name) in (required ?? {}) || of(name) in (optional ?? {});
     node.inputs = Object.fromEntries(Object.entries(node.inputs).filter(([name]) => known(name)));
   }
   return prompt;

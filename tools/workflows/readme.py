@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
-NAME, CHECKPOINT = "Pascal-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
+NAME, CHECKPOINT = "Pascal-SD15-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
 STEPS = 2  # of the run; everything else is as in the file
 
 
