@@ -6,7 +6,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +24,17 @@ from ..pascal_attn_core.plan import plan_call
 from ..pascal_attn_core.progress import between_blocks
 from ..pascal_attn_core.report import mask_kind
 from ..pascal_attn_core.routes import Choice, choose, why_not
+from ..pascal_attn_core.torch_route import TorchForm
 from . import _host, _runs
+from ._compare import Difference
+from ._layout import signature
 from ._meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
-from ._runs import CallKind, Run
+from ._runs import PASSED, CallKind, CallTally, Run
 
 log = logging.getLogger("pascal_attn")
 MIB = 1 << 20
+Compare = Callable[[Tensor], "Difference | None"]
+_DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
 _PROGRESS_SECONDS = 1.0
 _MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
 _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
@@ -63,6 +69,36 @@ class Settings:
         return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
 
 
+@dataclass(eq=False)
+class _Decision:
+    """What is done with calls of one kind from one place in the model.
+
+    Attributes:
+        kind: how they are counted.
+        config: the configuration they run with; None = they are left to the host.
+        route: the route they take.
+        choice: that route, where it can be taken again without asking; its form, if any, is that of each call's tensors.
+        has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
+        run, tally: the run that ``tally`` counts in.
+    """
+
+    kind: CallKind
+    config: AttentionConfig | None = None
+    route: str = ""
+    choice: Choice | None = None
+    has_form: bool = False
+    run: Run | None = None
+    tally: CallTally | None = None
+
+    def choice_for(self, call: AttentionCall) -> Choice | None:
+        """The choice for another call of the kind; None = it has to be made."""
+        if self.choice is None or not self.has_form:
+            return self.choice
+        mask = call.attn_mask
+        assert mask is None or isinstance(mask, Tensor)
+        return Choice(self.route, self.choice.why, TorchForm(call.query, call.key, call.value, mask))
+
+
 class Engine:
     """Attention for one patched model, VAE or text encoder. Used by several threads at once on multi-GPU hosts."""
 
@@ -72,6 +108,8 @@ class Engine:
         self._run: Run | None = None
         self._depth = 0
         self._configs: dict[tuple, AttentionConfig] = {}
+        self._decisions: dict[Hashable, _Decision] = {}
+        self._differing: dict[Hashable, str] = {}  # kinds of calls that the host answers otherwise, and how far apart
         self._metered: set[tuple] = set()
         self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
         self._finite_inputs = True  # until a call's inputs were found not to be
@@ -148,37 +186,120 @@ class Engine:
         scale: float | None = None,
         enable_gqa: bool = False,
         is_causal: bool = False,
+        softcap: float | None = None,
         block: str = "",
         via: str = "override",
+        kind: Hashable = None,
+        compare: Compare | None = None,
     ) -> Tensor | None:
         """``[B, Hq, L, D] x [B, Hkv, S, D] x [B, Hkv, S, Dv] -> [B, Hq, L, Dv]``; None = the host shall do it, and the
         run knows why.
 
         mask: broadcasts to ``[B, Hq, L, S]``, bool (True = takes part) or float (added).
+        kind: equal for calls with equal arguments but for the numbers in their tensors: read from the tensors if None.
+        compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
+            further away than rounding explains is left to the host from then on.
         """
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
         if torch.compiler.is_compiling():
             self.is_compiled = True
             return sdpa(query, key, value, mask, config=self.settings.config, **options)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
+            if kind is None:
+                kind = signature((query, key, value, mask), options)
+            place = (block, via, kind, torch.is_grad_enabled())
+            decision = self._decisions.get(place)
+            if decision is not None and decision.config is None:
+                self._count(decision)
+                return None
             try:
-                query, key, value, attn_mask, is_causal, _ = prepared(query, key, value, mask, is_causal, "upper_left")
-                call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-                config, choice = self._choice(call, block)
+                given = query
+                query, key, value, attn_mask, is_causal, alignment = prepared(
+                    query, key, value, mask, is_causal, "upper_left"
+                )
+                rules = {"softcap": softcap, "alignment": alignment}
+                call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
+                if decision is None or query is not given:  # under autocast
+                    decision = self._decide(call, place)
+                config = decision.config
+                if config is None:
+                    self._count(decision)
+                    return None
+                choice = decision.choice_for(call) or choose(call, config)
             except (TypeError, ValueError, UnsupportedAttention) as error:
-                self.hand_on(block, str(error), via=via)
+                self.leave(block, str(error), via=via, kind=kind)
                 return None
-            reason = self._why_left(call)
-            if reason:
-                self.hand_on(block, reason, call, via=via)
+            except Exception as error:  # whatever a tensor class of another pack may raise
+                self.leave_unread(block, error, via=via)
                 return None
-            return self._run_watched(call, config, choice, block, via)
+            out = self._run_watched(call, decision, choice)
+            if compare is None or decision.run is None or kind in decision.run.compared or _runs.stale(query.device):
+                return out
+            return out if self._agrees(decision.run, decision.kind, kind, compare, out) else None
 
-    def hand_on(self, block: str, why: str, call: AttentionCall | None = None, *, via: str = "override") -> None:
-        """Count a call that the host computes itself."""
-        if not torch.compiler.is_compiling():
-            self.run.add(_kind(block, "handed on", "", why, call, via))
+    def is_left(self, block: str, via: str, kind: Hashable) -> bool:
+        """Whether calls of this kind from there are known to be the host's; counted if so."""
+        decision = self._decisions.get((block, via, kind, torch.is_grad_enabled()))
+        if decision is None or decision.config is not None:
+            return False
+        self._count(decision)
+        return True
+
+    def leave(self, block: str, why: str, *, via: str = "override", kind: Hashable = None) -> None:
+        """Count a call that the host computes itself; remembered for calls of the same ``kind`` from there."""
+        if torch.compiler.is_compiling():
+            return
+        decision = _Decision(CallKind(block, PASSED, "", why, via=via))
+        if kind is not None:
+            self._remember((block, via, kind, torch.is_grad_enabled()), decision)
+        self._count(decision)
+
+    def leave_unread(self, block: str, error: Exception, *, via: str = "override") -> None:
+        """Count a call that could not even be read, and say so: it is the host's, and nobody's picture depends on us.
+
+        Raises:
+            Exception: ``error`` itself if it is the user's Cancel.
+        """
+        if _host.is_interrupt(error):
+            raise error
+        why = f"reading it failed with {type(error).__name__}: {error}"
+        self.warn(f"{block or 'a call'}: {why}: passed to ComfyUI")
+        self.leave(block, why, via=via)
+
+    def _count(self, decision: _Decision) -> CallTally:
+        """One more call of this kind."""
+        run = self._run or self.run
+        if decision.run is not run:
+            decision.tally, decision.run = run.tally(decision.kind), run
+        tally = decision.tally
+        assert tally is not None
+        with run.lock:
+            tally.count += 1
+        return tally
+
+    def _decide(self, call: AttentionCall, place: tuple) -> _Decision:
+        block, via, kind, _ = place
+        why = self._differing.get(kind, "") or self._why_left(call)
+        if why:
+            decision = _Decision(_kind(block, PASSED, "", why, call, via))
+        else:
+            config = self._config(call, block)
+            choice = choose(call, config)
+            counted = _kind(block, "taken", choice.route, choice.why, call, via)
+            decision = _Decision(counted, config, choice.route, has_form=choice.form is not None)
+            if choice.form is None or _is_as_it_came(choice.form, call):
+                decision.choice = replace(choice, form=None)  # it would keep the tensors
+        self._remember(place, decision)
+        return decision
+
+    def _remember(self, place: tuple, decision: _Decision) -> None:
+        if len(self._decisions) > _DECISIONS:  # a video of ever different lengths
+            self._decisions.clear()
+        try:
+            self._decisions[place] = decision
+        except TypeError:  # an argument that has no hash
+            pass
 
     def _why_left(self, call: AttentionCall) -> str:
         least = self.settings.min_keys
@@ -189,15 +310,15 @@ class Engine:
         score_bytes = call.num_scores * max(4, call.query.element_size())
         return f"fewer than {least} keys" if score_bytes <= self.settings.budget_bytes(call.query.device) else ""
 
-    def _choice(self, call: AttentionCall, block: str) -> tuple[AttentionConfig, Choice]:
+    def _config(self, call: AttentionCall, block: str) -> AttentionConfig:
         shapes = call.query.shape, call.key.shape, call.value.shape
         key = (call.query.device, call.query.dtype, *shapes, call.attn_mask is None)
         config = self._configs.get(key)
         if config is None:
-            config = self._configs[key] = self._config_for(call, block)
             if len(self._configs) > 512:
                 self._configs.clear()
-        return config, choose(call, config)
+            config = self._configs[key] = self._config_for(call, block)
+        return config
 
     def _config_for(self, call: AttentionCall, block: str) -> AttentionConfig:
         """The node's configuration, less what this call cannot have: a model runs on, and the report says so."""
@@ -213,28 +334,58 @@ class Engine:
                 self.warn(f"{block}: {error}: chosen from the card instead")
         return config
 
-    def _run_watched(
-        self, call: AttentionCall, config: AttentionConfig, choice: Choice, block: str, via: str
-    ) -> Tensor:
+    def _run_watched(self, call: AttentionCall, decision: _Decision, choice: Choice) -> Tensor:
         _host.throw_if_interrupted()
-        run = self.run
-        kind = _kind(block, "taken", choice.route, choice.why, call, via)
-        tally, stats = run.add(kind), TiledStats()
-        asked = not _runs.stale(call.query.device)
-        if asked and run.saw_device(call.query.device) and str(call.query.device) != run.device:
-            start_of_run(call.query.device)
-        meter = Meter(run, tally, call.query.device, measures=asked and self._is_new(kind))
-        with between_blocks(self._checkpoint(block)), meter:
+        run, config, kind, device = self._run or self.run, decision.config, decision.kind, call.query.device
+        assert config is not None
+        asked, is_new = not _runs.stale(device), decision.run is not run
+        if is_new:
+            decision.tally, decision.run = run.tally(kind), run
+            if asked and run.saw_device(device) and str(device) != run.device:
+                start_of_run(device)
+        tally = decision.tally
+        assert tally is not None
+        if choice.route != decision.route:  # not the route of the first such call
+            tally = run.tally(replace(kind, route=choice.route, why=choice.why))
+        with run.lock:
+            tally.count += 1
+        stats = TiledStats() if choice.route == "tiled" else None
+        meter = Meter(run, tally, device, measures=asked and is_new and self._is_new(kind))
+        one_kernel = decision.choice is not None and (decision.has_form or decision.route == "math")
+        with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
             meter.out_bytes = out.numel() * out.element_size()
         if asked and self.settings.nan_guard and not is_finite(out):
-            out = self._repaired(call, out, block, tally)
-        tally.blocks += stats.blocks
-        tally.bounded_blocks += stats.bounded_blocks
-        tally.budget_halvings += stats.budget_halvings
-        if asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
+            out = self._repaired(call, out, kind.block, tally)
+        if stats is not None:
+            tally.blocks += stats.blocks
+            tally.bounded_blocks += stats.bounded_blocks
+            tally.budget_halvings += stats.budget_halvings
+        if is_new and asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
             run.sample = sample_of(call, kind, out) or run.sample
         return out
+
+    def _agrees(self, run: Run, counted: CallKind, kind: Hashable, compare: Compare, out: Tensor) -> bool:
+        """Whether our answer to the first call of a kind in this run is the host's. If not, the call is taken back, and
+        calls of the kind are left to the host from now on."""
+        run.compared[kind] = None
+        try:
+            found = run.compared[kind] = compare(out)
+        except Exception as error:
+            if _host.is_interrupt(error):
+                raise
+            run.note(f"{counted.block}: not compared with ComfyUI's own function: {type(error).__name__}: {error}")
+            return True
+        if found is None or found.is_rounding:
+            return True
+        why = f"our answer is {found.text()}"
+        self._differing[kind] = why
+        for place in [place for place in self._decisions if place[2] == kind]:  # type: ignore[index]
+            self._decisions.pop(place, None)
+        run.take_back(counted)
+        self.warn(f"{counted.block}: {why}: calls like this are passed to ComfyUI")
+        self.leave(counted.block, why, via=counted.via, kind=kind)
+        return False
 
     def _is_new(self, kind: CallKind) -> bool:
         key = (kind.route, kind.query, kind.key, kind.mask)
@@ -280,6 +431,17 @@ class Engine:
                 _host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
 
         return checkpoint
+
+
+def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
+    """Whether torch's kernel is called once, with the very tensors of the call."""
+    mask, given = form.attn_mask, call.attn_mask
+    if mask is not given:
+        if not isinstance(given, Tensor) or mask is None or mask.data_ptr() != given.data_ptr():
+            return False
+        if (mask.shape, mask.stride()) != (given.shape, given.stride()):
+            return False
+    return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
 
 
 def _kind(block: str, outcome: str, route: str, why: str, call: AttentionCall | None, via: str) -> CallKind:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -60,6 +62,32 @@ def attention_function() -> Any:
     from comfy.ldm.modules import attention
 
     return attention.optimized_attention
+
+
+_EXACT = ("attention_basic", "attention_sub_quad", "attention_split", "attention_pytorch")
+
+
+def exact_attention(function: Any, *, plain: bool) -> tuple[Any, str]:
+    """The function that says what a call of ``function`` means, called with the same arguments, and its name.
+
+    A function of ComfyUI's that rounds coarsely (Sage) stands for the one that does not; and so do those that add a
+    bool mask or know no scale, unless the call is ``plain``. Everybody else's function speaks for itself.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if getattr(function, "__module__", "") != "comfy.ldm.modules.attention":
+        return function, name
+    if not plain or name not in _EXACT:
+        from comfy.ldm.modules import attention
+
+        function, name = attention.attention_pytorch, "attention_pytorch"
+    return functools.partial(function, _inside_attn_wrapper=True), f"ComfyUI's {name}"
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is ComfyUI's exception for Cancel, which nobody may keep to himself."""
+    management = sys.modules.get("comfy.model_management")
+    kind = getattr(management, "InterruptProcessingException", None)
+    return not isinstance(error, Exception) or (kind is not None and isinstance(error, kind))
 
 
 def uses_sdpa() -> bool:

@@ -36,3 +36,9 @@ def nan_guard() -> tuple[str, dict[str, Any]]:
 def config(route: str, budget_mib: int, tile_size: int = 0) -> AttentionConfig:
     """What these inputs mean to the core; 0 = chosen there."""
     return AttentionConfig(route=route, budget_mib=budget_mib or None, kv_block=tile_size or None)
+
+
+def expert(entry: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """The same input, which the front end folds away until it is asked for."""
+    kind, options = entry
+    return kind, {**options, "advanced": True}

@@ -3,7 +3,9 @@
 ComfyUI calls ``attention(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
 skip_output_reshape=False, **kwargs)``, positionally or by keyword as each model likes. Each of q, k and v comes as
 ``[B, N, H*D]`` or ``[B, N, H, D]``, all of them as ``[B, H, N, D]`` under ``skip_reshape``, each possibly inside a
-container that is emptied by its reader. Nothing here imports ComfyUI.
+container that is emptied by its reader. ComfyUI's functions read key and value by the query's batch and head_dim,
+whatever shape they come in (HyperTile gives query ``[4, N/4, C]`` and key ``[1, N, C]``), and so does this module.
+Nothing here imports ComfyUI.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is:
@@ -18,11 +21,11 @@ from torch import Tensor
 # - low_precision_attention and preferred_attention are hints at other kernels.
 _HINTS = {"_inside_attn_wrapper", "transformer_options", "attn_precision", "low_precision_attention"}
 _HINTS |= {"preferred_attention"}
-_NAMES = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+NAMES = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 
 
 class NotOurs(ValueError):
-    """The call cannot be expressed as ``sdpa``; the message says why. It is handed on as it came."""
+    """The call cannot be expressed as ``sdpa``; the message says why. It is passed to ComfyUI as it came."""
 
 
 @dataclass(eq=False)
@@ -57,14 +60,13 @@ class HostCall:
         for name, tensor in (("q", query), ("k", key), ("v", value)):
             if not isinstance(tensor, Tensor):
                 raise NotOurs(f"{name} is a {type(tensor).__name__}, not a tensor")
-        grouped = bool(given.pop("enable_gqa", False))
+        grouped = bool(given.get("enable_gqa", False))
         if given["skip_reshape"]:
-            if not query.dim() == key.dim() == value.dim() == 4:
-                raise NotOurs(f"q, k and v have {query.dim()}, {key.dim()} and {value.dim()} dimensions")
+            _check_heads(query, key, value, heads, grouped)
         else:
             query, key, value = _split_heads(query, key, value, heads, grouped)
-        if query.shape[1] != heads:
-            raise NotOurs(f"q has {query.shape[1]} heads, not {heads}")
+        if query.shape[2] == 0 or key.shape[2] == 0:
+            raise NotOurs("it has no queries" if query.shape[2] == 0 else "it has no keys")
         mask = given["mask"]
         keep_heads = bool(given["skip_output_reshape"])
         return HostCall(
@@ -88,15 +90,15 @@ def bound(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         NotOurs: an argument is missing, doubled, or would change the result in a way that is not known here.
     """
-    if len(args) > len(_NAMES):
+    if len(args) > len(NAMES):
         raise NotOurs(f"{len(args)} positional arguments")
     given: dict[str, Any] = {"mask": None, "skip_reshape": False, "skip_output_reshape": False}
-    for name, value in zip(_NAMES, args):
+    for name, value in zip(NAMES, args):
         if name in kwargs:
             raise NotOurs(f"two values for {name}")
         given[name] = value
     for name, value in kwargs.items():
-        if name in _NAMES or name in ("scale", "enable_gqa"):
+        if name in NAMES or name in ("scale", "enable_gqa"):
             given[name] = value
         elif name not in _HINTS and value is not None and value is not False:
             raise NotOurs(f"its argument {name} is not known")
@@ -108,8 +110,17 @@ def bound(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def has_containers(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor of the call comes in a container."""
+    if len(args) > 2 and type(args[0]) is Tensor is type(args[1]):
+        return False
+    return any(map(is_container, args)) or any(map(is_container, kwargs.values()))
+
+
 def empty_containers(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The same arguments with tensors in place of their containers, which are empty afterwards."""
+    if not has_containers(args, kwargs):
+        return args, kwargs
     return tuple(_take(value) for value in args), {name: _take(value) for name, value in kwargs.items()}
 
 
@@ -126,29 +137,76 @@ def _take(value: Any) -> Any:
     return value.take() if is_container(value) else value
 
 
+def signature(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What reading and routing a call depend on, to be compared and hashed: shapes, strides and number formats of its
+    tensors, and its other arguments, but not the numbers in the tensors."""
+    marks = [_mark(value) for value in args]
+    marks += [(name, _mark(value)) for name, value in kwargs.items() if name != "transformer_options"]
+    return tuple(marks)
+
+
+def _mark(value: Any) -> Any:
+    kind = type(value)
+    if kind is Tensor:
+        return value.shape, value.stride(), value.dtype, value.device
+    if value is None or kind in _PLAIN:
+        return value if kind is not bool else (value,)  # True is not 1 here
+    if isinstance(value, Tensor):
+        return kind, value.shape, value.stride(), value.dtype, value.device
+    return (kind, *_mark(value.peek())) if is_container(value) else kind
+
+
+_PLAIN = {int, float, str, bool, torch.dtype}
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped: bool) -> None:
+    """Tensors that come as ``[B, H, N, D]``: ComfyUI's functions agree on these shapes only."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise NotOurs(f"q, k and v have {query.dim()}, {key.dim()} and {value.dim()} dimensions")
+    (batch, q_heads), k_lead, v_lead = query.shape[:2], tuple(key.shape[:2]), tuple(value.shape[:2])
+    if q_heads != heads:
+        raise NotOurs(f"q has {q_heads} heads, not {heads}")
+    fits = k_lead[0] == batch and (k_lead[1] == heads or (grouped and k_lead[1] and heads % k_lead[1] == 0))
+    if k_lead != v_lead or not fits:
+        raise NotOurs(f"q, k and v have {(batch, q_heads)}, {k_lead} and {v_lead} batches and heads")
+
+
 def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B, N, H*D]`` or ``[B, N, H, D]`` each as ``[B, H, N, D]``; without ``grouped`` all have ``heads`` heads."""
+    """``[B, N, H*D]`` or ``[B, N, H, D]`` each as ``[B, H, N, D]`` of the query's batch; without ``grouped`` all have
+    ``heads`` heads."""
+    if query.dim() not in (3, 4):
+        raise NotOurs(f"q has {query.dim()} dimensions")
     width = query.shape[-1] * query.shape[-2] if query.dim() == 4 else query.shape[-1]
-    if width % heads:
+    if heads < 1 or not width or width % heads:
         raise NotOurs(f"q has {width} channels, which {heads} heads do not divide")
-    head_dim = width // heads
-    kv_dim = head_dim if grouped else None
-    return (
-        _with_heads("q", query, heads, None),
-        _with_heads("k", key, heads, kv_dim),
-        _with_heads("v", value, heads, kv_dim),
-    )
+    batch, head_dim = query.shape[0], width // heads
+    kv_heads = None if grouped else heads
+    query = _with_heads("q", query, batch, heads, head_dim)
+    key = _with_heads("k", key, batch, kv_heads, head_dim)
+    value = _with_heads("v", value, batch, kv_heads, head_dim)
+    if key.shape[1:3] != value.shape[1:3]:
+        raise NotOurs(f"k has {tuple(key.shape[1:3])} heads and tokens, v {tuple(value.shape[1:3])}")
+    return query, key, value
 
 
-def _with_heads(name: str, tensor: Tensor, heads: int, head_dim: int | None) -> Tensor:
-    if tensor.dim() == 4:
-        return tensor.transpose(1, 2)
-    if tensor.dim() != 3:
-        raise NotOurs(f"{name} has {tensor.dim()} dimensions")
-    sizes = (heads, -1) if head_dim is None else (-1, head_dim)
-    if tensor.shape[-1] % (head_dim or heads):
-        raise NotOurs(f"{name} has {tensor.shape[-1]} channels, which {head_dim or heads} does not divide")
-    return tensor.view(*tensor.shape[:2], *sizes).transpose(1, 2)
+def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_dim: int) -> Tensor:
+    """``[B, H, N, D]`` of this batch; ``heads`` None = as many as the channels hold. A view where torch can make one."""
+    dims = tensor.dim()
+    if dims not in (3, 4):
+        raise NotOurs(f"{name} has {dims} dimensions")
+    width = tensor.shape[-1] if dims == 3 else tensor.shape[-1] * tensor.shape[-2]
+    heads = heads or width // head_dim
+    if not heads or (dims == 3 and width % head_dim):
+        raise NotOurs(f"{name} has {width} channels, which {head_dim} does not divide")
+    if tensor.shape[0] == batch and width == heads * head_dim:
+        if dims == 3:
+            return tensor.view(batch, tensor.shape[1], heads, head_dim).transpose(1, 2)
+        if tensor.shape[-1] == head_dim:
+            return tensor.transpose(1, 2)
+    row = batch * heads * head_dim
+    if not row or tensor.numel() % row:
+        raise NotOurs(f"{name} has shape {tuple(tensor.shape)}, not to be read as {batch} x {heads} x {head_dim}")
+    return tensor.reshape(batch, tensor.numel() // row, heads, head_dim).transpose(1, 2)
 
 
 def four_dimensions(mask: Tensor) -> Tensor:

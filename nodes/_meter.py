@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -13,6 +14,7 @@ from ..pascal_attn_core.call import AttentionCall
 from ..pascal_attn_core.memory import PeakMemory
 from ._runs import CallKind, CallTally, Run, Sample, stale
 
+_WIDE = (torch.float32, torch.float64)
 _SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 64 << 20
 
@@ -95,9 +97,11 @@ def peak_of_run(device: torch.device) -> int | None:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether every element is finite. One pass without a temporary; on a GPU it waits for the result."""
-    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    # Sums of 16 bits are returned in 16 bits, which overflow soon.
+    wide = tensor.dtype in _WIDE
+    total = tensor.sum() if wide else tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     # A sum can overflow where no element has.
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
 
 
 def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None:

@@ -1,4 +1,4 @@
-"""What takes the place of attention in the modules of a VAE or text encoder; see ``_sites`` for where."""
+"""What takes the place of attention in the modules of a model; see ``_sites`` for where."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from ..pascal_attn_core.function_copy import copy_over
 from . import _host
+from ._compare import Difference, difference, whole
 from ._engine import Engine
+from ._estimate_host import Instead
+from ._layout import four_dimensions
 from ._objects import Make, replaced_by_others
-from ._override import in_host_layout
+from ._override import OVERRIDE, in_host_layout
 from ._scope import Scope
-from ._sites import ARGUMENT, host_names
+from ._sites import ARGUMENT, HOST_FUNCTIONS, calls_unannounced, helpers, modules_with_attention, names_of
 
 Attention = Callable[..., Any]
 
@@ -75,13 +78,18 @@ def channels_first(engine: Engine, scope: Scope, block: str) -> Make:
             with scope.inside():
                 out = None
                 if args or kwargs or query.dim() < 3:
-                    engine.hand_on(block, "its arguments are not known", via=engine.part)
+                    engine.leave(block, "its arguments are not known", via=engine.part)
                 else:
                     tokens = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
-                    out = engine.attend(*tokens, block=block, via=engine.part)
-                if out is None:
-                    return previous(query, key, value, *args, **kwargs)
-                return out.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
+
+                    def as_given(ours: Tensor) -> Tensor:
+                        return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
+
+                    def compare(ours: Tensor) -> Difference | None:
+                        return whole(previous, (query, key, value), as_given(ours))
+
+                    out = engine.attend(*tokens, block=block, via=engine.part, compare=compare)
+                return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
         return attention_by_pascal_attn
 
@@ -105,46 +113,115 @@ def given_attention(engine: Engine, scope: Scope, block: str, position: int) -> 
     return make
 
 
-def named_attention(engine: Engine, scope: Scope, block: str) -> Make:
-    """For a ``forward`` that looks ComfyUI's attention up by its global name: a copy to which that name means ours.
-    A forward that another pack has replaced is left as it is."""
+def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> Make:
+    """For a method that looks ComfyUI's attention up by its global name, or whose helper functions do: a copy to which
+    that name means ours. A method that another pack has replaced is left as it is."""
 
     def make(previous: Callable[..., Any]) -> Callable[..., Any]:
-        module, forward = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
-        if isinstance(module, nn.Module) and isinstance(forward, FunctionType) and forward is type(module).forward:
-            replaced = {name: _by_name(engine, scope, block, forward, name) for name in host_names(type(module))}
-            previous = MethodType(copy_over(forward, replaced), module)
+        module, method = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
+        if isinstance(module, nn.Module) and isinstance(method, FunctionType):
+            if method is getattr(type(module), method.__name__, None) and not hasattr(method, "__wrapped__"):
+                previous = MethodType(_with_ours(engine, scope, block, method, via or engine.part), module)
 
         @functools.wraps(previous)
-        def forward_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
+        def method_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
             return previous(*args, **kwargs)
+
+        return method_with_pascal_attn
+
+    return make
+
+
+def softcapped(engine: Engine, scope: Scope, block: str) -> Make:
+    """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments than
+    the known ones, and calls that are left to the host, go to the forward that was there."""
+
+    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
+        module = getattr(previous, "__self__", None)
+
+        @functools.wraps(previous)
+        def forward_with_pascal_attn(
+            hidden_states: Tensor, attention_mask: Tensor | None = None, freqs_cis: Any = None, **others: Any
+        ) -> Any:
+            def host() -> Any:
+                return previous(hidden_states, attention_mask=attention_mask, freqs_cis=freqs_cis, **others)
+
+            if module is None or getattr(previous, "__func__", None) is not type(module).forward or others:
+                engine.leave(block, "its forward is not known", via=engine.part)
+                return host()
+            batch, tokens, _ = hidden_states.shape
+
+            def projected(projection: nn.Module, heads: int) -> Tensor:
+                return projection(hidden_states).view(batch, tokens, heads, module.head_dim).transpose(1, 2)
+
+            def returned(out: Tensor) -> Tensor:
+                return module.o_proj(out.transpose(1, 2).reshape(batch, tokens, module.inner_size))
+
+            def compare(out: Tensor) -> Difference | None:
+                if tokens > 512:
+                    return None
+                return difference("ComfyUI's own", returned(out), host()[0].float(), hidden_states.dtype)
+
+            with scope.inside():
+                query, key = projected(module.q_proj, module.num_heads), projected(module.k_proj, module.num_kv_heads)
+                query, key = previous.__func__.__globals__["apply_rope"](query, key, freqs_cis)
+                value = projected(module.v_proj, module.num_kv_heads)
+                options = {"scale": module.scale, "softcap": module.softcap, "via": engine.part, "block": block}
+                grouped = module.num_kv_heads != module.num_heads
+                mask = None if attention_mask is None else four_dimensions(attention_mask)
+                out = engine.attend(query, key, value, mask, enable_gqa=grouped, compare=compare, **options)
+            return host() if out is None else (returned(out), None)
 
         return forward_with_pascal_attn
 
     return make
 
 
-def _ours(engine: Engine, scope: Scope, block: str, original: Attention | None) -> Attention | None:
+def _with_ours(
+    engine: Engine, scope: Scope, block: str, function: FunctionType, via: str, depth: int = 2
+) -> FunctionType:
+    """A copy of a function, and of helpers that it calls, to which the names of the host's attention mean ours."""
+
+    def ours(name: str, look_up: Callable[[], Attention]) -> Attention:
+        return _by_name(engine, scope, block, look_up, name, via)
+
+    replaced: dict[str, Any] = {}
+    for name in names_of(function) & HOST_FUNCTIONS & set(function.__globals__):
+        replaced[name] = ours(name, functools.partial(function.__globals__.__getitem__, name))
+    for name, module in modules_with_attention(function):
+        known = [host for host in HOST_FUNCTIONS if hasattr(module, host)]
+        replaced[name] = Instead(module, {h: ours(h, functools.partial(getattr, module, h)) for h in known})
+    for name, helper in helpers(function) if depth else ():
+        if calls_unannounced(helper, depth - 1):
+            replaced[name] = _with_ours(engine, scope, block, helper, via, depth - 1)
+    return copy_over(function, replaced)
+
+
+def _ours(engine: Engine, scope: Scope, block: str, original: Attention | None, via: str = "") -> Attention | None:
     """Ours in the words of ComfyUI's attention functions, in front of one of them."""
     if original is None:
         return None
 
     def attention_by_pascal_attn(*args: Any, **kwargs: Any) -> Any:
+        if scope.is_inside or OVERRIDE in (kwargs.get("transformer_options") or ()):
+            return original(*args, **kwargs)  # decided already, or announced to the override
         with scope.inside():
-            out = in_host_layout(engine, block, args, kwargs, via=engine.part)
+            out = in_host_layout(engine, block, original, args, kwargs, via=via or engine.part)
             return original(*args, **kwargs) if out is None else out
 
     return attention_by_pascal_attn
 
 
-def _by_name(engine: Engine, scope: Scope, block: str, forward: FunctionType, name: str) -> Attention:
+def _by_name(
+    engine: Engine, scope: Scope, block: str, look_up: Callable[[], Attention], name: str, via: str
+) -> Attention:
     """Ours for a global name; the original is looked up when it is called."""
 
     def looked_up(*args: Any, **kwargs: Any) -> Any:
-        original = forward.__globals__[name]
+        original = look_up()
         if name == "optimized_attention_for_device":
-            return _ours(engine, scope, block, original(*args, **kwargs))
-        attention = _ours(engine, scope, block, original)
+            return _ours(engine, scope, block, original(*args, **kwargs), via)
+        attention = _ours(engine, scope, block, original, via)
         assert attention is not None
         return attention(*args, **kwargs)
 

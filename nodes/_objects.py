@@ -38,12 +38,15 @@ def replace_functions(patcher: Any, find: Callable[[nn.Module], Replacements]) -
 
 
 def _replace(patcher: Any, replacements: Replacements) -> None:
-    for name, make in replacements.items():
+    earlier = [name for name, function in patcher.object_patches.items() if is_ours(function)]
+    for name in dict.fromkeys([*earlier, *replacements]):
         below = patcher.object_patches.pop(name, None)
         while is_ours(below):
             below = getattr(below, _MARK)[1]
         if below is not None:
             patcher.add_object_patch(name, below)
+    for name, make in replacements.items():
+        below = patcher.object_patches.get(name)
         # Not from the live model: that may carry another clone's replacement.
         function = make(patcher.get_model_object(name))
         # Its own name in the mark: functools.wraps of another pack copies marks.

@@ -7,32 +7,34 @@ from typing import Any
 
 import torch
 
+from ._compare import with_host
 from ._engine import Engine
-from ._layout import HostCall, NotOurs, empty_containers, is_container
+from ._layout import HostCall, NotOurs, empty_containers, has_containers, signature
 from ._runs import block_name
 from ._scope import Scope
 
 OVERRIDE = "optimized_attention_override"
 
 
-def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def make_override(
+    engine: Engine, scope: Scope, previous: Callable[..., Any] | None, *, keeps_turn: bool = False
+) -> Callable[..., Any]:
     """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
-    ``func``, the host's own function.
+    ``func``, the host's own function. With ``keeps_turn`` every call goes to ``previous`` first, and ours gets those
+    that it passes on.
 
     A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
     """
+    if previous is not None and keeps_turn:
+        return _mark(_behind(engine, scope, previous), engine, previous)
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            out = in_host_layout(engine, "", args, kwargs)
-            return _hand_on(func, previous, args, kwargs) if out is None else out
-        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
-        with scope.inside():  # what happens below has been decided here
-            out = in_host_layout(engine, block, args, kwargs)
-            return _hand_on(func, previous, args, kwargs) if out is None else out
+        out = _ours(engine, scope, func, args, kwargs)
+        return _pass_on(func, scope, previous, args, kwargs) if out is None else out
 
-    # Its own name in the mark: functools.wraps of another pack copies marks.
-    attention_by_pascal_attn.pascal_attn = (attention_by_pascal_attn, engine, previous)  # type: ignore[attr-defined]
+    _mark(attention_by_pascal_attn, engine, previous)
+    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
+    attention_by_pascal_attn.memory_efficient = True  # type: ignore[attr-defined]
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
     if previous is not None and hasattr(previous, "container_function"):
@@ -40,18 +42,80 @@ def make_override(engine: Engine, scope: Scope, previous: Callable[..., Any] | N
     return attention_by_pascal_attn
 
 
-def in_host_layout(engine: Engine, block: str, args: tuple, kwargs: dict[str, Any], via: str = "override") -> Any:
-    """A call of the host's attention function, its result in the host's layout; None where it is left to others."""
+def _behind(engine: Engine, scope: Scope, previous: Callable[..., Any]) -> Callable[..., Any]:
+    """``previous`` with ours in place of the host's function."""
+
+    def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def passed_on(*args: Any, **kwargs: Any) -> Any:
+            out = _ours(engine, scope, func, args, kwargs)
+            return _pass_on(func, scope, None, args, kwargs) if out is None else out
+
+        if torch.compiler.is_compiling():
+            return previous(passed_on, *args, **kwargs)
+        passed_on.__name__ = getattr(func, "__name__", "attention")
+        engine.run.came_before += 1
+        return previous(passed_on, *args, **kwargs)
+
+    attention_by_pascal_attn.memory_efficient = bool(getattr(previous, "memory_efficient", False))  # type: ignore[attr-defined]
+    takes_containers = getattr(previous, "container_function", None)
+    if takes_containers is not None:
+        attention_by_pascal_attn.container_function = takes_containers  # type: ignore[attr-defined]
+    return attention_by_pascal_attn
+
+
+def _mark(override: Callable[..., Any], engine: Engine, previous: Any) -> Callable[..., Any]:
+    # Its own name in the mark: functools.wraps of another pack copies marks.
+    override.pascal_attn = (override, engine, previous)  # type: ignore[attr-defined]
+    return override
+
+
+def _ours(engine: Engine, scope: Scope, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Our answer to a call of ``func``, None where it is left to others."""
+    if torch.compiler.is_compiling():
+        return in_host_layout(engine, "", func, args, kwargs)
+    block = block_name(kwargs.get("transformer_options")) or scope.next_name()
+    local = scope.local
+    before, local.inside = local.inside, True  # what happens below has been decided here
     try:
+        return in_host_layout(engine, block, func, args, kwargs)
+    finally:
+        local.inside = before
+
+
+def in_host_layout(
+    engine: Engine, block: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], via: str = "override"
+) -> Any:
+    """A call of the host's attention function, its result in the host's layout; None where it is left to others.
+
+    function: what the host would call; a few rows of the first call of each kind are compared with its answer.
+    """
+    try:
+        kind = signature(args, kwargs)
+        if engine.is_left(block, via, kind):
+            return None
         call = HostCall.of(args, kwargs)
     except NotOurs as reason:
-        engine.hand_on(block, str(reason), via=via)
+        engine.leave(block, str(reason), via=via, kind=kind)
         return None
-    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa, "block": block, "via": via}
-    out = engine.attend(call.query, call.key, call.value, call.mask, **options)
+    except Exception as error:  # a call that nobody has thought of is the host's, whatever is wrong with it
+        engine.leave_unread(block, error, via=via)
+        return None
+    out = engine.attend(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+        block=block,
+        via=via,
+        kind=kind,
+        compare=lambda ours: with_host(function, args, kwargs, call.returned(ours)),
+    )
     if out is None:
         return None
-    empty_containers(args, kwargs)
+    if has_containers(args, kwargs):
+        empty_containers(args, kwargs)
     return call.returned(out)
 
 
@@ -64,12 +128,21 @@ def _with_containers(override: Callable[..., Any]) -> Callable[..., Any]:
     return container_function
 
 
-def _hand_on(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    takes_containers = getattr(previous, "container_function", None)
-    if takes_containers is not None and any(map(is_container, args[:3])):
-        return takes_containers(*args, **kwargs)
-    args, kwargs = empty_containers(args, kwargs)
-    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+def _pass_on(
+    func: Callable[..., Any], scope: Scope, previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """The call as it came, to those before us. What they call is part of it, and not ours either."""
+    local = scope.local
+    before, local.inside = local.inside, True
+    try:
+        if has_containers(args, kwargs):
+            takes_containers = getattr(previous, "container_function", None)
+            if takes_containers is not None:
+                return takes_containers(*args, **kwargs)
+            args, kwargs = empty_containers(args, kwargs)
+        return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+    finally:
+        local.inside = before
 
 
 def engine_of(override: Any) -> Engine | None:
@@ -79,5 +152,5 @@ def engine_of(override: Any) -> Engine | None:
 
 
 def previous_of(override: Any) -> Any:
-    """What an override of ours hands on to; anybody else's is returned as it is."""
+    """What an override of ours passes calls to; anybody else's is returned as it is."""
     return override if engine_of(override) is None else override.pascal_attn[2]

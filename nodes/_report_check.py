@@ -1,15 +1,21 @@
-"""The exactness check: rows of one real call against float64, beside what plain attention would have given."""
+"""The exactness check: rows of one real call against float64, beside what plain attention would have given, and rows of
+each kind of call against the host's own function, given the host's own arguments.
+
+The first measures rounding; the second cannot be fooled by a misreading of the arguments, which both sides of the first
+would share.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..pascal_attn_core.reference import reference_sdpa
+from ._compare import Difference
 from ._report_words import shape_text
 from ._runs import CallKind, Run, Sample
 
@@ -26,6 +32,7 @@ class Exactness:
         rows: how many rows of one head were compared.
         error, plain_error: largest absolute error of ours, and of plain attention computed in the call's dtype.
         largest: the largest absolute value of the right answer.
+        host: how far the first call of each kind was from the host's own answer.
     """
 
     kind: CallKind
@@ -33,6 +40,7 @@ class Exactness:
     error: float
     plain_error: float
     largest: float
+    host: tuple[Difference, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -44,18 +52,29 @@ class Exactness:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the error is one of rounding. NaN is not."""
-        return self.error <= self.limit
+        """Whether all errors are those of rounding. NaN is not."""
+        return self.error <= self.limit and all(found.is_rounding for found in self.host)
 
     def text(self) -> str:
         """One line for the report."""
-        verdict = "exact within rounding" if self.is_exact else f"NOT EXACT (rounding explains {self.limit:.2g})"
+        verdict = "exact within rounding" if self.is_exact else "NOT EXACT"
+        if not self.error <= self.limit:
+            verdict += f" (rounding explains {self.limit:.2g})"
         plain = f"plain {self.kind.dtype} attention: {self.plain_error:.2g}"
         where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
         return (
             f"{verdict}, largest error {self.error:.2g} ({plain}; values up to {self.largest:.2g}), against float64 in "
-            f"{self.rows} rows of the largest call: {where}"
+            f"{self.rows} rows of the largest call: {where}{self._host_text()}"
         )
+
+    def _host_text(self) -> str:
+        if not self.host:
+            return ""
+        worst = max(self.host, key=lambda found: found.error / max(found.largest, 1e-30))
+        other = sum(not found.is_rounding for found in self.host)
+        kinds = f"{len(self.host)} kind{'' if len(self.host) == 1 else 's'} of calls"
+        agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
+        return f"; {agree}, at most {worst.text()} on the same arguments"
 
 
 _checked: WeakKeyDictionary[Run, Exactness] = WeakKeyDictionary()
@@ -64,7 +83,8 @@ _checked: WeakKeyDictionary[Run, Exactness] = WeakKeyDictionary()
 def check(run: Run) -> Exactness | None:
     """Compare the run's sample, once; its tensors are dropped. None while the run goes on, and without a sample."""
     if run.sample is not None and run.finished:
-        _checked[run] = exactness_of(run.sample)
+        host = tuple(found for found in run.compared.values() if found is not None)
+        _checked[run] = replace(exactness_of(run.sample), host=host)
         run.sample = None
     return _checked.get(run)
 

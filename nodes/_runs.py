@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from ._compare import Difference
+
 MIB = 1 << 20
+PASSED = "handed on"  # outcome of a call that the host computes itself
 _PENDING = 512  # after so many pairs of CUDA events those that are over are read
 
 
@@ -21,12 +26,12 @@ class CallKind:
 
     Attributes:
         block: where in the model: ``"double 3"``, ``"input 4.0"``, ``"call 17"``.
-        outcome: ``"taken"`` or ``"handed on"``.
-        route: ``"torch"``, ``"tiled"``, ``"fused"``, ``"math"``; "" where it was handed on.
-        why: one sentence: why this route, or why it was handed on.
+        outcome: ``"taken"`` or ``PASSED``.
+        route: ``"torch"``, ``"tiled"``, ``"fused"``, ``"math"``; "" where it was passed to ComfyUI.
+        why: one sentence: why this route, or why it was passed to ComfyUI.
         query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
         dtype, mask: ``"float16"``; ``"none"``, ``"bool [1, 1, 77, 77]"``.
-        via: ``"override"``, ``"SDPA"`` (a call past the override), ``"VAE"`` or ``"text encoder"``.
+        via: ``"override"``, ``"SDPA"`` or ``"by name"`` (calls past the override), ``"VAE"`` or ``"text encoder"``.
     """
 
     block: str
@@ -100,6 +105,9 @@ class Run:
         devices: where its calls ran, several on multi-GPU hosts.
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
+        compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
+        came_before: calls that came to an override set before ours which keeps its turn.
+        lock: to be held while a tally is changed.
     """
 
     subject: str
@@ -117,19 +125,36 @@ class Run:
     started: float = field(default_factory=time.time)
     elapsed_s: float = 0.0
     finished: bool = False
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    came_before: int = 0
+    compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
 
     def add(self, kind: CallKind) -> CallTally:
         """Count one call."""
-        with self._lock:
-            tally = self.tallies.setdefault(kind, CallTally())
+        with self.lock:
+            tally = self.tally(kind)
             tally.count += 1
             return tally
 
+    def tally(self, kind: CallKind) -> CallTally:
+        """The counts of a kind, still 0 for one that is new."""
+        with self.lock:
+            return self.tallies.setdefault(kind, CallTally())
+
+    def take_back(self, kind: CallKind) -> None:
+        """Count one call less, and nothing of it if it was the only one."""
+        with self.lock:
+            tally = self.tallies[kind]
+            tally.count -= 1
+            if not tally.count:
+                del self.tallies[kind]
+            if self.sample is not None and self.sample.kind == kind:
+                self.sample = None
+
     def warn(self, sentence: str) -> bool:
         """Keep a sentence for the report; returns whether it is new."""
-        with self._lock:
+        with self.lock:
             if sentence in self.warnings:
                 return False
             self.warnings.append(sentence)
@@ -137,32 +162,32 @@ class Run:
 
     def note(self, sentence: str) -> None:
         """Keep a fact for the report."""
-        with self._lock:
+        with self.lock:
             if sentence not in self.notes:
                 self.notes.append(sentence)
 
     def saw_device(self, device: torch.device) -> bool:
         """A call runs on this device; returns whether it is the first there."""
-        with self._lock:
+        with self.lock:
             is_new = str(device) not in self.devices
             self.devices.add(str(device))
             return is_new
 
     def time_later(self, tally: CallTally, start: Any, end: Any) -> None:
         """Two CUDA events whose distance is read when they are over, at the latest when the run ends."""
-        with self._lock:
+        with self.lock:
             self._pending.append((tally, start, end))
             if len(self._pending) % _PENDING == 0:
                 self._pending = [waiting for waiting in self._pending if not _read_clock(*waiting)]
 
     def saw_memory(self, peak_bytes: int) -> None:
         """The device's memory was at ``peak_bytes``."""
-        with self._lock:
+        with self.lock:
             self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
 
     def finish(self) -> None:
         """Read the clocks; the run is complete."""
-        with self._lock:
+        with self.lock:
             for tally, start, end in self._pending:
                 end.synchronize()
                 _read_clock(tally, start, end)
@@ -214,12 +239,12 @@ class Run:
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
     def line(self) -> str:
-        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 handed on"``; without calls the first note, if any."""
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``; without calls the first note."""
         if not self.tallies and self.notes:
             return f"{self.subject}: {self.notes[0]}"
         routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
         taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
-        return f"{self.subject}: {self.count()} calls, {taken}, {self.count('handed on')} handed on"
+        return f"{self.subject}: {self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"
 
 
 def _read_clock(tally: CallTally, start: Any, end: Any) -> bool:

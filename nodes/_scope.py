@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ._compare import with_torch
 from ._engine import Engine
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
@@ -26,12 +27,12 @@ class Scope:
     """State of the model call in progress, per thread."""
 
     def __init__(self) -> None:
-        self._local = _Local()
+        self.local = _Local()  # word, ordinal, inside, catching
 
     @contextmanager
     def numbering(self, word: str) -> Iterator[None]:
         """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ..."""
-        local = self._local
+        local = self.local
         before = local.word, local.ordinal
         local.word, local.ordinal = word, 0
         try:
@@ -41,36 +42,37 @@ class Scope:
 
     def next_name(self) -> str:
         """The name of the next attention call, by its number."""
-        self._local.ordinal += 1
-        return f"{self._local.word} {self._local.ordinal}"
+        local = self.local
+        local.ordinal += 1
+        return f"{local.word} {local.ordinal}"
 
     @property
     def is_inside(self) -> bool:
         """Whether this thread is below an attention call that has been decided already."""
-        return self._local.inside
+        return self.local.inside
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Attention calls below are part of the one being worked on."""
-        before = self._local.inside
-        self._local.inside = True
+        before = self.local.inside
+        self.local.inside = True
         try:
             yield
         finally:
-            self._local.inside = before
+            self.local.inside = before
 
     @contextmanager
     def catching(self, engine: Engine) -> Iterator[None]:
         """Calls of ``scaled_dot_product_attention`` below go to the engine; nested, once."""
-        if self._local.catching:
+        if self.local.catching:
             yield
             return
-        self._local.catching = True
+        self.local.catching = True
         try:
             with _CatchSDPA(engine, self):
                 yield
         finally:
-            self._local.catching = False
+            self.local.catching = False
 
 
 def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
@@ -107,7 +109,7 @@ def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[
     block = scope.next_name()
     why = _why_not(given)
     if why:
-        engine.hand_on(block, why, via="SDPA")
+        engine.leave(block, why, via="SDPA")
         return func(*args, **kwargs)
     with scope.inside():
         out = engine.attend(
@@ -120,6 +122,7 @@ def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[
             is_causal=bool(given.get("is_causal", False)),
             block=block,
             via="SDPA",
+            compare=lambda ours: with_torch(func, args, kwargs, ours),
         )
     return func(*args, **kwargs) if out is None else out
 

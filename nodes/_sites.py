@@ -1,11 +1,11 @@
-"""Where the modules of a VAE or text encoder compute attention, read from the modules and from their code."""
+"""Where the modules of a model compute attention, read from the modules and from their code."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -48,6 +48,79 @@ def host_names(kind: type[nn.Module]) -> set[str]:
     return {name for name in HOST_FUNCTIONS & set(_names(forward.__code__)) if name in forward.__globals__}
 
 
+def unannounced(kind: type[nn.Module]) -> list[str]:
+    """Methods of a class that call ComfyUI's attention by its name without the options in which overrides are, or do so
+    in a helper function: no override hears of these calls."""
+    return list(_unannounced(kind))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _unannounced(kind: type[nn.Module]) -> tuple[str, ...]:
+    found: dict[str, bool] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, method in vars(base).items():
+            if name not in found and isinstance(method, FunctionType) and not name.startswith("__"):
+                found[name] = calls_unannounced(method)
+    return tuple(name for name, calls in found.items() if calls)
+
+
+def calls_unannounced(function: FunctionType, depth: int = _HELPER_DEPTH) -> bool:
+    """Whether a plain function calls the host's attention by name without options, itself or in a helper."""
+    if hasattr(function, "__wrapped__"):
+        return False
+    code = function.__code__
+    names = set(_names(code))
+    if names & HOST_FUNCTIONS and not _speaks_of(code, "transformer_options"):
+        values = (function.__globals__.get(name) for name in names)
+        modules = [value for value in values if isinstance(value, ModuleType)]
+        for name in names & HOST_FUNCTIONS:
+            if name in function.__globals__ or any(hasattr(module, name) for module in modules):
+                return True
+    return depth > 0 and any(calls_unannounced(helper, depth - 1) for _, helper in helpers(function))
+
+
+def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    """Plain functions that a function calls by a global name, but not the host's attention functions themselves."""
+    for name in set(_names(function.__code__)):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and name not in HOST_FUNCTIONS and value is not function:
+            yield name, value
+
+
+def modules_with_attention(function: FunctionType) -> Iterator[tuple[str, ModuleType]]:
+    """Modules that a function knows by a global name and whose attention functions it names."""
+    names = set(_names(function.__code__))
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and any(hasattr(value, host) for host in names & HOST_FUNCTIONS):
+            yield name, value
+
+
+def _speaks_of(code: CodeType, word: str) -> bool:
+    if word in (*code.co_varnames, *code.co_names, *code.co_freevars):
+        return True
+    for constant in code.co_consts:
+        if constant == word or (isinstance(constant, tuple) and word in constant):
+            return True
+        if isinstance(constant, CodeType) and _speaks_of(constant, word):
+            return True
+    return False
+
+
+def has_softcap(module: nn.Module) -> bool:
+    """Whether a module's ``forward`` computes attention with a softcap by hand, as T5Gemma's does in ComfyUI."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or not {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(module._modules):
+        return False
+    numbers = all(isinstance(getattr(module, name, None), (int, float)) for name in ("softcap", "scale", *_SIZES))
+    return numbers and {"tanh", "softmax"} <= names_of(forward) and callable(forward.__globals__.get("apply_rope"))
+
+
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "inner_size")
+
+
 def calls_directly(model: nn.Module, known: Iterable[str]) -> list[str]:
     """Names of modules whose code, or a helper of it, names an attention function, besides the modules ``known`` and
     those around them."""
@@ -81,6 +154,11 @@ def _reaches(function: Any, depth: int) -> bool:
         return True
     helpers = (function.__globals__.get(name) for name in names)
     return depth > 0 and any(_reaches(h, depth - 1) for h in helpers if isinstance(h, FunctionType))
+
+
+def names_of(function: FunctionType) -> set[str]:
+    """Global names and attributes in a function's code."""
+    return set(_names(function.__code__))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
 
-from . import _host, _inputs
+from . import _estimate_host, _host, _inputs, _others
 from ._engine import Engine, Settings
 from ._host import KEY
+from ._object_attention import named_attention
+from ._objects import Replacements, replace_functions
+from ._others import AUTO, REPLACE, keeps_turn, name_of
 from ._override import OVERRIDE, engine_of, make_override, previous_of
+from ._prompt import where_only_weights_go
+from ._runs import PASSED
 from ._scope import Scope, make_wrapper
+from ._sites import unannounced
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
+BY_NAME = "by name"
 
 
 class PascalAttentionPatch:
@@ -48,20 +56,29 @@ class PascalAttentionPatch:
             "larger than the memory budget. 0 = take every call."
         )
         coverage = (
-            "attention override: calls that ComfyUI announces to patches (nearly all models). whole model: also those "
-            "that some models make directly; needs a ComfyUI that uses PyTorch attention, else the override works."
+            "auto, whole model: every attention call, those that ComfyUI announces to patches and those that some "
+            "models make past it. attention override: only the announced ones, to compare."
         )
+        earlier = (
+            "If another node has patched attention before this one. auto: a patch that only computes attention (Sage, "
+            "flash, ComfyUI's backend node) makes way, and gets what this node does not take; one that may change the "
+            "result (sparse attention, masks, maps) keeps its turn, and this node serves what it passes on."
+        )
+        more = {"advanced": True}
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "route": _inputs.route(),
-                "budget_mib": _inputs.budget_mib(),
-                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile}),
-                "coverage": ([OVERRIDE_ONLY, WHOLE_MODEL], {"default": OVERRIDE_ONLY, "tooltip": coverage}),
-                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys}),
-                "nan_guard": _inputs.nan_guard(),
+                "route": _inputs.expert(_inputs.route()),
+                "budget_mib": _inputs.expert(_inputs.budget_mib()),
+                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
+                "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
+                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
+                "nan_guard": _inputs.expert(_inputs.nan_guard()),
             },
-            "hidden": {"unique_id": "UNIQUE_ID"},
+            "optional": {
+                "earlier_patch": (_others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }
 
     def patch(
@@ -73,22 +90,25 @@ class PascalAttentionPatch:
         coverage: str,
         min_keys: int,
         nan_guard: bool,
+        earlier_patch: str = AUTO,
         unique_id: str | None = None,
+        prompt: dict[str, Any] | None = None,
     ) -> tuple[Any]:
-        """A clone of ``model`` with our override in front of the one it had."""
+        """A clone of ``model`` with our override in front of the one it had, or behind it."""
         settings = Settings(_inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched = model.clone()
         diffusion_model = patched.get_model_object("diffusion_model")
         engine = Engine(settings, name_of_model(patched.model), "diffusion model", unique_id)
-        whole_model = coverage == WHOLE_MODEL and _host.uses_sdpa()
-        _install(patched, engine, whole_model)
+        before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
+        behind = keeps_turn(before, earlier_patch)
+        _install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
         blocks = count_blocks(diffusion_model)
         line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
-        if whole_model:
-            line += ", whole model"
-        elif coverage == WHOLE_MODEL:
-            function = _host.versions()["attention"]
-            line += f"; not the whole model but the attention override: ComfyUI uses {function} here, not PyTorch's"
+        if before is not None:
+            line += f"; {name_of(before)} {'keeps its turn before this node' if behind else 'makes way'}"
+        unused = where_only_weights_go(prompt or {}, unique_id)
+        if unused:
+            line += f"; WITHOUT EFFECT: {unused}"
         _host.say(line, unique_id)
         return (patched,)
 
@@ -99,54 +119,87 @@ class PascalAttentionPatch:
 _AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet call", "APPLY_MODEL": "call"}
 
 
-def _install(patched: Any, engine: Engine, whole_model: bool) -> None:
-    """Put our override, wrapper and callbacks on a fresh clone; a patch of ours that it had is replaced."""
+def _install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
+    """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
     options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     scope = Scope()
+    for around in (*_AROUND, "PREPARE_SAMPLING"):
+        patched.remove_wrappers_with_key(getattr(WrappersMP, around), KEY)
     for around, word in _AROUND.items():
-        kind = getattr(WrappersMP, around)
-        patched.remove_wrappers_with_key(kind, KEY)
         if whole_model or around == "APPLY_MODEL":
-            patched.add_wrapper_with_key(kind, KEY, make_wrapper(engine, scope, word, catches=whole_model))
-    options[OVERRIDE] = make_override(engine, scope, previous_of(options.get(OVERRIDE)))
+            wrapper = make_wrapper(engine, scope, word, catches=whole_model)
+            patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
+    override = options[OVERRIDE] = make_override(engine, scope, before, keeps_turn=behind)
+    if override.memory_efficient:
+        patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _estimate_host.preparing)
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _estimate_host.batching)
+    by_name = whole_model and not _host.uses_sdpa()  # where torch's SDPA is used, the wrapper sees these calls there
+    replace_functions(patched, lambda model: _named(engine, scope, model) if by_name else {})
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
-    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda patcher: _after_run(engine, patcher))
+    after = functools.partial(_after_run, engine, before=before, behind=behind)
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
+
+
+def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
+    """Methods of the diffusion model's modules that call attention by its name, past the override."""
+    network = model.diffusion_model
+    assert isinstance(network, nn.Module)
+    found: Replacements = {}
+    for name, module in network.named_modules(prefix="diffusion_model"):
+        for method in unannounced(type(module)):
+            block = name.removeprefix("diffusion_model").lstrip(".") or "model"
+            found[f"{name}.{method}"] = named_attention(engine, scope, block, BY_NAME)
+    return found
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:
     engine.begin()
 
 
-def _after_run(engine: Engine, patcher: Any) -> None:
+def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
     if not engine.is_running:  # something failed before the sampling began
         return
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
-    if engine.run.count() == 0 and engine.is_compiled:
-        engine.run.note("compiled by torch.compile: attention runs inside its graph, where calls are not counted")
-    elif engine.run.count() == 0 and not engine.failure:
-        engine.warn(f"no attention call reached the patch: {_why_none(engine, current)}")
+    run = engine.run
+    if run.count() == 0 and engine.is_compiled:
+        run.note("compiled by torch.compile: attention runs inside its graph, where calls are not counted")
+    elif run.count() == 0 and not engine.failure:
+        engine.warn(f"no attention call reached the patch: {_why_none(engine, current, run.came_before)}")
+    if before is not None and run.count():
+        run.note(_beside(name_of(before), behind, run))
     finished = engine.end()
     if finished is not None:
         _host.say(finished.line(), engine.unique_id)
 
 
-def _why_none(engine: Engine, current: Any) -> str:
+def _beside(name: str, behind: bool, run: Any) -> str:
+    if behind:
+        return (
+            f"{name}, set before this patch, may change the result and keeps its turn: {run.came_before:,} calls came "
+            f"to it, {run.count():,} of them or of others reached this patch ('earlier_patch' changes that)"
+        )
+    return (
+        f"{name}, set before this patch, only computes attention and makes way: this patch takes "
+        f"{run.count('taken'):,} calls, and the other gets {run.count(PASSED):,} ('earlier_patch' changes that)"
+    )
+
+
+def _why_none(engine: Engine, current: Any, came_before: int) -> str:
     if current is None:
         return "another node removed it; put that node before Pascal Attention Patch"
     if engine_of(current) is not engine:
-        return f"{_name_of(current)} replaced it and hands nothing on; put that node before Pascal Attention Patch"
-    return f"this model announces no attention call to patches; try coverage '{WHOLE_MODEL}'"
-
-
-def _name_of(function: Any) -> str:
-    """``"pack.module.function"``."""
-    module = str(getattr(function, "__module__", "") or "").replace("\\", "/")
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{module.rpartition('custom_nodes/')[2].rpartition('custom_nodes.')[2]}.{name}"
+        return f"{name_of(current)} replaced it and passes nothing on; put that node before Pascal Attention Patch"
+    previous = previous_of(current)
+    if came_before:
+        return (
+            f"{name_of(previous)}, set before it, computes all {came_before:,} calls itself; set 'earlier_patch' to "
+            f"'{REPLACE}' if that patch does not change the result"
+        )
+    return f"this model announces no attention call to patches; try coverage '{AUTO}'"
 
 
 def name_of_model(model: nn.Module) -> str:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from . import _host, _inputs
 from ._engine import Engine, Settings
-from ._object_attention import given_attention, named_attention, status, warn_if_replaced, whole_call
+from ._object_attention import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
 from ._objects import Make, Replacements, replace_functions
 from ._scope import Scope
-from ._sites import argument_leaves, calls_directly, host_names
+from ._sites import argument_leaves, calls_directly, has_softcap, host_names
 from ._watch import not_finite
 
 _WHOLE = ("encode_token_weights", "generate")
@@ -77,6 +77,8 @@ class _Sites:
         for name, module in model.named_modules():
             if name in outside and host_names(type(module)):
                 found[_forward(name)] = named_attention(engine, scope, name)
+            elif has_softcap(module):
+                found[_forward(name)] = softcapped(engine, scope, name)
         self.blocks = sorted(name.rpartition(".")[0] for name in found)
         self.direct = calls_directly(model, self.blocks)
         catches = bool(self.direct)  # only then: Python is asked about every torch function below

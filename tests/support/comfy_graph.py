@@ -18,7 +18,7 @@ Patch = tuple[str, dict[str, Any]]  # a MODEL -> MODEL node: class_type and its 
 
 RUN_LINE = re.compile(
     r"pascal_attn: (?P<subject>[\w ]+): (?P<calls>\d+) calls, (?P<taken>\d+) taken"
-    r"(?: \((?P<routes>[^)]*)\))?, (?P<handed_on>\d+) handed on"
+    r"(?: \((?P<routes>[^)]*)\))?, (?P<handed_on>\d+) (?:handed on|passed to ComfyUI)"
 )
 
 

@@ -214,7 +214,7 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     for length in (64, 64, 16):
         engine.attend(*qkv(length), block=f"call {length}")
     run = engine.end()
-    assert run.line() == "Model: 3 calls, 2 taken (tiled 2), 1 handed on"
+    assert run.line() == "Model: 3 calls, 2 taken (tiled 2), 1 passed to ComfyUI"
     assert run.math_bytes == 2 * 64 * 64 * 4
     assert run.extra_bytes is not None
     assert 0 < run.elapsed_ms / 1e3 <= run.elapsed_s

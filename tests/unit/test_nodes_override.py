@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -23,9 +25,11 @@ def tensors(tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any) -> Tensor:
-    """As ComfyUI's: torch's SDPA over ``[B, N, H*D]``."""
+    """As ComfyUI's: torch's SDPA over ``[B, N, H*D]``, key and value read by the query's batch."""
     host_attention.calls += 1  # type: ignore[attr-defined]
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    batch, head_dim = q.shape[0], q.shape[-1] // heads
+    q, k, v = (t.reshape(batch, t.numel() // (batch * heads * head_dim), heads, head_dim) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -60,9 +64,10 @@ class Container:
 def test_a_taken_call_reaches_neither_the_previous_override_nor_the_host() -> None:
     engine, log, given = make_engine(), [], tensors()
     ours = make_override(engine, scope_module.Scope(), another(log, "previous"))
-    out = ours(host_attention, *given, HEADS)
-    assert (log, host_attention.calls) == ([], 0)
-    assert engine.run.count("taken") == 1
+    for _ in range(3):
+        out = ours(host_attention, *given, HEADS)
+    assert (log, host_attention.calls) == ([], 1)  # a few rows of the first one, to compare
+    assert engine.run.count("taken") == 3
     torch.testing.assert_close(out, host_attention(*given, HEADS))
 
 
@@ -89,11 +94,109 @@ def test_a_call_that_is_not_understood_is_handed_on_with_all_its_arguments() -> 
     assert engine.run.reasons("handed on") == {"its argument sinks is not known": 1}
 
 
+@pytest.mark.parametrize("batches", [(4, 1), (8, 2), (1, 2)], ids=["HyperTile", "HyperTile with cfg", "k of two"])
+def test_key_and_value_are_read_by_the_querys_batch(batches: tuple[int, int]) -> None:
+    engine, given = make_engine(), [torch.randn(batch, 12, HEADS * 4) for batch in (*batches, batches[1])]
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS)
+    torch.testing.assert_close(out, host_attention(*given, HEADS))
+    assert engine.run.count("taken") == 1
+    tokens = batches[1] * 12 // batches[0]
+    assert next(iter(engine.run.tallies)).key[2] == tokens  # and not 12: HyperTile's saving
+
+
+@pytest.mark.parametrize("which", ["queries", "keys"])
+def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
+    engine, given = make_engine(), list(tensors())
+    for i in (0,) if which == "queries" else (1, 2):
+        given[i] = given[i][:, :0]
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS)
+    assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.reasons("handed on") == {f"it has no {which}": 1}
+
+
+def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Any, kwargs: Any) -> Any:
+        raise RuntimeError("a layout that nobody has thought of")
+
+    monkeypatch.setattr(override_module.HostCall, "of", broken)
+    engine, given = make_engine(), tensors()
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS, transformer_options={})
+    assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.count("handed on") == engine.run.count() == 1
+    (warning,) = engine.run.warnings
+    assert "a layout that nobody has thought of" in warning
+    assert "passed to ComfyUI" in warning
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, "of the host"])
+def test_cancel_while_a_call_is_read_is_not_kept(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    class Cancel(Exception):
+        pass
+
+    management = types.ModuleType("comfy.model_management")
+    management.InterruptProcessingException = Cancel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    error = Cancel if kind == "of the host" else kind
+
+    def cancelled(args: Any, kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(override_module.HostCall, "of", cancelled)
+    with pytest.raises(error):
+        make_override(make_engine(), scope_module.Scope(), None)(host_attention, *tensors(), HEADS)
+
+
+def test_a_call_that_is_misread_is_found_and_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = override_module.HostCall.of
+
+    def misread(args: Any, kwargs: Any) -> Any:
+        call = of(args, kwargs)
+        call.value = call.value.flip(2)
+        return call
+
+    monkeypatch.setattr(override_module.HostCall, "of", misread)
+    engine, given = make_engine(), tensors(40)
+    ours = make_override(engine, scope_module.Scope(), None)
+    for _ in range(3):
+        out = ours(host_attention, *given, HEADS)
+        assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.count("taken") == 0
+    assert engine.run.count() == 3
+    (warning,) = engine.run.warnings
+    assert "host_attention: calls like this are passed to ComfyUI" in warning
+    assert engine.run.sample is None
+
+
+def test_a_right_call_is_compared_once_per_kind_and_run() -> None:
+    engine, given = make_engine(), tensors(40)
+    ours = make_override(engine, scope_module.Scope(), None)
+    for _ in range(2):
+        engine.begin()
+        before = host_attention.calls  # type: ignore[attr-defined]
+        for _ in range(3):
+            ours(host_attention, *given, HEADS)
+        assert host_attention.calls == before + 1  # type: ignore[attr-defined]
+        (found,) = engine.run.compared.values()
+        assert found.is_rounding
+        assert found.rows == 16
+        engine.end()
+
+
+def test_a_host_that_cannot_be_asked_is_no_reason_to_leave_a_call() -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no")
+
+    engine = make_engine()
+    make_override(engine, scope_module.Scope(), None)(failing, *tensors(), HEADS)
+    assert engine.run.count("taken") == 1
+    assert any("not compared with ComfyUI's own function" in note for note in engine.run.notes)
+
+
 def test_a_next_override_that_chains_finds_ours() -> None:
     engine, log = make_engine(), []
     ours = make_override(engine, scope_module.Scope(), None)
     another(log, "next", below=ours)(host_attention, *tensors(), HEADS)
-    assert (log, host_attention.calls, engine.run.count("taken")) == (["next"], 0, 1)
+    assert (log, engine.run.count("taken")) == (["next"], 1)
 
 
 def test_a_replaced_patch_of_ours_never_stacks() -> None:

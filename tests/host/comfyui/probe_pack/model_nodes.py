@@ -14,6 +14,7 @@ HOST = os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__
 OVERRIDE = "optimized_attention_override"
 SDPA = torch._C._nn.scaled_dot_product_attention
 WRAPPER_CODE = host_attention.attention_basic.__code__  # one code object for every function that the host wraps
+THIS_FILE = __file__
 RECORDS = collections.defaultdict(collections.Counter)
 
 
@@ -21,10 +22,20 @@ def _is_host_file(path):
     return path.startswith(HOST) and "custom_nodes" not in path
 
 
+def _is_comparison(frame):
+    """Whether the patch asks the host's function for a few rows, to compare its own with them."""
+    while frame is not None and frame.f_code.co_filename != THIS_FILE:
+        if os.path.basename(frame.f_code.co_filename) == "_compare.py":
+            return True
+        frame = frame.f_back
+    return False
+
+
 class CallCount:
     """A profiler: attention calls that the host's own code makes, seen by neither override nor torch mode.
 
     ``wrapped``: calls of the host's attention functions (outermost only). ``sdpa``: calls of torch's SDPA by the host.
+    What the patch asks of the host's functions to compare with its own answer is in neither.
     """
 
     def __init__(self, counts):
@@ -34,7 +45,7 @@ class CallCount:
         if event == "call" and frame.f_code is WRAPPER_CODE:
             self.counts["wrapped"] += "_inside_attn_wrapper" not in frame.f_locals["kwargs"]
         elif event == "c_call" and arg is SDPA:
-            self.counts["sdpa"] += _is_host_file(frame.f_code.co_filename)
+            self.counts["sdpa"] += _is_host_file(frame.f_code.co_filename) and not _is_comparison(frame)
 
     def __enter__(self):
         self.previous = sys.getprofile()
