@@ -2,8 +2,9 @@
 // Gaps leave room for the front end's other design (Nodes 2.0), whose nodes are taller.
 // Returns, as JSON, what the front end itself saves (workflow) and sends to the server (prompt).
 const sheet = arguments[0];
-const COLUMN_GAP = 40, ROW_GAP = 30, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
+const COLUMN_GAP = 40, ROW_GAP = 22, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
+const WIDGET_MORE = 7;  // what a widget is taller in the other design
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
@@ -45,13 +46,15 @@ function columnWidth(keys) {
 
 // Nodes of one width, top to bottom; returns where they end.
 function placeColumn(keys, width, x, y) {
+  let bottom = y;
   for (const key of keys) {
     const node = nodes[key], wanted = sheet.nodes.find(entry => entry.key === key).size[1];
     node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1]))]);
     node.pos = [x, y + TITLE];
-    y += TITLE + node.size[1] + ROW_GAP;
+    bottom = y + TITLE + node.size[1];
+    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets?.length ?? 0);
   }
-  return y - ROW_GAP;
+  return bottom;
 }
 
 // One frame with its columns; the last column takes what is left of the width. Returns where the frame ends.

@@ -7,7 +7,7 @@ import parts
 from parts import NARROW
 from sheet import Out, Sheet
 
-_NOTE = (NARROW, 340)
+_NOTE = (NARROW, 290)
 
 
 def sd15() -> Sheet:
