@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class _Decision:
         kind: how they are counted.
         config: the configuration they run with; None = they are left to the host.
         route: the route they take.
-        choice: that route, where it can be taken again without asking; its form, if any, is that of each call's tensors.
+        choice: that route, where it can be taken again without asking; its form, if any, is from each call's tensors.
         has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
         run, tally: the run that ``tally`` counts in.
     """
@@ -296,10 +296,8 @@ class Engine:
     def _remember(self, place: tuple, decision: _Decision) -> None:
         if len(self._decisions) > _DECISIONS:  # a video of ever different lengths
             self._decisions.clear()
-        try:
+        with suppress(TypeError):  # an argument that has no hash
             self._decisions[place] = decision
-        except TypeError:  # an argument that has no hash
-            pass
 
     def _why_left(self, call: AttentionCall) -> str:
         least = self.settings.min_keys

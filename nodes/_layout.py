@@ -190,7 +190,7 @@ def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped:
 
 
 def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_dim: int) -> Tensor:
-    """``[B, H, N, D]`` of this batch; ``heads`` None = as many as the channels hold. A view where torch can make one."""
+    """``[B, H, N, D]`` of this batch; ``heads`` None = as many as the channels hold. A view if possible."""
     dims = tensor.dim()
     if dims not in (3, 4):
         raise NotOurs(f"{name} has {dims} dimensions")

@@ -120,9 +120,11 @@ def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> 
 
     def make(previous: Callable[..., Any]) -> Callable[..., Any]:
         module, method = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
-        if isinstance(module, nn.Module) and isinstance(method, FunctionType):
-            if method is getattr(type(module), method.__name__, None) and not hasattr(method, "__wrapped__"):
-                previous = MethodType(_with_ours(engine, scope, block, method, via or engine.part), module)
+        plain = (
+            isinstance(module, nn.Module) and isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
+        )
+        if plain and method is getattr(type(module), method.__name__, None):
+            previous = MethodType(_with_ours(engine, scope, block, method, via or engine.part), module)
 
         @functools.wraps(previous)
         def method_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
@@ -194,8 +196,19 @@ def _with_ours(
         replaced[name] = Instead(module, {h: ours(h, functools.partial(getattr, module, h)) for h in known})
     for name, helper in helpers(function) if depth else ():
         if calls_unannounced(helper, depth - 1):
-            replaced[name] = _with_ours(engine, scope, block, helper, via, depth - 1)
+            copy = _with_ours(engine, scope, block, helper, via, depth - 1)
+            replaced[name] = _while_it_is_there(function.__globals__, name, helper, copy)
     return copy_over(function, replaced)
+
+
+def _while_it_is_there(where: dict[str, Any], name: str, helper: Attention, copy: Attention) -> Attention:
+    """``copy`` as long as ``name`` means ``helper``: another pack may replace it later."""
+
+    def helper_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
+        now = where.get(name)
+        return copy(*args, **kwargs) if now is helper else now(*args, **kwargs)  # type: ignore[misc]
+
+    return helper_with_pascal_attn
 
 
 def _ours(engine: Engine, scope: Scope, block: str, original: Attention | None, via: str = "") -> Attention | None:

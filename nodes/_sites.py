@@ -48,37 +48,44 @@ def host_names(kind: type[nn.Module]) -> set[str]:
     return {name for name in HOST_FUNCTIONS & set(_names(forward.__code__)) if name in forward.__globals__}
 
 
-def unannounced(kind: type[nn.Module]) -> list[str]:
-    """Methods of a class that call ComfyUI's attention by its name without the options in which overrides are, or do so
-    in a helper function: no override hears of these calls."""
-    return list(_unannounced(kind))  # type: ignore[arg-type]
+def by_name(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Methods of a class that call ComfyUI's attention by its name: themselves, or in helper functions that know
+    nothing of the options in which overrides are. Whether a call of the first kind is announced to the override shows
+    only when it is made: some models leave the options at their default."""
+    return _by_name(kind)  # type: ignore[arg-type]  # mypy: a class is not Hashable
 
 
 @functools.cache
-def _unannounced(kind: type[nn.Module]) -> tuple[str, ...]:
+def _by_name(kind: type[nn.Module]) -> tuple[str, ...]:
     found: dict[str, bool] = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         for name, method in vars(base).items():
             if name not in found and isinstance(method, FunctionType) and not name.startswith("__"):
-                found[name] = calls_unannounced(method)
+                plain = not hasattr(method, "__wrapped__")
+                found[name] = plain and (_names_host(method) or any(map(calls_unannounced, _helpers(method))))
     return tuple(name for name, calls in found.items() if calls)
 
 
-def calls_unannounced(function: FunctionType, depth: int = _HELPER_DEPTH) -> bool:
+def calls_unannounced(function: FunctionType, depth: int = _HELPER_DEPTH - 1) -> bool:
     """Whether a plain function calls the host's attention by name without options, itself or in a helper."""
     if hasattr(function, "__wrapped__"):
         return False
-    code = function.__code__
-    names = set(_names(code))
-    if names & HOST_FUNCTIONS and not _speaks_of(code, "transformer_options"):
-        values = (function.__globals__.get(name) for name in names)
-        modules = [value for value in values if isinstance(value, ModuleType)]
-        for name in names & HOST_FUNCTIONS:
-            if name in function.__globals__ or any(hasattr(module, name) for module in modules):
-                return True
-    return depth > 0 and any(calls_unannounced(helper, depth - 1) for _, helper in helpers(function))
+    if _names_host(function) and not _speaks_of(function.__code__, "transformer_options"):
+        return True
+    return depth > 0 and any(calls_unannounced(helper, depth - 1) for helper in _helpers(function))
+
+
+def _names_host(function: FunctionType) -> bool:
+    hosts = names_of(function) & HOST_FUNCTIONS
+    return bool(hosts) and (
+        bool(hosts & set(function.__globals__)) or any(True for _ in modules_with_attention(function))
+    )
+
+
+def _helpers(function: FunctionType) -> Iterator[FunctionType]:
+    return (helper for _, helper in helpers(function))
 
 
 def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:

@@ -18,10 +18,9 @@ from ._override import OVERRIDE, engine_of, make_override, previous_of
 from ._prompt import where_only_weights_go
 from ._runs import PASSED
 from ._scope import Scope, make_wrapper
-from ._sites import unannounced
+from ._sites import by_name
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
-BY_NAME = "by name"
 
 
 class PascalAttentionPatch:
@@ -138,8 +137,8 @@ def _install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, be
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _estimate_host.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _estimate_host.batching)
-    by_name = whole_model and not _host.uses_sdpa()  # where torch's SDPA is used, the wrapper sees these calls there
-    replace_functions(patched, lambda model: _named(engine, scope, model) if by_name else {})
+    names = whole_model and not _host.uses_sdpa()  # where torch's SDPA is used, the wrapper sees these calls there
+    replace_functions(patched, lambda model: _named(engine, scope, model) if names else {})
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
     after = functools.partial(_after_run, engine, before=before, behind=behind)
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
@@ -151,9 +150,9 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     assert isinstance(network, nn.Module)
     found: Replacements = {}
     for name, module in network.named_modules(prefix="diffusion_model"):
-        for method in unannounced(type(module)):
+        for method in by_name(type(module)):
             block = name.removeprefix("diffusion_model").lstrip(".") or "model"
-            found[f"{name}.{method}"] = named_attention(engine, scope, block, BY_NAME)
+            found[f"{name}.{method}"] = named_attention(engine, scope, block, "by name")
     return found
 
 

@@ -1,0 +1,173 @@
+"""Tiny networks of ``comfy/ldm`` whose attention calls pass the override by, inside the host."""
+
+from __future__ import annotations
+
+import importlib
+
+import comfy.model_patcher
+import comfy.ops
+import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy_checks import Skip
+
+OPERATIONS = comfy.ops.disable_weight_init
+
+
+def built(module, name, *args, **options):
+    """A network with random weights that never leave the range in which softmax is not a step."""
+    try:
+        kind = getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise Skip(f"this host has no {name}: {error}") from None
+    network = kind(*args, dtype=torch.float32, device="cpu", operations=OPERATIONS, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in [*network.parameters(), *network.buffers()]:
+            if parameter.is_floating_point():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return network.eval()
+
+
+def noise(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hydit():
+    network = built(
+        "hydit.models", "HunYuanDiT", input_size=(8, 8), hidden_size=64, depth=2, num_heads=2, log_fn=lambda *_: None
+    )
+    text, t5 = noise(1, 77, 1024), noise(1, 256, 2048)
+    ones = torch.ones(1, 77), torch.ones(1, 256)
+
+    def run(options):
+        return network(
+            noise(1, 4, 16, 16), torch.tensor([500.0]), text, ones[0], t5, ones[1], None, None,
+            transformer_options=options,
+        )  # fmt: skip
+
+    return network, run, 5
+
+
+def ernie():
+    network = built(
+        "ernie.model", "ErnieImageModel", hidden_size=96, num_attention_heads=2, num_layers=2, ffn_hidden_size=64,
+        in_channels=4, out_channels=4, text_in_dim=24, rope_axes_dim=(16, 16, 16),
+    )  # fmt: skip
+    return (
+        network,
+        lambda options: network(noise(1, 4, 8, 8), torch.tensor([0.5]), noise(1, 6, 24), transformer_options=options),
+        2,
+    )
+
+
+def seedvr2():
+    network = built(
+        "seedvr.model", "NaDiT", norm_eps=1e-5, num_layers=2, mlp_type="normal", vid_dim=128, txt_in_dim=128, heads=1,
+        head_dim=128, mm_layers=1, expand_ratio=2, vid_in_channels=33,
+    )  # fmt: skip
+
+    def run(options):
+        return network(
+            noise(2, 16, 2, 8, 8), torch.full((2,), 500.0), noise(2, 58, 128), condition=noise(2, 17, 2, 8, 8),
+            transformer_options=options,
+        )  # fmt: skip
+
+    return network, run, None
+
+
+def hunyuan3d():
+    network = built(
+        "hunyuan3dv2_1.hunyuandit", "HunYuanDiTPlain", in_channels=8, hidden_size=64, context_dim=32, depth=3,
+        num_heads=2, num_moe_layers=1, guidance_cond_proj_dim=64, num_experts=2,
+    )  # fmt: skip
+    return (
+        network,
+        lambda options: network(
+            noise(2, 8, 20), torch.tensor([0.5, 0.5]), noise(2, 6, 32), transformer_options=options
+        ),
+        6,
+    )
+
+
+def ace_step():
+    network = built(
+        "ace.ace_step15", "AceStepConditionGenerationModel", in_channels=24, hidden_size=64, text_hidden_dim=32,
+        timbre_hidden_dim=8, audio_acoustic_hidden_dim=8, num_dit_layers=2, num_lyric_layers=1, num_timbre_layers=1,
+        num_tokenizer_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=64, encoder_hidden_size=64,
+        encoder_intermediate_size=64, encoder_num_heads=4, fsq_dim=64,
+    )  # fmt: skip
+
+    def run(options):
+        return network(
+            noise(1, 8, 32), torch.tensor([0.5]), noise(1, 6, 32), lyric_embed=noise(1, 5, 32),
+            refer_audio=noise(1, 8, 750), transformer_options=options,
+        )  # fmt: skip
+
+    return network, run, None
+
+
+def anima():
+    network = built(
+        "anima.model", "Anima", max_img_h=16, max_img_w=16, max_frames=1, in_channels=4, out_channels=4,
+        patch_spatial=2, patch_temporal=1, model_channels=128, num_blocks=2, num_heads=2, crossattn_emb_channels=1024,
+        use_adaln_lora=True, adaln_lora_dim=16, pos_emb_cls="rope3d", concat_padding_mask=True,
+    )  # fmt: skip
+
+    def run(options):
+        return network(
+            noise(1, 4, 1, 8, 8), torch.tensor([0.5]), noise(1, 6, 1024), t5xxl_ids=torch.arange(5)[None],
+            transformer_options=options,
+        )  # fmt: skip
+
+    return network, run, None
+
+
+def wan_dancer():
+    network = built(
+        "wan.model_wandancer", "WanDancerModel", in_dim=16, dim=128, ffn_dim=64, num_heads=1, num_layers=2, text_dim=32,
+        audio_inject_layers=[0], music_dim=64, music_heads=4, music_latent_dim=64,
+    )  # fmt: skip
+
+    def run(options):
+        return network(
+            noise(1, 36, 2, 8, 8)[:, :16], torch.tensor([500.0]), noise(1, 6, 32),
+            audio_embed=noise(1, 12, 35), transformer_options=options,
+        )  # fmt: skip
+
+    return network, run, None
+
+
+NETWORKS = {f.__name__: f for f in (hydit, ernie, seedvr2, hunyuan3d, ace_step, anima, wan_dancer)}
+
+
+class Around(torch.nn.Module):
+    """What a model patcher expects around a network."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.diffusion_model = network
+        self.model_config = None
+        self.device = torch.device("cpu")
+        self.current_patcher = None
+
+    def get_dtype(self):
+        return torch.float32
+
+
+def patcher_of(network):
+    cpu = torch.device("cpu")
+    return comfy.model_patcher.ModelPatcher(Around(network), load_device=cpu, offload_device=cpu)
+
+
+def applied(patcher, run):
+    """One evaluation of the network through a patcher, as the host's sampler makes it."""
+    patcher.patch_model(device_to=torch.device("cpu"))
+    try:
+        patcher.pre_run()
+        options = patcher.model_options["transformer_options"].copy()
+        options["sigmas"] = torch.tensor([0.5])
+        wrappers = patcher.get_all_wrappers(WrappersMP.APPLY_MODEL)
+        return WrapperExecutor.new_executor(lambda: run(options), wrappers).execute()
+    finally:
+        patcher.cleanup()
+        patcher.unpatch_model(device_to=torch.device("cpu"))
