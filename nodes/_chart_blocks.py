@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._chart import FAINT, INK, MUTED, Board, fitted, line_height, nice_ticks, text_width
-from ._chart_parts import PASSED_COLOUR, LABEL, ROUTE_COLOURS, SMALL, draw_legend
+from ._chart_parts import LABEL, PASSED_COLOUR, ROUTE_COLOURS, SMALL, draw_legend
 from ._report_rows import BlockRow, block_rows, range_name
 from ._report_words import duration_text, round_text
 from ._runs import Run

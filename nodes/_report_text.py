@@ -86,9 +86,7 @@ def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
 
 
 def _call_rows(run: Run) -> list[tuple[str, str]]:
-    rows = [
-        ("calls", f"{run.count():,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")
-    ]
+    rows = [("calls", f"{run.count():,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")]
     rows += [("taken", f"{count:,} x {why}") for why, count in _routes_and_reasons(run).items()]
     return rows + [("passed", f"{count:,} x {why}") for why, count in run.reasons(PASSED).items()]
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
 import comfy.sampler_helpers
-import nodes
 import torch
 from comfy_checks import Skip, check, close, log_lines, pack, replaced, run_checks, runs, unload
 from comfy_inproc import LATENTS, load_model, sample
 from comfy_patch_networks import NETWORKS, applied, patcher_of
+
+import nodes
 
 __all__ = ["run_checks"]
 KEY = "optimized_attention_override"

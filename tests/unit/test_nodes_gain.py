@@ -8,7 +8,8 @@ from attn_support.comfy_runs import blocks, findings, kind, part, run
 
 GAIN, TEXT = part("nodes._gain"), part("nodes._report_text")
 ENGINE, CONFIG, CALL, ROUTES = (
-    part(name) for name in ("nodes._engine", "pascal_attn_core.config", "pascal_attn_core.call", "pascal_attn_core.routes")
+    part(name)
+    for name in ("nodes._engine", "pascal_attn_core.config", "pascal_attn_core.call", "pascal_attn_core.routes")
 )
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
@@ -101,9 +102,15 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (run([(kind("b", **STORED, **WAN), {"extra_bytes": 64 << 20})]), "Flux: 2,289 MiB less memory in the largest call"),
+        (
+            run([(kind("b", **STORED, **WAN), {"extra_bytes": 64 << 20})]),
+            "Flux: 2,289 MiB less memory in the largest call",
+        ),
         (run(blocks(3)), "Flux: 12 of 12 calls taken, 1 MiB extra at most"),
-        (run([(kind("b", "handed on", why="fewer than 7 keys"), {"count": 4})]), "Flux: 0 of 4 calls taken: fewer than 7"),
+        (
+            run([(kind("b", "handed on", why="fewer than 7 keys"), {"count": 4})]),
+            "Flux: 0 of 4 calls taken: fewer than 7",
+        ),
         (run(notes=["compiled"]), "Flux: compiled"),
     ],
 )

@@ -150,7 +150,9 @@ def test_one_workflow_has_every_node_of_the_pack() -> None:
 def test_files_to_download_are_named_in_the_note_and_known_to_the_front_end(name: str) -> None:
     workflow = opened(name)
     note = next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in PAGES)
-    loaded = {value for node in workflow["nodes"] for value in values(node) if str(value).endswith((".safetensors", ".gguf"))}
+    loaded = {
+        value for node in workflow["nodes"] for value in values(node) if str(value).endswith((".safetensors", ".gguf"))
+    }
     models = [model for node in workflow["nodes"] for model in node.get("properties", {}).get("models", [])]
     assert loaded == {model["name"] for model in models} != set()
     for model in models:

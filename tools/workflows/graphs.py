@@ -35,7 +35,8 @@ def sd15() -> Sheet:
         ["checkpoint", "latent", "tile", "tile_text"],
         ["attention", "ffn", "text_attention", "vae_attention"],
         ["positive", "negative"],
-        ["sampler", "decode"], ["save"],
+        ["sampler", "decode"],
+        ["save"],
     )
     return sheet
 
@@ -110,7 +111,8 @@ def eleven_gb() -> Sheet:
         ["model", "shift", "clip", "vae", "latent"],
         ["attention", "ffn", "text_attention", "vae_attention"],
         ["positive", "negative"],
-        ["sampler", "decode"], ["save"],
+        ["sampler", "decode"],
+        ["save"],
     )
     return sheet
 
@@ -141,9 +143,7 @@ def qwen_gguf() -> Sheet:
     model = parts.gguf_model(sheet, parts.QWEN_GGUF)
     name = parts.LIGHTNING["name"]
     lora = {"lora_name": name, "strength_model": 1.0}
-    model = sheet.add(
-        "lora", "LoraLoaderModelOnly", size=(NARROW, 0), models=(parts.LIGHTNING,), model=model, **lora
-    )
+    model = sheet.add("lora", "LoraLoaderModelOnly", size=(NARROW, 0), models=(parts.LIGHTNING,), model=model, **lora)
     clip = parts.text_encoder(sheet, parts.QWEN_25_VL, "qwen_image")
     vae = parts.vae(sheet, parts.QWEN_VAE)
     sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
@@ -161,7 +161,13 @@ def qwen_gguf() -> Sheet:
     parts.save_picture(sheet, image, "pascal/qwen-image")
     models = ["model", "lora", "shift", "clip", "vae", "latent"]
     parts.frames(
-        sheet, models, ["attention", "ffn", "vae_attention"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler"
+        sheet,
+        models,
+        ["attention", "ffn", "vae_attention"],
+        ["positive", "negative"],
+        ["sampler", "decode"],
+        ["save"],
+        "sampler",
     )
     return sheet
 
@@ -220,9 +226,7 @@ def ltx() -> Sheet:
     sheet.add("split", "LTXVSeparateAVLatent", size=(NARROW, 0), av_latent=sampled)
     tiles = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
     images = sheet.add("decode", "VAEDecodeTiled", size=(NARROW, 0), samples=Out("split"), vae=vae, **tiles)
-    heard = sheet.add(
-        "hear", "LTXVAudioVAEDecode", size=(NARROW, 0), samples=Out("split", 1), audio_vae=audio_vae
-    )
+    heard = sheet.add("hear", "LTXVAudioVAEDecode", size=(NARROW, 0), samples=Out("split", 1), audio_vae=audio_vae)
     parts.report(sheet, images)
     film = sheet.add("film", "CreateVideo", size=(NARROW, 0), images=images, audio=heard, fps=25.0)
     sheet.add("save", "SaveVideo", size=(310, 120), video=film, filename_prefix="pascal/ltx-2")

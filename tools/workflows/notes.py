@@ -38,8 +38,8 @@ pack: 64 MiB at most.
 """
 
 ELEVEN_GB = """
-At 1536x1536 the scores of **one** attention call of this model take 9,720 MiB in float32, and 5,184 MiB in the VAE. With
-the pack 64 MiB at most, so the picture fits on a GTX 1080 Ti beside 6 GB of weights.
+At 1536x1536 the scores of **one** attention call of this model take 9,720 MiB in float32, and 5,184 MiB in the VAE.
+With the pack 64 MiB at most, so the picture fits on a GTX 1080 Ti beside 6 GB of weights.
 
 **Pascal Memory Estimate** says before the run what it will need. Still out of memory? Take VAE Decode (Tiled).
 """

@@ -25,9 +25,7 @@ QWEN_3_4B = model_file("qwen_3_4b.safetensors", "text_encoders", _Z[0], f"{_Z[1]
 AE = model_file("ae.safetensors", "vae", _Z[0], f"{_Z[1]}vae/", size="0.3 GB")
 
 _KREA = "Comfy-Org/Krea-2"
-KREA = model_file(
-    "krea2_turbo_fp8_scaled.safetensors", "diffusion_models", _KREA, "diffusion_models/", size="13.1 GB"
-)
+KREA = model_file("krea2_turbo_fp8_scaled.safetensors", "diffusion_models", _KREA, "diffusion_models/", size="13.1 GB")
 QWEN_3_VL = model_file("qwen3vl_4b_fp8_scaled.safetensors", "text_encoders", _KREA, "text_encoders/", size="5.2 GB")
 KREA_VAE = model_file("qwen_image_vae.safetensors", "vae", _KREA, "vae/", size="0.25 GB")
 
