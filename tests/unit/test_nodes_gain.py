@@ -42,8 +42,8 @@ def test_memory_seconds_and_saved_outputs_of_several_runs_stand_in_one_sentence(
     model = run([(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20})])
     vae = run([(kind("mid", route="fused", over_torch=0.8), {"elapsed_ms": 4000.0, "repaired": 2})], part="VAE")
     assert line(model, vae) == (
-        "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB), 1.00 s less in attention (timed on "
-        "this card), 2 outputs saved from NaN."
+        "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB), 1.00 s less in attention (timed "
+        "on this card), 2 outputs saved from NaN."
     )
 
 
@@ -57,8 +57,8 @@ def test_torchs_own_kernel_gains_nothing_and_that_is_said():
 def test_on_a_host_with_another_attention_nothing_is_claimed():
     tallies = [(kind("double 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
     assert line(run(tallies), attention="attention_sub_quad") == (
-        "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have taken "
-        "here was not measured."
+        "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have "
+        "taken here was not measured."
     )
 
 

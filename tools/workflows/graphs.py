@@ -18,7 +18,6 @@ def sd15() -> Sheet:
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=768, height=768, batch_size=1)
     shape = {"tokens": 9216, "heads": 8, "head_dim": 40}
     tile = sheet.add("tile", "PascalTileSize", size=(NARROW, 0), **shape)
-    sheet.add("tile_text", "PreviewAny", title="Why this tile size", size=(NARROW, 120), source=Out("tile", 1))
     model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model, tile_size=tile))
     clip = parts.text_encoder_attention(sheet, clip)
     vae = parts.vae_attention(sheet, vae)
@@ -32,7 +31,7 @@ def sd15() -> Sheet:
     parts.save_picture(sheet, image, "pascal/sd15")
     parts.frames(
         sheet,
-        ["checkpoint", "latent", "tile", "tile_text"],
+        ["checkpoint", "latent", "tile"],
         ["attention", "ffn", "text_attention", "vae_attention"],
         ["positive", "negative"],
         ["sampler", "decode"],
@@ -219,7 +218,7 @@ def ltx() -> Sheet:
     pair = sheet.add("rate", "LTXVConditioning", size=(NARROW, 0), frame_rate=25.0, **links)
     method = sheet.add("method", "KSamplerSelect", size=(NARROW, 0), sampler_name="euler_ancestral")
     steps = "1., 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
-    sigmas = sheet.add("schedule", "ManualSigmas", size=(NARROW, 0), sigmas=steps)
+    sigmas = sheet.add("schedule", "ManualSigmas", size=(NARROW, 84), sigmas=steps)
     links = {"positive": pair, "negative": Out("rate", 1), "sampler": method, "sigmas": sigmas, "latent_image": latent}
     settings = {"add_noise": True, "noise_seed": 1080, "cfg": 1.0}
     sampled = sheet.add("sampler", "SamplerCustom", size=(NARROW, 0), model=model, **links, **settings)
