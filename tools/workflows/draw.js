@@ -44,6 +44,11 @@ function columnWidth(keys) {
   return Math.ceil(Math.max(270, ...sizes.flat()));
 }
 
+// The other design folds what only experts set.
+function shown(widget) {
+  return !(widget.advanced || widget.options?.advanced);
+}
+
 // Nodes of one width, top to bottom; returns where they end.
 function placeColumn(keys, width, x, y) {
   let bottom = y;
@@ -52,7 +57,7 @@ function placeColumn(keys, width, x, y) {
     node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1]))]);
     node.pos = [x, y + TITLE];
     bottom = y + TITLE + node.size[1];
-    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets?.length ?? 0);
+    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets ?? []).filter(shown).length;
   }
   return bottom;
 }

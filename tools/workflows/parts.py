@@ -73,9 +73,9 @@ def diffusion_model(sheet: Sheet, file: dict[str, str], weight_dtype: str = "def
 
 
 def gguf_model(sheet: Sheet, file: dict[str, str]) -> Out:
-    """A node of the pack ComfyUI-GGUF."""
+    """A node of the pack ComfyUI-GGUF. Where that is missing, the front end draws a larger one in its place."""
     inputs = {"unet_name": file["name"]}
-    return sheet.add("model", "UnetLoaderGGUF", size=(NARROW, 0), models=(file,), pack=GGUF, **inputs)
+    return sheet.add("model", "UnetLoaderGGUF", size=(NARROW, 120), models=(file,), pack=GGUF, **inputs)
 
 
 def text_encoder(sheet: Sheet, file: dict[str, str], kind: str) -> Out:
