@@ -21,12 +21,12 @@ _GREEN = "#1f7a4d"
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    """The whole picture, 1600 pixels wide and as high as it needs; two runs or more stand in two columns.
+    """The whole picture: 1600 pixels wide, from three runs on 2400, so that it is wider than high, as the node is.
 
-    Large letters for what is read on the node itself, where the picture is shown at a third of its size or less; small
-    ones for what is read when it is opened.
+    The first line is as large as it must be to be read on the node itself, where the picture is shown at a third of its
+    size or less; the rest is read when it is opened.
     """
-    board = Board(WIDTH, MARGIN)
+    board = Board(width_for(len(findings.shown)), MARGIN)
     _draw_title(board, findings)
     if findings.alarms:
         board.space(18)
@@ -42,6 +42,11 @@ def draw_report(findings: Findings) -> Image.Image:
     return board.finished()
 
 
+def width_for(runs: int) -> int:
+    """Pixels: of two columns, or of three."""
+    return WIDTH if runs < 3 else WIDTH * 3 // 2
+
+
 def _first(sentences: list[str]) -> list[str]:
     more = len(sentences) - _MOST_SENTENCES
     return sentences[:_MOST_SENTENCES] + ([f"and {more} more, see the text"] if more > 0 else [])
@@ -50,7 +55,8 @@ def _first(sentences: list[str]) -> list[str]:
 def _draw_title(board: Board, findings: Findings) -> None:
     gained = gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
     is_gain = gained.startswith("Gained")
-    board.paragraph(gained, TITLE, _GREEN if is_gain else INK, bold=True)
+    size = TITLE * board.width // WIDTH
+    board.paragraph(gained, size, _GREEN if is_gain else INK, bold=True)
     board.space(10)
     board.text(board.left, board.y, "Pascal Attention Report", BODY, bold=True)
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime(findings.when))
@@ -66,7 +72,7 @@ def _draw_title(board: Board, findings: Findings) -> None:
 def _draw_runs(board: Board, findings: Findings) -> None:
     """One below the other, each in the column that ends higher."""
     shown = findings.shown[-_MOST_RUNS:]
-    columns = min(2, len(shown))
+    columns = min(3, len(shown))
     if not columns:
         return
     left, right = board.left, board.right

@@ -42,7 +42,7 @@ class PascalAttentionReport:
     RETURN_NAMES = ("value", "chart", "report")
     OUTPUT_TOOLTIPS = (
         "What came in, unchanged.",
-        "The report as a picture, 1600 pixels wide.",
+        "The report as a picture, 1600 or 2400 pixels wide.",
         "The report as text, with a block at its end to paste into a bug report.",
     )
     FUNCTION = "report"
@@ -77,12 +77,12 @@ class PascalAttentionReport:
         """``value`` as it came, the chart ``[1, height, width, 3]`` and the text."""
         findings = gather(prompt or {}, unique_id, exactness_check=exactness_check)
         text, picture = report_text(findings), draw_report(findings)
-        short = f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings)
-        _host.send_status(short, unique_id)
         ui: dict[str, Any] = {"text": [text]}
         preview = save_preview(picture)
-        if preview is not None:
+        if preview is not None:  # its first line says it in larger letters, and a status would take half of its room
             ui["images"] = [preview]
+        else:
+            _host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
         return {"ui": ui, "result": (value, as_image(picture), text)}
 
 

@@ -4,6 +4,7 @@
 const sheet = arguments[0];
 const COLUMN_GAP = 40, ROW_GAP = 24, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
+const STATUS = 44;  // room for what a node of ours writes on itself after a run
 const WIDGET_MORE = 9;  // what a widget is taller in the other design
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
@@ -54,7 +55,8 @@ function placeColumn(keys, width, x, y) {
   let bottom = y;
   for (const key of keys) {
     const node = nodes[key], wanted = sheet.nodes.find(entry => entry.key === key).size[1];
-    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1]))]);
+    const says = sheet.nodes.find(entry => entry.key === key).type.startsWith("Pascal") ? STATUS : 0;
+    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + says))]);
     node.pos = [x, y + TITLE];
     bottom = y + TITLE + node.size[1];
     y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets ?? []).filter(shown).length;

@@ -36,6 +36,7 @@ def sd15() -> Sheet:
         ["positive", "negative"],
         ["sampler", "decode"],
         ["save"],
+        "sampler",
     )
     return sheet
 
@@ -112,6 +113,7 @@ def eleven_gb() -> Sheet:
         ["positive", "negative"],
         ["sampler", "decode"],
         ["save"],
+        "sampler",
     )
     return sheet
 
@@ -190,7 +192,9 @@ def wan() -> Sheet:
     parts.report(sheet, images)
     parts.save_video(sheet, images, "pascal/wan", 24.0)
     models = ["model", "shift", "clip", "vae", "latent"]
-    parts.frames(sheet, models, ["attention", "ffn"], ["positive", "negative"], ["sampler", "decode"], ["save"])
+    parts.frames(
+        sheet, models, ["attention", "ffn"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler"
+    )
     return sheet
 
 

@@ -168,7 +168,8 @@ def frames(
     output: list[str],
     page: str = "models",
 ) -> None:
-    """The same four columns in each workflow: models; our nodes and the prompt; the sampler; what came out.
+    """The same columns in each workflow: models; our nodes and the prompt, which has a column of its own where the
+    memory estimate stands below it; the sampler; what came out.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
     page to read stands where there is room: below the ``"models"``, below the ``"sampler"``, or in a column ``"of its
@@ -182,10 +183,10 @@ def frames(
     if page == "models":
         sheet.group("", "", ["note"], below=True)
     sheet.group("Pascal Attention", GREEN, pascal)
-    sheet.group("Prompt", VIOLET, prompt, below=True)
+    sheet.group("Prompt", VIOLET, prompt, below=not before)
     if before:
-        sheet.group("Before the run", TEAL, before)
-    sheet.group("Sample and decode", BROWN, sample, below=bool(before))
+        sheet.group("Before the run", TEAL, before, below=True)
+    sheet.group("Sample and decode", BROWN, sample)
     if page == "sampler":
         sheet.group("", "", ["note"], below=True)
     sheet.group("What happened", TEAL, ["report"])
