@@ -1,9 +1,9 @@
-"""A column per block of the model: its time by route, and whether calls were handed on."""
+"""A column per block of the model: its time by route, and whether calls were passed to ComfyUI."""
 
 from __future__ import annotations
 
 from ._chart import FAINT, INK, MUTED, Board, fitted, line_height, nice_ticks, text_width
-from ._chart_parts import HANDED_ON, LABEL, ROUTE_COLOURS, SMALL, draw_legend
+from ._chart_parts import LABEL, PASSED_COLOUR, ROUTE_COLOURS, SMALL, draw_legend
 from ._report_rows import BlockRow, block_rows, range_name
 from ._report_words import duration_text, round_text
 from ._runs import Run
@@ -60,25 +60,25 @@ def _draw_columns(board: Board, rows: list[BlockRow], heights: list[dict[str, fl
             board.box(x, y - height, _column(pitch), height, _colour(route))
             y -= height
     board.y = baseline + 3
-    handed_on = timed and any(row.handed_on for row in rows)
-    if handed_on:
+    passed = timed and any(row.passed for row in rows)
+    if passed:
         _draw_left(board, rows, left, pitch)
     _draw_names(board, rows, left, pitch)
-    if handed_on:
-        draw_legend(board, left, width, [(HANDED_ON, "in these blocks calls were handed on (not timed)")])
+    if passed:
+        draw_legend(board, left, width, [(PASSED_COLOUR, "in these blocks calls were passed to ComfyUI (not timed)")])
 
 
 def _colour(route: str) -> str:
-    return HANDED_ON if route == _LEFT else ROUTE_COLOURS.get(route, MUTED)
+    return PASSED_COLOUR if route == _LEFT else ROUTE_COLOURS.get(route, MUTED)
 
 
-_LEFT = "handed on"
+_LEFT = "passed to ComfyUI"
 
 
 def _heights(row: BlockRow, *, timed: bool) -> dict[str, float]:
     if timed:
         return dict(row.elapsed_ms)
-    return {**{route: float(count) for route, count in row.routes.items()}, _LEFT: float(sum(row.handed_on.values()))}
+    return {**{route: float(count) for route, count in row.routes.items()}, _LEFT: float(sum(row.passed.values()))}
 
 
 def _column(pitch: float) -> float:
@@ -100,10 +100,10 @@ def _unit_ms(top: float) -> float:
 
 
 def _draw_left(board: Board, rows: list[BlockRow], left: float, pitch: float) -> None:
-    """A strip below the columns: blocks in which calls were handed on."""
+    """A strip below the columns: blocks in which calls were passed to ComfyUI."""
     for index, row in enumerate(rows):
-        if row.handed_on:
-            board.box(left + index * pitch, board.y, _column(pitch), 9, HANDED_ON)
+        if row.passed:
+            board.box(left + index * pitch, board.y, _column(pitch), 9, PASSED_COLOUR)
     board.space(12)
 
 

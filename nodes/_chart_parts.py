@@ -11,7 +11,7 @@ from ._report_words import round_text
 
 # Blue, orange, green and purple that are told apart without seeing red and green.
 ROUTE_COLOURS = {"fused": "#009e73", "torch": "#2f6fba", "tiled": "#e08a1e", "math": "#9b59a8", "": "#4b5563"}
-HANDED_ON = "#c3cad2"
+PASSED_COLOUR = "#c3cad2"
 LABEL, SMALL = 18, 15
 
 

@@ -299,7 +299,7 @@ class Engine:
         else:
             config = self._config(call, block)
             choice = choose(call, config)
-            counted = _kind(block, "taken", choice.route, choice.why, call, via)
+            counted = _taken(block, choice, call, via)
             decision = _Decision(counted, config, choice.route, has_form=choice.form is not None)
             if choice.form is None or _is_as_it_came(choice.form, call):
                 decision.choice = replace(choice, form=None)  # it would keep the tensors
@@ -357,7 +357,7 @@ class Engine:
         tally = decision.tally
         assert tally is not None
         if choice.route != decision.route:  # not the route of the first such call
-            tally = run.tally(replace(kind, route=choice.route, why=choice.why))
+            tally = run.tally(_taken(kind.block, choice, call, kind.via))
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route == "tiled" else None
@@ -480,6 +480,11 @@ def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
         if (mask.shape, mask.stride()) != (given.shape, given.stride()):
             return False
     return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
+
+
+def _taken(block: str, choice: Choice, call: AttentionCall, via: str) -> CallKind:
+    kind = _kind(block, "taken", choice.route, choice.why, call, via)
+    return replace(kind, over_torch=choice.over_torch, torch_stores=choice.torch_stores)
 
 
 def _kind(block: str, outcome: str, route: str, why: str, call: AttentionCall | None, via: str) -> CallKind:

@@ -90,6 +90,11 @@ def is_interrupt(error: BaseException) -> bool:
     return not isinstance(error, Exception) or (kind is not None and isinstance(error, kind))
 
 
+def attention_name() -> str:
+    """Its name, ``"attention_pytorch"``."""
+    return str(getattr(attention_function(), "__name__", "unknown"))
+
+
 def uses_sdpa() -> bool:
     """Whether that function is torch's ``scaled_dot_product_attention``, as on every NVIDIA card by default."""
     return getattr(attention_function(), "__name__", "") == "attention_pytorch"
@@ -118,10 +123,10 @@ def send_status(text: str, unique_id: str | None) -> None:
         send(text, unique_id)
 
 
-def say(text: str, unique_id: str | None) -> None:
-    """One line in the log, and the same on the node."""
+def say(text: str, unique_id: str | None, status: str = "") -> None:
+    """One line in the log, and on the node the same or a shorter one."""
     log.info("pascal_attn: %s", text)
-    send_status(text, unique_id)
+    send_status(status or text, unique_id)
 
 
 def versions() -> dict[str, str]:

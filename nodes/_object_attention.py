@@ -15,6 +15,7 @@ from . import _host
 from ._compare import Difference, difference, whole
 from ._engine import Engine
 from ._estimate_host import Instead
+from ._gain import status_line
 from ._layout import four_dimensions
 from ._objects import Make, replaced_by_others
 from ._override import OVERRIDE, in_host_layout
@@ -47,7 +48,7 @@ def in_run(engine: Engine) -> Iterator[None]:
     finally:
         run = engine.end()
         if run is not None:
-            _host.say(run.line(), engine.unique_id)
+            _host.say(run.line(), engine.unique_id, status_line(run, _host.attention_name()))
 
 
 def whole_call(

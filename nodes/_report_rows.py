@@ -16,13 +16,13 @@ class BlockRow:
     Attributes:
         name: ``"double 3"``.
         routes: calls taken, by route.
-        handed_on: calls handed on, by reason.
+        passed: calls passed to ComfyUI, by reason.
         elapsed_ms: time in the calls taken, by route.
     """
 
     name: str
     routes: dict[str, int] = field(default_factory=dict)
-    handed_on: dict[str, int] = field(default_factory=dict)
+    passed: dict[str, int] = field(default_factory=dict)
     elapsed_ms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ def block_rows(run: Run) -> list[BlockRow]:
             row.routes[kind.route] = row.routes.get(kind.route, 0) + tally.count
             row.elapsed_ms[kind.route] = row.elapsed_ms.get(kind.route, 0.0) + tally.elapsed_ms
         else:
-            row.handed_on[kind.why] = row.handed_on.get(kind.why, 0) + tally.count
+            row.passed[kind.why] = row.passed.get(kind.why, 0) + tally.count
     return list(rows.values())
 
 
@@ -92,7 +92,7 @@ def grouped(rows: list[BlockRow]) -> list[BlockGroup]:
 
 
 def _same(a: BlockRow, b: BlockRow) -> bool:
-    return (a.family, a.routes, a.handed_on) == (b.family, b.routes, b.handed_on)
+    return (a.family, a.routes, a.passed) == (b.family, b.routes, b.passed)
 
 
 def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:

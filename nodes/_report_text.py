@@ -1,4 +1,4 @@
-"""The report as text: a summary, a section per run, a block for a bug report."""
+"""The report as text: what was gained, a summary, a section per run, a block for a bug report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterable
 
 from ..pascal_attn_core.cli.info import describe_facts
+from ._gain import gain_line
 from ._report_find import Findings, Shown, clock_text
 from ._report_rows import BlockGroup, block_rows, grouped, kinds_of
 from ._report_words import duration_text, peak_label, plural, shape_text, share_text, size_text
-from ._runs import CallKind, CallTally, Run
+from ._runs import PASSED, CallKind, CallTally, Run
 
 _WIDTH = 110
 _LABEL = 12
@@ -19,11 +20,16 @@ _MOST_GROUPS, _MOST_KINDS = 60, 40
 
 def report_text(findings: Findings) -> str:
     """All of it."""
-    lines = ["PASCAL ATTENTION REPORT", *_warnings(findings), ""]
+    lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
     lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
     for shown in findings.shown:
         lines += ["", *_section(shown, findings.memory)]
     return "\n".join([*lines, "", *bug_report(findings)])
+
+
+def gained(findings: Findings) -> str:
+    """What the user gained, or why nothing was to be gained: one sentence."""
+    return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
 
 
 def summary(findings: Findings) -> list[str]:
@@ -80,11 +86,9 @@ def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
 
 
 def _call_rows(run: Run) -> list[tuple[str, str]]:
-    rows = [
-        ("calls", f"{run.count():,}: {run.count('taken'):,} taken, {run.count('handed on'):,} handed on to ComfyUI")
-    ]
+    rows = [("calls", f"{run.count():,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")]
     rows += [("taken", f"{count:,} x {why}") for why, count in _routes_and_reasons(run).items()]
-    return rows + [("handed on", f"{count:,} x {why}") for why, count in run.reasons("handed on").items()]
+    return rows + [("passed", f"{count:,} x {why}") for why, count in run.reasons(PASSED).items()]
 
 
 def _routes_and_reasons(run: Run) -> dict[str, int]:
@@ -134,8 +138,8 @@ def _group_text(group: BlockGroup) -> str:
     row, parts = group.rows[0], []
     for route, count in row.routes.items():
         parts.append(f"{count:,} {route}")
-    for why, count in row.handed_on.items():
-        parts.append(f"{count:,} handed on ({why})")
+    for why, count in row.passed.items():
+        parts.append(f"{count:,} passed to ComfyUI ({why})")
     each = f"{len(group.rows)} blocks, each " if len(group.rows) > 1 else ""
     time_spent = f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else ""
     return each + ", ".join(parts) + time_spent
@@ -168,7 +172,7 @@ def _kind_lines(run: Run) -> list[str]:
 
 
 def _kind_text(kind: CallKind, tally: CallTally) -> str:
-    facts = [f"{tally.count:6d} x {kind.route or kind.outcome}", shape_text(kind), f"by {kind.via}"]
+    facts = [f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}", shape_text(kind), f"by {kind.via}"]
     if tally.elapsed_ms:
         facts.append(f"{duration_text(tally.elapsed_ms / 1e3)}")
     if tally.extra_bytes is not None:

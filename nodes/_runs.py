@@ -31,6 +31,7 @@ class CallKind:
         why: one sentence: why this route, or why it was passed to ComfyUI.
         query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
         dtype, mask: ``"float16"``; ``"none"``, ``"bool [1, 1, 77, 77]"``.
+        over_torch, torch_stores: what the route's choice says of torch's own function, see ``routes.Choice``.
         via: ``"override"``, ``"SDPA"`` or ``"by name"`` (calls past the override), ``"VAE"`` or ``"text encoder"``.
     """
 
@@ -43,6 +44,8 @@ class CallKind:
     dtype: str = ""
     mask: str = "none"
     via: str = "override"
+    over_torch: float | None = None
+    torch_stores: bool | None = None
 
     @property
     def math_bytes(self) -> int:

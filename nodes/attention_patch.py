@@ -9,6 +9,7 @@ from torch import nn
 
 from . import _estimate_host, _host, _inputs, _others
 from ._engine import Engine, Settings
+from ._gain import status_line
 from ._host import KEY
 from ._object_attention import named_attention
 from ._objects import Replacements, replace_functions
@@ -172,7 +173,7 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
         run.note(_beside(name_of(before), behind, run))
     finished = engine.end()
     if finished is not None:
-        _host.say(finished.line(), engine.unique_id)
+        _host.say(finished.line(), engine.unique_id, status_line(finished, _host.attention_name()))
 
 
 def _beside(name: str, behind: bool, run: Any) -> str:

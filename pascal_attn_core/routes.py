@@ -39,13 +39,21 @@ _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A route, the sentence that says why, how torch's kernel is called if it is that one, and whether torch's function
-    gets the call as it is."""
+    """A route, the sentence that says why, and how torch's kernel is called if it is that one.
+
+    Attributes:
+        as_it_is: torch's function gets the call as it is, and ``form`` is None.
+        over_torch: this route's time in units of that of torch's kernel, where both were timed on this card.
+        torch_stores: whether torch's own function would store the score matrix of the call, having no fused kernel that
+            takes it as it is; None where nobody asked.
+    """
 
     route: str
     why: str
     form: TorchForm | None = None
     as_it_is: bool = False
+    over_torch: float | None = None
+    torch_stores: bool | None = None
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
@@ -86,7 +94,7 @@ def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = Fal
         raise UnsupportedAttention("auto", [*form, *against])
     if not with_lse:
         _warn_once(call.query.device.type, form[0])
-    return Choice("tiled", form[0])
+    return Choice("tiled", form[0], torch_stores=True)
 
 
 def _short(call: AttentionCall, config: AttentionConfig) -> Choice:
@@ -94,7 +102,7 @@ def _short(call: AttentionCall, config: AttentionConfig) -> Choice:
     assert not isinstance(call.attn_mask, LazyMask)
     is_fused = fused_takes(call, call.query, call.key, call.value, call.attn_mask)
     why = f"the score matrix is below {config.math_limit_mib:g} MiB: torch's function as it is"
-    return Choice("torch" if is_fused else "math", why, as_it_is=True)
+    return Choice("torch" if is_fused else "math", why, as_it_is=True, torch_stores=not is_fused)
 
 
 def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm | list[str]) -> Choice | None:
@@ -105,17 +113,27 @@ def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm
         is_candidate = False  # unwatched, such a call goes to torch's function without being looked at
     if is_candidate and not fused.why_not(call, config):
         if not isinstance(form, TorchForm):
-            return Choice("fused", form[0])
+            return Choice("fused", form[0], torch_stores=True)
         ratio = fused_over_torch(call, _budget(call, config))
+        stores = _torch_stores(form)
         if ratio is None and not form.is_one_call:
-            return Choice("fused", f"torch has no fused kernel that takes it as it is ({form.words()})")
+            why = f"torch has no fused kernel that takes it as it is ({form.words()})"
+            return Choice("fused", why, torch_stores=stores)
         if ratio is not None and ratio < 1:
-            return Choice("fused", f"timed on this card at {ratio:.2f} of the time of torch's kernel")
+            why = f"timed on this card at {ratio:.2f} of the time of torch's kernel"
+            return Choice("fused", why, over_torch=ratio, torch_stores=stores)
         words = [] if ratio is None else [f"ours was timed on this card at {ratio:.2f} of its time"]
     if not isinstance(form, TorchForm):
         return None
     said = "; ".join(filter(None, [form.words(), *words]))
-    return Choice("torch", "torch has a fused kernel for it" + (f" ({said})" if said else ""), form)
+    why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
+    return Choice("torch", why, form, torch_stores=_torch_stores(form))
+
+
+def _torch_stores(form: TorchForm) -> bool | None:
+    """Whether torch's function, given the call as it came, would compute by its math attention. Where only a mask is
+    too large that is not known."""
+    return True if form.fold or form.upcast else None if form.q_step else False
 
 
 def _by_name(route: str, call: AttentionCall, config: AttentionConfig, with_lse: bool) -> Choice:

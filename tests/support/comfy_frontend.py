@@ -27,6 +27,19 @@ def run_command(browser: Browser, name: str) -> None:
     browser.script("return app.extensionManager.command.execute(arguments[0]).then(() => true)", name)
 
 
+def open_template(browser: Browser, name: str) -> float:
+    """Search a template of our pack in the template browser and click it; the zoom at which it opens."""
+    run_command(browser, "Comfy.BrowseTemplates")
+    browser.fill(browser.find("[role=dialog] input[type=text], .p-dialog input"), name)
+    card = f"[data-testid='template-workflow-{name}'] img"
+    browser.find(card)
+    time.sleep(0.5)  # the list is drawn once more when the search is over
+    browser.click(browser.find(card))
+    browser.wait_for("return !document.querySelector('[role=dialog], .p-dialog')")
+    time.sleep(1.5)  # it moves to its place
+    return browser.script("return app.canvas.ds.scale")
+
+
 def show(browser: Browser, workflow: dict[str, Any]) -> None:
     """Open a workflow as if its file had been dropped on the page."""
     browser.script("return app.loadGraphData(arguments[0]).then(() => true)", workflow)

@@ -99,12 +99,17 @@ class Tiny:
 
 
 TINY = {
+    "Pascal-SD15-every-node": Tiny("sd15", "vae_kl", "sd15_checkpoint"),
     "Pascal-SDXL": Tiny("sdxl", "vae_kl", "sd15_checkpoint", 77, 2048, 1280),
-    "Pascal-Flux": Tiny("flux", "vae_flux", "sd15_checkpoint", 16, 4096, 768),
-    "Pascal-Wan-text-to-video": Tiny("wan_t2v", "vae_wan", "t5", 16, 4096),
-    "Pascal-LTXV": Tiny("ltxv", "vae_wan", "t5", 16, 64, mask=True, decodes=False),
-    "Pascal-every-node": Tiny("sd15", "vae_kl", "sd15_checkpoint"),
+    "Pascal-Z-Image-Turbo": Tiny("lumina2", "vae_flux", "sd15_checkpoint", 16, 64),
+    "Pascal-11-GB-card": Tiny("lumina2", "vae_flux", "sd15_checkpoint", 16, 64),
+    "Pascal-Krea2-Turbo": Tiny("krea2", "vae_wan", "sd15_checkpoint", 16, 320),
+    "Pascal-Qwen-Image-GGUF": Tiny("qwen_image", "vae_wan", "sd15_checkpoint", 16, 3584),
+    "Pascal-Wan-2.2-5B": Tiny("wan_ti2v", "vae_wan", "t5", 16, 4096, decodes=False),
+    "Pascal-LTX-2": Tiny("ltxav", "vae_wan", "t5", 16, 64, mask=True, decodes=False),
 }
+# Nodes of other authors' packs: where a user gets them.
+FOREIGN = {"UnetLoaderGGUF": ("comfyui-gguf", "https://github.com/city96/ComfyUI-GGUF")}
 SMALL = {"width": 128, "height": 128, "length": 9, "steps": 2, "min_keys": 0}
 
 

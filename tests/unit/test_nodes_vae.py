@@ -172,7 +172,7 @@ def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:  #
     out = ours(x, y=1)
     assert seen[0][:2] == ((x,), {"y": 1})
     assert seen[0][2] is out
-    assert stub_host.said == ["Model: 1 calls, 1 taken (torch 1), 0 passed to ComfyUI"]
+    assert stub_host.said == ["Model: 1 of 1 call taken, under 1 MiB extra at most"]
     assert not engine.is_running
 
 

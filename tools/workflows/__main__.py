@@ -2,9 +2,13 @@
 
     COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python python tools/workflows [steps] [names]
 
-needs Chromium with its driver, and Pillow. The steps: ``files``, best on the oldest ComfyUI that should open them (a
-newer one opens what an older one saved); ``pictures``, those of the template browser; ``readme``, the README's, after a
-run on random weights. Without a word it does all three on the ComfyUI given.
+needs Chromium with its driver, and Pillow. The steps: ``files``; ``pictures``, those of the template browser;
+``readme``, the README's, after a run on random weights; ``look``, what a user sees when a template opens, in both
+themes, into the folder ``PICTURES`` (not part of the repository). Without a word it does the first three on the ComfyUI
+given.
+
+``COMFYUI_PACKS=/path/to/ComfyUI-GGUF:...`` are packs of other authors whose nodes some workflows need; a workflow whose
+pack is not among them is left as it is, and named.
 """
 
 from __future__ import annotations
@@ -26,19 +30,21 @@ sys.modules.setdefault("attn_support", _support)
 
 import readme  # noqa: E402
 from attn_support.browser import Browser  # noqa: E402
-from attn_support.comfy_frontend import open_page, picture, show  # noqa: E402
+from attn_support.comfy_frontend import open_page, open_template, picture, show  # noqa: E402
 from attn_support.comfy_server import ComfyServer, Host, base_directory  # noqa: E402
 from graphs import SHEETS  # noqa: E402
 from PIL import Image  # noqa: E402
-from sheet import Sheet, model_files  # noqa: E402
+from sheet import Sheet  # noqa: E402
 
 STEPS = ["files", "pictures", "readme"]
 WIDTH = 1400  # of the pictures, in pixels
+SCREEN = 1600, 900  # a laptop's
+THEMES = {"dark": "dark", "light": "light"}
 
 
 def main() -> None:
-    steps = [word for word in sys.argv[1:] if word in STEPS] or STEPS
-    names = [word for word in sys.argv[1:] if word not in STEPS]
+    steps = [word for word in sys.argv[1:] if word in (*STEPS, "look")] or STEPS
+    names = [word for word in sys.argv[1:] if word not in (*STEPS, "look")]
     sheets = [sheet for sheet in SHEETS if sheet.name in names or not names]
     with tempfile.TemporaryDirectory() as folder:
         server = start(Path(folder))
@@ -50,6 +56,8 @@ def main() -> None:
                         write(browser, sheet)
                     if "pictures" in steps:
                         draw(browser, sheet, Path(folder))
+                if "look" in steps:
+                    look(browser, server, sheets, Path(os.environ["PICTURES"]))
                 if "readme" in steps:
                     readme.put_tiny_checkpoint(server.base / "models")
                     readme.photograph(browser, server, Path(folder))
@@ -59,8 +67,9 @@ def main() -> None:
 
 def start(folder: Path) -> ComfyServer:
     """ComfyUI with our pack and an empty file for every model that a workflow names."""
-    base = base_directory(folder / "comfyui", None)
-    for file in (file for sheet in SHEETS for file in model_files(sheet)):
+    packs = [Path(path) for path in os.environ.get("COMFYUI_PACKS", "").split(os.pathsep) if path]
+    base = base_directory(folder / "comfyui", None, packs)
+    for file in (file for sheet in SHEETS for file in sheet.files):
         path = base / "models" / file["directory"] / file["name"]
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -72,6 +81,10 @@ def start(folder: Path) -> ComfyServer:
 
 def write(browser: Browser, sheet: Sheet) -> None:
     """Both files of a workflow, as the front end saves them."""
+    absent = {n["pack"] for n in sheet.nodes if n["pack"] and not browser.script(_KNOWS, n["type"])}
+    if absent:
+        print(sheet.name, "left as it is: COMFYUI_PACKS does not name", ", ".join(sorted(absent)))
+        return
     code = (HERE / "draw.js").read_text(encoding="utf-8")
     drawn = json.loads(browser.script(code, vars(sheet)))
     save(WORKFLOWS / f"{sheet.name}.json", tidy(drawn["workflow"], sheet.name))
@@ -79,12 +92,19 @@ def write(browser: Browser, sheet: Sheet) -> None:
     print(sheet.name, len(drawn["prompt"]), "nodes that run")
 
 
+_KNOWS = "return arguments[0] in LiteGraph.registered_node_types"
+
+
 def tidy(workflow: dict[str, Any], name: str) -> dict[str, Any]:
-    """Without what belongs to the page that saved it: an id drawn by chance, the view, versions."""
+    """Without what belongs to the page that saved it: an id drawn by chance, the view, versions. The name of another
+    author's pack stays: by it ComfyUI says what to install."""
     kept = {key: value for key, value in workflow.items() if value is not None and key not in ("id", "revision")}
+    packs = {node["type"]: node["pack"] for sheet in SHEETS if sheet.name == name for node in sheet.nodes}
     for node in kept["nodes"]:
         for key in ("cnr_id", "ver", "aux_id", "Node name for S&R"):
             node["properties"].pop(key, None)
+        if packs[node["type"]]:
+            node["properties"]["cnr_id"] = packs[node["type"]]
     return {**kept, "extra": {}}
 
 
@@ -100,6 +120,18 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
     size = WIDTH, round(drawn.height * WIDTH / drawn.width)
     small = drawn.resize(size, Image.Resampling.LANCZOS)
     small.save(WORKFLOWS / f"{sheet.name}.jpg", quality=85, optimize=True, progressive=True)
+
+
+def look(browser: Browser, server: ComfyServer, sheets: list[Sheet], target: Path) -> None:
+    """What a user sees who opens the template on a laptop, in both themes."""
+    target.mkdir(parents=True, exist_ok=True)
+    for theme, palette in THEMES.items():
+        browser.resize(*SCREEN)
+        open_page(browser, server, **{"Comfy.ColorPalette": palette})
+        for sheet in sheets:
+            zoom = open_template(browser, sheet.name)
+            browser.screenshot(target / f"{sheet.name}-{theme}.png")
+            print(f"{sheet.name} opens at {zoom:.2f} in the {theme} theme")
 
 
 main()

@@ -2,8 +2,10 @@
 // Gaps leave room for the front end's other design (Nodes 2.0), whose nodes are taller.
 // Returns, as JSON, what the front end itself saves (workflow) and sends to the server (prompt).
 const sheet = arguments[0];
-const COLUMN_GAP = 40, ROW_GAP = 80, GROUP_GAP = 60, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
-const GROUP_TITLE = 50;
+const COLUMN_GAP = 40, ROW_GAP = 24, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
+const GROUP_TITLE = 45;
+const STATUS = 44;  // room for what a node of ours writes on itself after a run
+const WIDGET_MORE = 9;  // what a widget is taller in the other design
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
@@ -43,15 +45,23 @@ function columnWidth(keys) {
   return Math.ceil(Math.max(270, ...sizes.flat()));
 }
 
+// The other design folds what only experts set.
+function shown(widget) {
+  return !(widget.advanced || widget.options?.advanced);
+}
+
 // Nodes of one width, top to bottom; returns where they end.
 function placeColumn(keys, width, x, y) {
+  let bottom = y;
   for (const key of keys) {
     const node = nodes[key], wanted = sheet.nodes.find(entry => entry.key === key).size[1];
-    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1]))]);
+    const says = sheet.nodes.find(entry => entry.key === key).type.startsWith("Pascal") ? STATUS : 0;
+    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + says))]);
     node.pos = [x, y + TITLE];
-    y += TITLE + node.size[1] + ROW_GAP;
+    bottom = y + TITLE + node.size[1];
+    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets ?? []).filter(shown).length;
   }
-  return y - ROW_GAP;
+  return bottom;
 }
 
 // One frame with its columns; the last column takes what is left of the width. Returns where the frame ends.
@@ -68,8 +78,8 @@ function placeGroup(group, left, top, width) {
   frame.color = group.colour;
   graph.add(frame);
   frame.pos = [left, top];
-  frame.size = [width, bottom + 3 * PADDING - top];
-  return bottom + 3 * PADDING;
+  frame.size = [width, bottom + PADDING - top];
+  return bottom + PADDING;
 }
 
 function groupWidth(group) {
@@ -89,7 +99,8 @@ for (const stack of sheet.stacks) {
 function onlyInputs(prompt) {
   for (const node of Object.values(prompt)) {
     const {required, optional} = LiteGraph.registered_node_types[node.class_type].nodeData.input;
-    const known = name => name in (required ?? {}) || name in (optional ?? {});
+    const of = name => name.split('.')[0];  // "format.codec" belongs to the choice in "format"
+    const known = name => of(name) in (required ?? {}) || of(name) in (optional ?? {});
     node.inputs = Object.fromEntries(Object.entries(node.inputs).filter(([name]) => known(name)));
   }
   return prompt;

@@ -1,142 +1,23 @@
-"""The workflows, with settings that the owner of a GTX 1080 Ti would use."""
+"""The workflows, with settings for a card with 8 or 11 GB."""
 
 from __future__ import annotations
 
 import notes
 import parts
-from parts import BLUE, BROWN, GREEN, TEAL, VIOLET
+from parts import NARROW
 from sheet import Out, Sheet
 
-
-def sdxl() -> Sheet:
-    sheet = Sheet("Pascal-SDXL")
-    text = notes.page("SDXL, 1024x1024", [(parts.SDXL, "6.9 GB")], notes.SDXL)
-    sheet.note("note", "Read me", text, (440, 660))
-    model, clip, vae = parts.checkpoint(sheet, parts.SDXL)
-    latent = sheet.add("latent", "EmptyLatentImage", width=1024, height=1024, batch_size=1)
-    model = parts.attention_patch(sheet, model)
-    vae = parts.vae_attention(sheet, vae)
-    positive = parts.prompt(sheet, clip, "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo")
-    negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
-    settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = sheet.add("decode", "VAEDecode", samples=latent, vae=vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/sdxl")
-
-    sheet.group("", "", ["note"])
-    sheet.group("Model and size", BLUE, ["checkpoint", "latent"])
-    sheet.group("Pascal Attention", GREEN, ["attention", "vae_attention"])
-    sheet.group("Prompt", VIOLET, ["positive", "negative"], below=True)
-    sheet.group("Sample, decode, save", BROWN, ["sampler", "decode", "save"])
-    sheet.group("What happened", TEAL, ["report", "text"])
-    return sheet
+_NOTE = (NARROW, 290)
 
 
-def flux() -> Sheet:
-    sheet = Sheet("Pascal-Flux")
-    text = notes.page("Flux schnell, 1024x1024", [(parts.FLUX, "17.2 GB, text encoders and VAE inside")], notes.FLUX)
-    sheet.note("note", "Read me", text, (440, 660))
-    model, clip, vae = parts.checkpoint(sheet, parts.FLUX)
-    latent = sheet.add("latent", "EmptySD3LatentImage", width=1024, height=1024, batch_size=1)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    clip = parts.text_encoder_attention(sheet, clip)
-    vae = parts.vae_attention(sheet, vae)
-    words = "a red bicycle leaning on a white wall in Lisbon, blue tiles, morning sun, the shadow of a tree"
-    positive = parts.prompt(sheet, clip, words)
-    negative = sheet.add("negative", "ConditioningZeroOut", title="No negative prompt", conditioning=positive)
-    settings = {"steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = sheet.add("decode", "VAEDecode", samples=latent, vae=vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/flux")
-
-    sheet.group("", "", ["note"])
-    sheet.group("Model and size", BLUE, ["checkpoint", "latent"])
-    sheet.group("Pascal Attention", GREEN, ["attention", "ffn", "text_attention", "vae_attention"])
-    sheet.group("Prompt", VIOLET, ["positive", "negative"])
-    sheet.group("Sample, decode, save", BROWN, ["sampler", "decode", "save"])
-    sheet.group("What happened", TEAL, ["report", "text"])
-    return sheet
-
-
-def wan() -> Sheet:
-    sheet = Sheet("Pascal-Wan-text-to-video")
-    files = [(parts.WAN, "2.8 GB"), (parts.UMT5, "6.7 GB"), (parts.WAN_VAE, "0.25 GB")]
-    sheet.note("note", "Read me", notes.page("Wan 2.1, text to video, 832x480", files, notes.WAN), (440, 900))
-    name = parts.WAN["name"]
-    model = sheet.add("model", "UNETLoader", size=(340, 0), models=(parts.WAN,), unet_name=name, weight_dtype="default")
-    clip = parts.text_encoder(sheet, parts.UMT5, "wan")
-    vae = sheet.add("vae", "VAELoader", size=(340, 0), models=(parts.WAN_VAE,), vae_name=parts.WAN_VAE["name"])
-    latent = sheet.add("latent", "EmptyHunyuanLatentVideo", width=832, height=480, length=33, batch_size=1)
-    model = sheet.add("shift", "ModelSamplingSD3", model=model, shift=8.0)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    vae = parts.vae_attention(sheet, vae)
-    positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
-    negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
-    parts.memory_estimate(sheet, model, latent, positive)
-    settings = {"steps": 30, "cfg": 6.0, "sampler_name": "uni_pc", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    images = sheet.add("decode", "VAEDecode", samples=latent, vae=vae)
-    parts.report(sheet, images)
-    parts.save_video(sheet, images, "pascal/wan", 16.0)
-
-    sheet.group("", "", ["note"])
-    sheet.group("Models and size", BLUE, ["model", "shift", "clip", "vae", "latent"])
-    sheet.group("Pascal Attention", GREEN, ["attention", "ffn", "vae_attention"])
-    sheet.group("Prompt", VIOLET, ["positive", "negative"])
-    sheet.group("Before the run", TEAL, ["estimate", "estimate_text"], below=True)
-    sheet.group("Sample, decode, save", BROWN, ["sampler", "decode", "save"])
-    sheet.group("What happened", TEAL, ["report", "text"])
-    return sheet
-
-
-def ltxv() -> Sheet:
-    sheet = Sheet("Pascal-LTXV")
-    files = [(parts.LTXV, "6.3 GB"), (parts.T5, "5.2 GB")]
-    sheet.note("note", "Read me", notes.page("LTX-Video 2B, text to video, 768x512", files, notes.LTXV), (440, 660))
-    model, _, vae = parts.checkpoint(sheet, parts.LTXV)
-    clip = parts.text_encoder(sheet, parts.T5, "ltxv")
-    latent = sheet.add("latent", "EmptyLTXVLatentVideo", width=768, height=512, length=97, batch_size=1)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    words = (
-        "A wooden sailing boat leaves a small harbour at sunrise. The camera follows it from the pier at a slow pace. "
-        "Calm water mirrors an orange sky, gulls circle above the mast, and a man in a blue coat coils a rope on deck. "
-        "The sail fills with wind and the boat leans gently to the left. Natural light, realistic, fine detail."
-    )
-    positive = parts.prompt(sheet, clip, words)
-    negative = parts.negative_prompt(sheet, clip, "worst quality, inconsistent motion, blurry, jittery, distorted")
-    parts.memory_estimate(sheet, model, latent, positive)
-    pair = sheet.add("rate", "LTXVConditioning", positive=positive, negative=negative, frame_rate=25.0)
-    method = sheet.add("method", "KSamplerSelect", sampler_name="euler")
-    schedule = {"steps": 30, "max_shift": 2.05, "base_shift": 0.95, "stretch": True, "terminal": 0.1}
-    sigmas = sheet.add("schedule", "LTXVScheduler", latent=latent, **schedule)
-    links = {"positive": pair, "negative": Out("rate", 1), "sampler": method, "sigmas": sigmas, "latent_image": latent}
-    settings = {"add_noise": True, "noise_seed": 1080, "cfg": 3.0}
-    sheet.add("sampler", "SamplerCustom", size=(330, 0), model=model, **links, **settings)
-    images = sheet.add("decode", "VAEDecode", samples=Out("sampler"), vae=vae)
-    parts.report(sheet, images)
-    parts.save_video(sheet, images, "pascal/ltxv", 25.0)
-
-    sheet.group("", "", ["note"])
-    sheet.group("Models and size", BLUE, ["checkpoint", "clip", "latent"])
-    sheet.group("Pascal Attention", GREEN, ["attention", "ffn"])
-    sheet.group("Prompt", VIOLET, ["positive", "negative", "rate"])
-    sheet.group("Before the run", TEAL, ["estimate", "estimate_text"], below=True)
-    sheet.group("Sample, decode, save", BROWN, ["method", "schedule", "sampler", "decode", "save"])
-    sheet.group("What happened", TEAL, ["report", "text"])
-    return sheet
-
-
-def every_node() -> Sheet:
-    sheet = Sheet("Pascal-every-node")
-    text = notes.page("Stable Diffusion 1.5, 768x768", [(parts.SD15, "2.1 GB")], notes.EVERY_NODE)
-    sheet.note("note", "Read me", text, (440, 900))
+def sd15() -> Sheet:
+    """Every node of the pack."""
+    sheet = Sheet("Pascal-SD15-every-node")
     model, clip, vae = parts.checkpoint(sheet, parts.SD15)
-    latent = sheet.add("latent", "EmptyLatentImage", width=768, height=768, batch_size=1)
-    shape = {"tokens": 9216, "heads": 8, "head_dim": 40, "dtype": "as ComfyUI computes", "budget_mib": 0}
-    tile = sheet.add("tile", "PascalTileSize", size=(340, 0), mode="from the card", **shape)
-    sheet.add("tile_text", "PreviewAny", title="Why this tile size", size=(340, 150), source=Out("tile", 1))
+    sheet.note("note", "Read me", notes.page("Stable Diffusion 1.5, 768x768", sheet.files, notes.SD15), _NOTE)
+    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=768, height=768, batch_size=1)
+    shape = {"tokens": 9216, "heads": 8, "head_dim": 40}
+    tile = sheet.add("tile", "PascalTileSize", size=(NARROW, 0), **shape)
     model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model, tile_size=tile))
     clip = parts.text_encoder_attention(sheet, clip)
     vae = parts.vae_attention(sheet, vae)
@@ -145,18 +26,223 @@ def every_node() -> Sheet:
     parts.memory_estimate(sheet, model, latent, positive)
     settings = {"steps": 20, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal"}
     latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = sheet.add("decode", "VAEDecode", samples=latent, vae=vae)
+    image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/every-node")
-
-    sheet.group("", "", ["note"])
-    sheet.group("Model and size", BLUE, ["checkpoint", "latent", "tile", "tile_text"])
-    sheet.group("Pascal Attention", GREEN, ["attention", "ffn", "text_attention", "vae_attention"])
-    sheet.group("Prompt", VIOLET, ["positive", "negative"])
-    sheet.group("Before the run", TEAL, ["estimate", "estimate_text"], below=True)
-    sheet.group("Sample, decode, save", BROWN, ["sampler", "decode", "save"])
-    sheet.group("What happened", TEAL, ["report", "text"])
+    parts.save_picture(sheet, image, "pascal/sd15")
+    parts.frames(
+        sheet,
+        ["checkpoint", "latent", "tile"],
+        ["attention", "ffn", "text_attention", "vae_attention"],
+        ["positive", "negative"],
+        ["sampler", "decode"],
+        ["save"],
+        "sampler",
+    )
     return sheet
 
 
-SHEETS = [sdxl(), flux(), wan(), ltxv(), every_node()]
+def sdxl() -> Sheet:
+    sheet = Sheet("Pascal-SDXL")
+    model, clip, vae = parts.checkpoint(sheet, parts.SDXL)
+    sheet.note("note", "Read me", notes.page("SDXL, 1024x1024", sheet.files, notes.SDXL), _NOTE)
+    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    model = parts.attention_patch(sheet, model)
+    vae = parts.vae_attention(sheet, vae)
+    positive = parts.prompt(sheet, clip, "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo")
+    negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
+    settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
+    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
+    image = parts.decode(sheet, latent, vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, "pascal/sdxl")
+    models, pascal = ["checkpoint", "latent"], ["attention", "vae_attention"]
+    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"])
+    return sheet
+
+
+def _z_image(sheet: Sheet, width: int, height: int) -> tuple[Out, Out, Out, Out]:
+    """MODEL, CLIP, VAE, LATENT. With weights of 8 bits the model stays on a card of 8 GB."""
+    model = parts.diffusion_model(sheet, parts.Z_IMAGE, "fp8_e4m3fn")
+    clip = parts.text_encoder(sheet, parts.QWEN_3_4B, "lumina2")
+    vae = parts.vae(sheet, parts.AE)
+    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=width, height=height, batch_size=1)
+    model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.0)
+    return model, clip, vae, latent
+
+
+_Z_SETTINGS = {"steps": 8, "cfg": 1.0, "sampler_name": "res_multistep", "scheduler": "simple"}
+
+
+def z_image() -> Sheet:
+    sheet = Sheet("Pascal-Z-Image-Turbo")
+    model, clip, vae, latent = _z_image(sheet, 1024, 1024)
+    sheet.note("note", "Read me", notes.page("Z-Image Turbo, 1024x1024", sheet.files, notes.Z_IMAGE), _NOTE)
+    model = parts.attention_patch(sheet, model)
+    vae = parts.vae_attention(sheet, vae)
+    positive = parts.prompt(sheet, clip, "a baker opens the door of a small shop at dawn, steam, warm light, photo")
+    negative = parts.no_negative_prompt(sheet, positive)
+    latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
+    image = parts.decode(sheet, latent, vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, "pascal/z-image")
+    models, pascal = ["model", "shift", "clip", "vae", "latent"], ["attention", "vae_attention"]
+    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
+    return sheet
+
+
+def eleven_gb() -> Sheet:
+    """From the files to a picture of 1536 x 1536, with every node that helps on a card with 11 GB."""
+    sheet = Sheet("Pascal-11-GB-card")
+    model, clip, vae, latent = _z_image(sheet, 1536, 1536)
+    sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
+    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    clip = parts.text_encoder_attention(sheet, clip)
+    vae = parts.vae_attention(sheet, vae)
+    words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
+    positive = parts.prompt(sheet, clip, words)
+    negative = parts.no_negative_prompt(sheet, positive)
+    parts.memory_estimate(sheet, model, latent, positive)
+    latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
+    image = parts.decode(sheet, latent, vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, "pascal/11-gb")
+    parts.frames(
+        sheet,
+        ["model", "shift", "clip", "vae", "latent"],
+        ["attention", "ffn", "text_attention", "vae_attention"],
+        ["positive", "negative"],
+        ["sampler", "decode"],
+        ["save"],
+        "sampler",
+    )
+    return sheet
+
+
+def krea() -> Sheet:
+    sheet = Sheet("Pascal-Krea2-Turbo")
+    model = parts.diffusion_model(sheet, parts.KREA)
+    clip = parts.text_encoder(sheet, parts.QWEN_3_VL, "krea2")
+    vae = parts.vae(sheet, parts.KREA_VAE)
+    sheet.note("note", "Read me", notes.page("Krea-2 Turbo, 1024x1024", sheet.files, notes.KREA), _NOTE)
+    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    vae = parts.vae_attention(sheet, vae)
+    positive = parts.prompt(sheet, clip, "an empty swimming pool in autumn, one red leaf, soft light, film photo")
+    negative = parts.no_negative_prompt(sheet, positive)
+    settings = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
+    image = parts.decode(sheet, latent, vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, "pascal/krea2")
+    models, pascal = ["model", "clip", "vae", "latent"], ["attention", "ffn", "vae_attention"]
+    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
+    return sheet
+
+
+def qwen_gguf() -> Sheet:
+    sheet = Sheet("Pascal-Qwen-Image-GGUF")
+    model = parts.gguf_model(sheet, parts.QWEN_GGUF)
+    name = parts.LIGHTNING["name"]
+    lora = {"lora_name": name, "strength_model": 1.0}
+    model = sheet.add("lora", "LoraLoaderModelOnly", size=(NARROW, 0), models=(parts.LIGHTNING,), model=model, **lora)
+    clip = parts.text_encoder(sheet, parts.QWEN_25_VL, "qwen_image")
+    vae = parts.vae(sheet, parts.QWEN_VAE)
+    sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
+    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.1)
+    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    vae = parts.vae_attention(sheet, vae)
+    words = 'a paper shop window with a hand-painted sign that reads "OPEN ON SUNDAYS", rain, neon reflections'
+    positive = parts.prompt(sheet, clip, words)
+    negative = parts.no_negative_prompt(sheet, positive)
+    settings = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
+    image = parts.decode(sheet, latent, vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, "pascal/qwen-image")
+    models = ["model", "lora", "shift", "clip", "vae", "latent"]
+    parts.frames(
+        sheet,
+        models,
+        ["attention", "ffn", "vae_attention"],
+        ["positive", "negative"],
+        ["sampler", "decode"],
+        ["save"],
+        "sampler",
+    )
+    return sheet
+
+
+def wan() -> Sheet:
+    sheet = Sheet("Pascal-Wan-2.2-5B")
+    model = parts.diffusion_model(sheet, parts.WAN, "fp8_e4m3fn")
+    clip = parts.text_encoder(sheet, parts.UMT5, "wan")
+    vae = parts.vae(sheet, parts.WAN_VAE)
+    sheet.note("note", "Read me", notes.page("Wan 2.2 5B, text to video", sheet.files, notes.WAN), _NOTE)
+    size = {"width": 832, "height": 480, "length": 49, "batch_size": 1}
+    latent = sheet.add("latent", "Wan22ImageToVideoLatent", size=(NARROW, 0), vae=vae, **size)
+    model = sheet.add("shift", "ModelSamplingSD3", size=(NARROW, 0), model=model, shift=8.0)
+    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
+    negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
+    parts.memory_estimate(sheet, model, latent, positive)
+    settings = {"steps": 20, "cfg": 5.0, "sampler_name": "uni_pc", "scheduler": "simple"}
+    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
+    images = parts.decode(sheet, latent, vae)
+    parts.report(sheet, images)
+    parts.save_video(sheet, images, "pascal/wan", 24.0)
+    models = ["model", "shift", "clip", "vae", "latent"]
+    parts.frames(
+        sheet, models, ["attention", "ffn"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler"
+    )
+    return sheet
+
+
+def ltx() -> Sheet:
+    sheet = Sheet("Pascal-LTX-2")
+    model, _, vae = parts.checkpoint(sheet, parts.LTX)
+    file, gemma = parts.LTX["name"], parts.GEMMA["name"]
+    encoder = {"text_encoder": gemma, "ckpt_name": file, "device": "default"}
+    clip = sheet.add("clip", "LTXAVTextEncoderLoader", size=(NARROW, 0), models=(parts.GEMMA,), **encoder)
+    audio_vae = sheet.add("audio_vae", "LTXVAudioVAELoader", size=(NARROW, 0), ckpt_name=file)
+    sheet.note("note", "Read me", notes.page("LTX-2, video with sound", sheet.files, notes.LTX), _NOTE)
+    size = {"width": 768, "height": 512, "length": 97, "batch_size": 1}
+    video = sheet.add("latent", "EmptyLTXVLatentVideo", size=(NARROW, 0), **size)
+    sound = {"frames_number": 97, "frame_rate": 25, "batch_size": 1}
+    audio = sheet.add("audio", "LTXVEmptyLatentAudio", size=(NARROW, 0), audio_vae=audio_vae, **sound)
+    latent = sheet.add("both", "LTXVConcatAVLatent", size=(NARROW, 0), video_latent=video, audio_latent=audio)
+    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    words = (
+        "A wooden sailing boat leaves a small harbour at sunrise. The camera follows it from the pier at a slow pace. "
+        "Gulls circle above the mast and call, small waves lap against the stones, a rope creaks. Natural light."
+    )
+    positive = parts.prompt(sheet, clip, words)
+    negative = parts.negative_prompt(sheet, clip, "")
+    links = {"positive": positive, "negative": negative}
+    pair = sheet.add("rate", "LTXVConditioning", size=(NARROW, 0), frame_rate=25.0, **links)
+    method = sheet.add("method", "KSamplerSelect", size=(NARROW, 0), sampler_name="euler_ancestral")
+    steps = "1., 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
+    sigmas = sheet.add("schedule", "ManualSigmas", size=(NARROW, 84), sigmas=steps)
+    links = {"positive": pair, "negative": Out("rate", 1), "sampler": method, "sigmas": sigmas, "latent_image": latent}
+    settings = {"add_noise": True, "noise_seed": 1080, "cfg": 1.0}
+    sampled = sheet.add("sampler", "SamplerCustom", size=(NARROW, 0), model=model, **links, **settings)
+    sheet.add("split", "LTXVSeparateAVLatent", size=(NARROW, 0), av_latent=sampled)
+    tiles = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
+    images = sheet.add("decode", "VAEDecodeTiled", size=(NARROW, 0), samples=Out("split"), vae=vae, **tiles)
+    heard = sheet.add("hear", "LTXVAudioVAEDecode", size=(NARROW, 0), samples=Out("split", 1), audio_vae=audio_vae)
+    parts.report(sheet, images)
+    film = sheet.add("film", "CreateVideo", size=(NARROW, 0), images=images, audio=heard, fps=25.0)
+    sheet.add("save", "SaveVideo", size=(310, 120), video=film, filename_prefix="pascal/ltx-2")
+    parts.frames(
+        sheet,
+        ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"],
+        ["attention", "ffn"],
+        ["positive", "negative", "rate"],
+        ["method", "schedule", "sampler", "split", "decode", "hear", "film"],
+        ["save"],
+        "of its own",
+    )
+    return sheet
+
+
+SHEETS = [sd15(), sdxl(), z_image(), eleven_gb(), krea(), qwen_gguf(), wan(), ltx()]

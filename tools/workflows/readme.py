@@ -1,4 +1,4 @@
-"""The picture in the README: a workflow after its run."""
+"""The pictures in the README: a workflow after its run, and its report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import time
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 from attn_support.browser import Browser
@@ -16,7 +18,7 @@ from PIL import Image, ImageOps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
-NAME, CHECKPOINT = "Pascal-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
+NAME, CHECKPOINT = "Pascal-SD15-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
 STEPS = 2  # of the run; everything else is as in the file
 
 
@@ -29,11 +31,12 @@ def put_tiny_checkpoint(models: Path) -> None:
 
 
 def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
-    """Run the workflow in the page; write docs/comfyui-graph.png."""
+    """Run the workflow in the page; write docs/comfyui-graph.png and docs/report.png."""
     open_page(browser, server)
     show(browser, _short(opened(NAME)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
-    _wait(server)
+    outputs = _wait(server)
+    _save(_fetched(server, _report_of(outputs), folder / "report.png"), DOCS / "report.png")
     time.sleep(3)  # the front end fetches the pictures
     _save(picture(browser, folder / "graph.png"), DOCS / "comfyui-graph.png")
 
@@ -45,7 +48,23 @@ def _short(workflow: dict) -> dict:
     return workflow
 
 
-def _wait(server: ComfyServer, timeout_s: float = 600) -> None:
+def _report_of(outputs: dict) -> dict:
+    """The picture of the report among what the nodes show."""
+    images = [image for shown in outputs.values() for image in shown.get("images", [])]
+    (found,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
+    return found
+
+
+def _fetched(server: ComfyServer, image: dict, path: Path) -> Path:
+    """A picture as the front end gets it when it is opened at its full size."""
+    address = f"http://127.0.0.1:{server.port}/view?{urllib.parse.urlencode(image)}"
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        path.write_bytes(answer.read())
+    return path
+
+
+def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
+    """What the nodes show when the only prompt has ended."""
     deadline = time.monotonic() + timeout_s
     while not (history := server.request("/history")):
         if time.monotonic() > deadline:
@@ -54,6 +73,7 @@ def _wait(server: ComfyServer, timeout_s: float = 600) -> None:
     (entry,) = history.values()
     if entry["status"]["status_str"] != "success":
         raise RuntimeError(json.dumps(entry["status"]["messages"])[-2000:])
+    return entry["outputs"]
 
 
 def _save(source: Path, target: Path, width: int = 1400) -> None:

@@ -22,11 +22,18 @@ class Sheet:
         name: of its files, and what the template browser shows.
         nodes: what ``draw.js`` builds, in order.
         stacks: left to right; each holds groups, top to bottom; each of those columns of nodes.
+        files: what it loads, in the order of their nodes.
     """
 
     name: str
     nodes: list[dict[str, Any]] = field(default_factory=list)
     stacks: list[list[dict[str, Any]]] = field(default_factory=list)
+    files: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def packs(self) -> set[str]:
+        """Packs of other authors without which the workflow does not run."""
+        return {node["pack"] for node in self.nodes} - {""}
 
     def add(
         self,
@@ -36,6 +43,7 @@ class Sheet:
         title: str = "",
         size: tuple[int, int] = (0, 0),
         models: tuple[dict[str, str], ...] = (),
+        pack: str = "",
         **inputs: Any,
     ) -> Out:
         """A node of class ``kind``: an ``Out`` among the inputs is a link, anything else a widget's value.
@@ -43,11 +51,14 @@ class Sheet:
         Args:
             size: the least width and height.
             models: files that ComfyUI offers to download when they are missing.
+            pack: of another author that has this node, by its name in ComfyUI's registry; "" = ComfyUI itself or ours.
         """
         links = {name: [value.key, value.slot] for name, value in inputs.items() if isinstance(value, Out)}
         widgets = {name: value for name, value in inputs.items() if not isinstance(value, Out)}
-        node = {"key": key, "type": kind, "title": title, "size": list(size)}
-        self.nodes.append({**node, "links": links, "widgets": widgets, "models": list(models)})
+        known = [{name: file[name] for name in ("name", "url", "directory")} for file in models]
+        self.files += [file for file in models if file not in self.files]
+        node = {"key": key, "type": kind, "title": title, "size": list(size), "pack": pack}
+        self.nodes.append({**node, "links": links, "widgets": widgets, "models": known})
         return Out(key)
 
     def note(self, key: str, title: str, text: str, size: tuple[int, int]) -> None:
@@ -63,12 +74,7 @@ class Sheet:
             self.stacks.append([group])
 
 
-def model_file(name: str, folder: str, repository: str, path: str = "") -> dict[str, str]:
-    """A public file as the front end wants to know it."""
+def model_file(name: str, folder: str, repository: str, path: str = "", *, size: str) -> dict[str, str]:
+    """A public file as the front end wants to know it, with its size as people read it, ``"6.9 GB"``."""
     url = f"https://huggingface.co/{repository}/resolve/main/{path}{name}"
-    return {"name": name, "url": url, "directory": folder}
-
-
-def model_files(sheet: Sheet) -> list[dict[str, str]]:
-    """Every file that a workflow loads."""
-    return [model for node in sheet.nodes for model in node["models"]]
+    return {"name": name, "url": url, "directory": folder, "size": size}
