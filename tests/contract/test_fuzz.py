@@ -70,7 +70,13 @@ ONCE_WRONG = [
     Call(2, dtype="float16", keys=2, layouts=("contiguous", "contiguous", "negated"), config={"route": "tiled"}),
     Call(3, heads=(0, 0, 0), sinks="large", wants="s"),
     Call(4, batch=(2, 2), mask=Mask("bool rule of all"), config={"route": "tiled"}),
-    Call(5, batch=(2, 1, 2), mask=Mask("float rule of distance", dtype="float32"), wants="qkv"),
+    Call(
+        5,
+        batch=(2, 1, 2),
+        mask=Mask("float rule with -inf", dtype="float32"),
+        wants="qkv",
+        config={"math_limit_mib": 0},
+    ),
     Call(6, rows=40, keys=70, width_v=0, entry="lse"),
     Call(7, rows=40, keys=70, width_v=0, sinks="normal", entry="lse", wants="qks", through="lse"),
     Call(8, rows=6, mask=Mask("bool rule of blocks", keep="hs"), config={"math_limit_mib": 0}),
@@ -90,7 +96,7 @@ ONCE_WRONG = [
     Call(13, keys=20, mask=Mask("finfo everywhere", "s", dtype="float32"), wants="qkv", config={"math_limit_mib": 0}),
     Call(14, rows=300, keys=300, mask=Mask("bool", odd_bytes=True), config={"route": "tiled"}),
     Call(15, keys=20, mask=Mask("bool some rows empty"), sinks="all -inf", wants="qkvs"),
-    Call(16, batch=(), matrices=True, sinks="normal", wants="qs"),
+    Call(16, batch=(), matrices=True, sinks="normal", wants="qs", config={"route": "tiled"}),
     Call(17, mask=Mask("float rule of distance", dtype="float32", declared=False), config={"route": "tiled"}),
 ]
 
