@@ -134,7 +134,11 @@ def check_call(
         raise ValueError(f"head_dim of query and key must be equal, got {q_shape[-1]} and {head_dim}")
     if v_shape[-2] != seq_len_kv:
         raise ValueError(f"key and value must have the same number of tokens, got {seq_len_kv} and {v_shape[-2]}")
-    if len(q_shape) == 4 and q_shape[0] == k_shape[0] == v_shape[0] and q_shape[1] == k_shape[1] == v_shape[1]:
+    if (
+        len(q_shape) == len(k_shape) == len(v_shape) == 4
+        and q_shape[0] == k_shape[0] == v_shape[0]
+        and q_shape[1] == k_shape[1] == v_shape[1]
+    ):
         batch: tuple[int, ...] = (q_shape[0],)
         num_heads = num_kv_heads = q_shape[1]
     else:
@@ -159,7 +163,7 @@ def check_call(
         left, right, offset = _band(is_causal, alignment, window, q_shape[-2], seq_len_kv)
     if attn_mask is not None:
         heads = () if len(q_shape) == 2 else (num_heads,)
-        _check_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
+        attn_mask = _checked_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
     if softcap is not None:
         softcap = _number("softcap", softcap)
         if not 0 < softcap < math.inf:
@@ -207,9 +211,11 @@ def _number(name: str, value: Any) -> float:
         hint = "; multiply the query by a learnable scale and pass scale=1.0" if name == "scale" else ""
         raise TypeError(f"{name} must be a number, got a tensor that requires a gradient: none is computed{hint}")
     try:
-        return float(value)
+        if not isinstance(value, (str, bytes)):  # float() would read them
+            return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+        pass
+    raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -293,16 +299,20 @@ def _check_sinks(sinks: Tensor, query: Tensor, num_heads: int) -> None:
         raise ValueError(f"sinks must be [{num_heads}] on {query.device}, got {list(sinks.shape)} on {sinks.device}")
 
 
-def _check_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, ...]) -> None:
+def _checked_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, ...]) -> Tensor | LazyMask:
     if not isinstance(attn_mask, (Tensor, LazyMask)):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise TypeError(f"attn_mask must be bool or one of {_names(FLOATS)}, got {attn_mask.dtype}")
     if attn_mask.device != query.device:
-        raise ValueError(f"attn_mask must be on the device of query ({query.device}), got {attn_mask.device}")
+        # A rule has no memory: "cuda" means the query's.
+        if isinstance(attn_mask, Tensor) or attn_mask.device != torch.device(query.device.type):
+            raise ValueError(f"attn_mask must be on the device of query ({query.device}), got {attn_mask.device}")
+        attn_mask = attn_mask.on(query.device)
     shape = attn_mask.shape
     if len(shape) > len(full) or any(m not in (1, f) for m, f in zip(reversed(shape), reversed(full))):
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(shape)}")
+    return attn_mask
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -133,6 +133,10 @@ class LazyMask:
     def dim(self) -> int:
         return 4
 
+    def on(self, device: torch.device) -> LazyMask:
+        """The same rule with its indices on another device."""
+        return LazyMask(self.shape, self.rule, device=device, dtype=self._dtype, tensors=self.tensors)
+
     def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """What the rule says of some elements, checked: bool or float, broadcastable to ``[b, h, q, k]``.
 

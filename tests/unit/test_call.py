@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import check_call
 
 
@@ -94,3 +95,11 @@ def test_a_call_without_tensors_remembers_sizes_only() -> None:
     again = sizes.with_tensors(query, call.key, call.value, None)
     assert again.query is query
     assert again.out_shape == call.out_shape
+
+
+@pytest.mark.parametrize("route", ["auto", "tiled", "math"])
+def test_a_query_may_have_fewer_leading_dimensions_than_the_key(route: str) -> None:
+    query, key = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 2, 7, 8)
+    out = sdpa(query, key, key, config=AttentionConfig(route=route))
+    expected = torch.softmax(query @ key.mT * 8**-0.5, dim=-1) @ key
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, mask_rule, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.memory import PeakMemory
 
@@ -136,6 +137,15 @@ def test_the_checks_cost_nothing_that_can_be_measured() -> None:
             mask.tile(0, (0, 2), (0, 128), (0, 128))
             counts.append(Count.operators)
     assert counts[0] == counts[1]
+
+
+def test_a_device_without_a_number_is_the_query_s() -> None:
+    with FakeTensorMode():  # there is no second device here
+        query = torch.empty(1, 2, 64, 8, device="cuda:1")
+    call = check_call(query, query, query, LazyMask((1, 1, 64, 64), _bias, device="cuda", dtype=torch.float32))
+    assert call.attn_mask.device == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="must be on the device of query"):
+        check_call(query, query, query, LazyMask((1, 1, 64, 64), _bias, device="cuda:0", dtype=torch.float32))
 
 
 def test_an_empty_mask_asks_its_rule_nothing() -> None:
