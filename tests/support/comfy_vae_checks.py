@@ -80,7 +80,13 @@ def a_wrong_attention_would_be_seen():
         return attend(self, query, torch.zeros_like(key), value, *args, **kwargs)
 
     with replaced(engine, "attend", wrong):
-        raises(AssertionError, lambda: close(ours.decode(samples), stock, 2e-3))
+        with replaced(engine, "_agrees", lambda *_: True):
+            raises(AssertionError, lambda: close(ours.decode(samples), stock, 2e-3))
+        # Compared with the host's own function, the call is passed to it.
+        with runs() as found:
+            close(ours.decode(samples), stock)
+    assert found[0].count("taken") == 0
+    assert any("passed to ComfyUI" in warning for warning in found[0].warnings)
 
 
 @check
