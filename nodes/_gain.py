@@ -1,8 +1,8 @@
 """What a user gained by a run, or why there was nothing to gain: the report's first line, and the line on a node.
 
 Nothing is estimated. MiB are those of one call: what torch's own function would have stored, its score matrix, less
-what the call took here; seconds are those of calls whose kernel was timed on this card against torch's. What ComfyUI's own
-attention would have taken on a host that does not use torch's is not known, and said to be so.
+what the call took here; seconds are those of calls whose kernel was timed on this card against torch's. What ComfyUI's
+own attention would have taken on a host that does not use torch's is not known, and said to be so.
 """
 
 from __future__ import annotations
