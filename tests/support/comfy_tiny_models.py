@@ -183,9 +183,9 @@ def flux(num_heads: int) -> Built:
     return Built(published_norms(random_weights(network)))
 
 
-def wan(model_type: str, in_dim: int) -> Built:
+def wan(model_type: str, in_dim: int, out_dim: int = 16) -> Built:
     build = host_class("comfy.ldm.wan.model", "WanModel")
-    sizes = {"dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 2, "in_dim": in_dim, "out_dim": 16}
+    sizes = {"dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 2, "in_dim": in_dim, "out_dim": out_dim}
     return Built(random_weights(build(model_type=model_type, **sizes, **host_settings())))
 
 
@@ -197,6 +197,33 @@ def wan_t2v() -> Built:
 @model("wan_i2v")
 def wan_i2v() -> Built:
     return wan("i2v", in_dim=36)
+
+
+@model("wan_ti2v")
+def wan_ti2v() -> Built:
+    """As Wan 2.2 5B, which the host recognises by 48 channels."""
+    return wan("t2v", in_dim=48, out_dim=48)
+
+
+@model("ltxav")
+def ltxav() -> Built:
+    """As LTX-2: video and sound in one model."""
+    build = host_class("comfy.ldm.lightricks.av_model", "LTXAVModel")
+    config = {
+        "cross_attention_dim": 128,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "audio_cross_attention_dim": 64,
+        "audio_attention_head_dim": 16,
+        "audio_num_attention_heads": 4,
+        "caption_channels": 64,
+        "num_layers": 2,
+        "connector_attention_head_dim": 32,
+        "connector_num_attention_heads": 2,
+        "connector_num_layers": 1,
+    }
+    weights = random_weights(build(**config, **host_settings()))
+    return Built(weights, {"config": json.dumps({"transformer": config})})
 
 
 @model("ltxv")

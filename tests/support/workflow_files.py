@@ -106,7 +106,7 @@ TINY = {
     "Pascal-Krea2-Turbo": Tiny("krea2", "vae_wan", "sd15_checkpoint", 16, 320),
     "Pascal-Qwen-Image-GGUF": Tiny("qwen_image", "vae_wan", "sd15_checkpoint", 16, 3584),
     "Pascal-Wan-2.2-5B": Tiny("wan_ti2v", "vae_wan", "t5", 16, 4096, decodes=False),
-    "Pascal-LTX-2": Tiny("ltxav", "vae_wan", "t5", 16, 64, mask=True, decodes=False),
+    "Pascal-LTX-2": Tiny("ltxav", "vae_wan", "t5", 16, 128, decodes=False),
 }
 # Nodes of other authors' packs: where a user gets them.
 FOREIGN = {"UnetLoaderGGUF": ("comfyui-gguf", "https://github.com/city96/ComfyUI-GGUF")}
@@ -124,6 +124,8 @@ def small_prompt(name: str, file_of: Callable[[str], str]) -> Prompt:
         node["inputs"].update({key: value for key, value in SMALL.items() if key in node["inputs"]})
     if tiny.dim:
         _replace_conditioning(prompt, tiny)
+    _replace_sound(prompt)
+    _replace_loras(prompt)
     if not tiny.decodes:
         latent = _add(prompt, "EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
         decode, report = find(prompt, "VAEDecode"), find(prompt, "PascalAttentionReport")
@@ -144,7 +146,31 @@ _LOADERS = {
     "UNETLoader": ("MODEL",),
     "VAELoader": ("VAE",),
     "CLIPLoader": ("CLIP",),
+    "UnetLoaderGGUF": ("MODEL",),
+    "LTXAVTextEncoderLoader": ("CLIP",),
 }
+
+
+def _replace_sound(prompt: Prompt) -> None:
+    """LTX-2 without the decoder of its sound, of which there is no tiny one; frames are decoded whole."""
+    for key, node in list(prompt.items()):
+        if node["class_type"] == "LTXVEmptyLatentAudio":
+            redirect(prompt, [key, 0], _add(prompt, "ProbeSound", length=9))
+            del prompt[key]
+        elif node["class_type"] == "VAEDecodeTiled":
+            prompt[key] = {"class_type": "VAEDecode", "inputs": {k: node["inputs"][k] for k in ("samples", "vae")}}
+        elif node["class_type"] == "CreateVideo":
+            node["inputs"].pop("audio", None)
+    for key in [
+        key for key, node in prompt.items() if node["class_type"] in ("LTXVAudioVAELoader", "LTXVAudioVAEDecode")
+    ]:
+        del prompt[key]
+
+
+def _replace_loras(prompt: Prompt) -> None:
+    """No tiny LoRA is made: the model goes past it."""
+    for key in [key for key, node in prompt.items() if node["class_type"] == "LoraLoaderModelOnly"]:
+        redirect(prompt, [key, 0], prompt.pop(key)["inputs"]["model"])
 
 
 def _replace_loaders(prompt: Prompt, tiny: Tiny, file_of: Callable[[str], str]) -> None:

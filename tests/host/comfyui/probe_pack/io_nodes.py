@@ -37,6 +37,21 @@ class ProbeCond:
         return ([[torch.randn(1, tokens, dim, generator=generator), extra]],)
 
 
+class ProbeSound:
+    """An empty latent of sound as LTX-2 has it, of any length."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "probe"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"length": ("INT", {"default": 16, "min": 1, "max": 1 << 20})}}
+
+    def make(self, length):
+        return ({"samples": torch.zeros(1, 8, length, 16), "type": "audio"},)
+
+
 class _Anything(str):
     """A type name that equals every other."""
 
