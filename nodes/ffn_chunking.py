@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..pascal_attn_core.ffn_binding import FfnBinding
 from ..pascal_attn_core.ffn_report import FfnReport
 from . import _ffn, _host
@@ -65,8 +67,24 @@ class PascalFFNChunking:
         chunking = _ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
         _ffn.install(patched, chunking)
         report = binding.preview(_ffn.network_of(patched))
-        _host.say(status(report, chunking.subject, settings), unique_id)
-        return patched, report.text()
+        inline = inside_blocks(_ffn.network_of(patched))
+        _host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
+        return patched, "\n".join(filter(None, [report.text(), inline]))
+
+
+_IN_BLOCK = {"ff_proj", "ff_out"}
+
+
+def inside_blocks(model: nn.Module) -> str:
+    """Which blocks have no feed-forward module but compute its two layers among other things (CogVideoX); "" = none."""
+    kinds = [type(module).__name__ for module in model.modules() if set(module._modules) >= _IN_BLOCK]
+    if not kinds:
+        return ""
+    names = ", ".join(sorted(set(kinds)))
+    return (
+        f"{len(kinds)} blocks ({names}) compute their feed-forward layers in the middle of their own forward: "
+        "there is no module to chunk"
+    )
 
 
 def budget_from(total_bytes: int) -> int:
