@@ -37,7 +37,7 @@ from PIL import Image  # noqa: E402
 from sheet import Sheet  # noqa: E402
 
 STEPS = ["files", "pictures", "readme"]
-WIDTH = 1400  # of the pictures, in pixels
+WIDTH = 1200  # of the pictures, in pixels; they go into the registry's archive, which is to stay small
 SCREEN = 1600, 900  # a laptop's
 THEMES = {"dark": "dark", "light": "light"}
 
@@ -119,7 +119,7 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
     drawn = Image.open(picture(browser, folder / "picture.png")).convert("RGB")
     size = WIDTH, round(drawn.height * WIDTH / drawn.width)
     small = drawn.resize(size, Image.Resampling.LANCZOS)
-    small.save(WORKFLOWS / f"{sheet.name}.jpg", quality=85, optimize=True, progressive=True)
+    small.save(WORKFLOWS / f"{sheet.name}.jpg", quality=70, optimize=True, progressive=True)
 
 
 def look(browser: Browser, server: ComfyServer, sheets: list[Sheet], target: Path) -> None:

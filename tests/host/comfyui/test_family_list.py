@@ -110,21 +110,21 @@ def test_each_row_has_a_state_and_those_not_run_a_reason() -> None:
         assert remark or state == "by hand", name
 
 
-def tested() -> list[tuple[str, str]]:
+def families_of_rows() -> list[tuple[str, str]]:
     """(family of the tests, network) of the rows that name one."""
     rows_tested = [(name, remark) for name, (state, remark) in rows().items() if state == "tested"]
     return [(family, name) for name, remark in rows_tested for family in re.findall(r"`(\w+)`", remark)]
 
 
 def test_the_rows_name_each_family_of_the_tests_once() -> None:
-    assert sorted(family for family, _ in tested()) == sorted(FAMILIES)
+    assert sorted(family for family, _ in families_of_rows()) == sorted(FAMILIES)
 
 
 def test_a_tested_family_is_of_the_network_in_whose_row_it_stands(
     host_script: Callable[..., str], tiny_models: tuple[Path, dict[str, Any]]
 ) -> None:
-    models = {family: FAMILIES[family].model or family for family, _ in tested()}
+    models = {family: FAMILIES[family].model or family for family, _ in families_of_rows()}
     loaded = sorted({name for name in models.values() if "skip" not in tiny_models[1][name]})
     found = found_in(host_script(NETWORKS.format(names=loaded)))
-    rows_of_loaded = {name: network for family, network in tested() if (name := models[family]) in found}
+    rows_of_loaded = {name: network for family, network in families_of_rows() if (name := models[family]) in found}
     assert found == rows_of_loaded != {}
