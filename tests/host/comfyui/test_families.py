@@ -134,4 +134,4 @@ def test_the_node_writes_on_itself_what_it_did(server: ComfyServer) -> None:
     if not answer["supported"]:
         pytest.skip("this ComfyUI cannot write on a node")
     texts = [text for _, text in answer["texts"]]
-    assert f"SD15: {ours.run.calls} calls" in texts[-1]
+    assert f"SD15: {ours.run.taken} of {ours.run.calls} calls taken" in texts[-1]
