@@ -23,8 +23,8 @@ from .family import Family
 #: our own tiles, several per call at these sizes; the default config would hand such short calls to torch
 TILES = AttentionConfig(route="tiled", q_block=5, kv_block=4)
 # ours may be off by so many times what torch's own backends are off, plus rounding of the output itself
-# Another order of the sums, some layers deep; how much that is differs between processors. A wrong attention is at least
-# a hundred times as far away.
+# Another order of the sums, some layers deep; how much that is differs between processors. A wrong attention is at
+# least a hundred times as far away.
 _TIMES_TORCH, _ROUNDINGS = 2.0, 64
 _NOTICED = 1e-3  # a wrong attention changes the output by at least this share of its largest value
 
