@@ -228,7 +228,7 @@ class Engine:
                     query, key, value, attn_mask, is_causal, alignment = prepared(
                         query, key, value, mask, is_causal, "upper_left"
                     )
-                    rules = {"softcap": softcap, "alignment": alignment}
+                    rules: dict[str, Any] = {"softcap": softcap, "alignment": alignment}
                     call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
                     if decision is None or query is not given:  # under autocast
                         decision = self._decide(call, place)

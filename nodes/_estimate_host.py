@@ -38,7 +38,7 @@ def efficient(model: Any) -> Callable[..., Any] | None:
     from comfy import model_management
     from comfy.model_base import BaseModel
 
-    function = getattr(type(model), NAME, None)
+    function: Any = getattr(type(model), NAME, None)
     known = function is getattr(BaseModel, NAME, None) and isinstance(function, FunctionType)
     if not known or NAME in vars(model) or not all(hasattr(model_management, name) for name in _ASKED):
         return None

@@ -119,7 +119,8 @@ def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> 
     that name means ours. A method that another pack has replaced is left as it is."""
 
     def make(previous: Callable[..., Any]) -> Callable[..., Any]:
-        module, method = getattr(previous, "__self__", None), getattr(previous, "__func__", None)
+        module: Any = getattr(previous, "__self__", None)
+        method: Any = getattr(previous, "__func__", None)
         plain = (
             isinstance(module, nn.Module) and isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
         )
@@ -139,7 +140,7 @@ def softcapped(engine: Engine, scope: Scope, block: str) -> Make:
     """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments than
     the known ones, and calls that are left to the host, go to the forward that was there."""
 
-    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
+    def make(previous: Any) -> Callable[..., Any]:
         module = getattr(previous, "__self__", None)
 
         @functools.wraps(previous)

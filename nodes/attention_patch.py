@@ -133,7 +133,8 @@ def _install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, be
         if whole_model or around == "APPLY_MODEL":
             wrapper = make_wrapper(engine, scope, word, catches=whole_model)
             patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
-    override = options[OVERRIDE] = make_override(engine, scope, before, keeps_turn=behind)
+    override: Any = make_override(engine, scope, before, keeps_turn=behind)
+    options[OVERRIDE] = override
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _estimate_host.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _estimate_host.batching)
