@@ -125,6 +125,7 @@ def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> 
             isinstance(module, nn.Module) and isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
         )
         if plain and method is getattr(type(module), method.__name__, None):
+            assert isinstance(method, FunctionType)
             previous = MethodType(_with_ours(engine, scope, block, method, via or engine.part), module)
 
         @functools.wraps(previous)
