@@ -89,6 +89,7 @@ def in_host_layout(
 
     function: what the host would call; a few rows of the first call of each kind are compared with its answer.
     """
+    kind = None
     try:
         kind = signature(args, kwargs)
         if engine.is_left(block, via, kind):

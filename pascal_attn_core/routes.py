@@ -109,8 +109,6 @@ def _choose_kernel(call: AttentionCall, config: AttentionConfig, form: TorchForm
     """Our fused kernel or torch's, which has said in ``form`` how it takes the call; None = neither."""
     has_form, words = isinstance(form, TorchForm), []
     is_candidate = fused.takes_device(call.query.device) and fused.may_win(call, torch_has_a_kernel=has_form)
-    if is_candidate and has_form and is_short(call, config):
-        is_candidate = False  # unwatched, such a call goes to torch's function without being looked at
     if is_candidate and not fused.why_not(call, config):
         if not isinstance(form, TorchForm):
             return Choice("fused", form[0], torch_stores=True)
@@ -234,7 +232,7 @@ def is_plainly_short(
 
     It is all that a short call pays for having come here, so it reads each attribute once.
     """
-    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+    if config.route != "auto" or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return False
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace would warn of every size that is looked at
         return False
@@ -258,10 +256,10 @@ def is_plainly_short(
             return False
         if attn_mask is not None:
             is_bool = type(attn_mask) is Tensor and attn_mask.dtype is torch.bool
-            return is_bool and attn_mask.dim() > 1 and _EMPTY_ROWS_ARE_ZERO and config.route == "auto"
+            return is_bool and attn_mask.dim() > 1 and _EMPTY_ROWS_ARE_ZERO
     except RuntimeError:  # nested and sparse tensors have no such shape or strides
         return False
-    return config.route == "auto"
+    return True
 
 
 @functools.lru_cache(maxsize=256)

@@ -283,9 +283,7 @@ def test_a_call_too_short_to_matter_is_not_timed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(routes, "fused_over_torch", lambda call, budget: timed.append(call))
     for tokens in (77, 600):
         call = _call((1, 8, tokens, 64))
-        choice = _choose_kernel(call, AttentionConfig(), find_form(call, BUDGET))
-        assert choice is not None
-        assert choice.route == "torch"
+        assert routes.choose(call, AttentionConfig()).route == "torch"
     assert [call.seq_len_q for call in timed] == [600]
 
 
