@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ._diffusers_code import always_uses_flex, computes_softmax, names_linear_attention, reaches_sdpa
@@ -42,7 +43,9 @@ def sites_of(models: list[Any]) -> Iterator[nn.Module]:
 
 
 def is_site(module: nn.Module) -> bool:
-    """Whether ``module`` computes attention that we take over."""
+    """Whether ``module`` computes attention that we take over. What is scripted has no Python function to redirect."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     cls: Any = type(module)
     processor = processor_of(module)
     return computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls)
@@ -84,6 +87,8 @@ def _uses_flex(cls: Any) -> bool:
 
 def processor_of(module: nn.Module) -> Any:
     """The processor of an attention module, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     processor = module.__dict__.get("processor") or module.__dict__.get("_modules", {}).get("processor")
     return processor if callable(processor) else None
 

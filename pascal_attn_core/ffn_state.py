@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .ffn_hosts import CASTS, HOOKS, PLAIN, SKIPPED, plain_state
@@ -61,7 +60,8 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
     Raises:
         NotTokenwise: this torch cannot switch that.
     """
-    if not any(isinstance(child, OptimizedModule) for child in module.modules()):
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this: whoever compiled a child did so
+    if dynamo is None or not any(isinstance(child, dynamo.OptimizedModule) for child in module.modules()):
         yield
         return
     if not hasattr(torch.compiler, "set_stance"):
