@@ -7,18 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from . import _estimate_host, _host, _inputs, _others
-from ._engine import Engine, Settings
-from ._gain import status_line
-from ._host import KEY
-from ._object_attention import named_attention
-from ._objects import Replacements, replace_functions
-from ._others import AUTO, REPLACE, keeps_turn, name_of
-from ._override import OVERRIDE, engine_of, make_override, previous_of
-from ._prompt import where_only_weights_go
-from ._runs import PASSED
-from ._scope import Scope, make_wrapper
-from ._sites import by_name
+from .comfy import host as _host
+from .comfy import inputs, others
+from .comfy.host import KEY
+from .comfy.objects import Replacements, replace_functions
+from .comfy.others import AUTO, REPLACE, keeps_turn, name_of
+from .comfy.override import OVERRIDE, engine_of, make_override, previous_of
+from .comfy.prompt import where_only_weights_go
+from .comfy.replacements import named_attention
+from .comfy.scope import Scope, make_wrapper
+from .comfy.sites import by_name
+from .engine.engine import Engine, Settings
+from .engine.runs import PASSED
+from .estimate import host as _estimate_host
+from .reporting.gain import status_line
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
 
@@ -68,15 +70,15 @@ class PascalAttentionPatch:
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "route": _inputs.expert(_inputs.route()),
-                "budget_mib": _inputs.expert(_inputs.budget_mib()),
+                "route": inputs.expert(inputs.route()),
+                "budget_mib": inputs.expert(inputs.budget_mib()),
                 "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
                 "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
                 "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
-                "nan_guard": _inputs.expert(_inputs.nan_guard()),
+                "nan_guard": inputs.expert(inputs.nan_guard()),
             },
             "optional": {
-                "earlier_patch": (_others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
+                "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
             },
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }
@@ -95,7 +97,7 @@ class PascalAttentionPatch:
         prompt: dict[str, Any] | None = None,
     ) -> tuple[Any]:
         """A clone of ``model`` with our override in front of the one it had, or behind it."""
-        settings = Settings(_inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
+        settings = Settings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched = model.clone()
         diffusion_model = patched.get_model_object("diffusion_model")
         engine = Engine(settings, name_of_model(patched.model), "diffusion model", unique_id)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ..pascal_attn_core.ffn_binding import FfnBinding
-from ..pascal_attn_core.ffn_report import FfnReport
-from . import _ffn, _host
+from ..pascal_attn_core.ffn.binding import FfnBinding
+from ..pascal_attn_core.ffn.report import FfnReport
 from .attention_patch import name_of_model
+from .comfy import ffn, host
 
 MIB = 1 << 20
 _SHARE = 32  # of the card's memory, for one feed-forward call
@@ -61,14 +61,14 @@ class PascalFFNChunking:
     def patch(self, model: Any, budget_mib: int, min_tokens: int, unique_id: str | None = None) -> tuple[Any, str]:
         """A clone of ``model`` with chunked feed-forward layers, and what can be said of each before a run."""
         patched = model.clone()
-        budget = budget_mib or budget_from(_host.free_and_total_bytes(patched.load_device)[1])
-        binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=_host.interrupts())
+        budget = budget_mib or budget_from(host.free_and_total_bytes(patched.load_device)[1])
+        binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
         settings = f"budget {budget} MiB, from {min_tokens} tokens"
-        chunking = _ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
-        _ffn.install(patched, chunking)
-        report = binding.preview(_ffn.network_of(patched))
-        inline = inside_blocks(_ffn.network_of(patched))
-        _host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
+        chunking = ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
+        ffn.install(patched, chunking)
+        report = binding.preview(ffn.network_of(patched))
+        inline = inside_blocks(ffn.network_of(patched))
+        host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
         return patched, "\n".join(filter(None, [report.text(), inline]))
 
 

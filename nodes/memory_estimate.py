@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..pascal_attn_core.device import MIB, device_info
-from . import _host
-from ._estimate import Figures, Host, figures
-from ._estimate_config import arithmetic, dtype_of
-from ._estimate_inputs import Conditioning, Latent, guessed_conditioning, prompts
-from ._estimate_text import Subject, text_of
-from ._estimate_trace import ModelCall, trace_model
 from .attention_patch import name_of_model
+from .comfy import host as _host
+from .estimate.arithmetic import arithmetic, dtype_of
+from .estimate.figures import Figures, Host, figures
+from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
+from .estimate.text import Subject, text_of
+from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
 
 log = logging.getLogger("pascal_attn")

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..pascal_attn_core.cli.info import complaints, look_around
-from . import _host, _runs
-from ._chart_report import draw_report
-from ._report_check import check
-from ._report_find import Findings, Shown, choose_runs, merged
-from ._report_preview import as_image, save_preview
-from ._report_text import gained, report_text
+from .comfy import host
+from .engine import runs
+from .reporting.chart import draw_report
+from .reporting.exactness import check
+from .reporting.findings import Findings, Shown, choose_runs, merged
+from .reporting.preview import as_image, save_preview
+from .reporting.text import gained, report_text
 
 log = logging.getLogger("pascal_attn")
 
@@ -82,7 +83,7 @@ class PascalAttentionReport:
         if preview is not None:  # its first line says it in larger letters, and a status would take half of its room
             ui["images"] = [preview]
         else:
-            _host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
+            host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
         return {"ui": ui, "result": (value, as_image(picture), text)}
 
 
@@ -90,7 +91,7 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     """Everything there is to say now."""
     machine = look_around(asks_devices=False)
     own = complaints(machine)
-    shown, remarks = choose_runs(_runs.remembered(), prompt, _host.prompt_id(), unique_id)
+    shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
     if exactness_check:
         shown = [Shown(entry.run, entry.remark, check(entry.run)) for entry in shown]
     shown = merged(shown)
@@ -102,7 +103,7 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
         shown,
         own + [f"{_name(entry)}: {text}" for entry in shown for text in entry.run.warnings],
         remarks,
-        _host.versions(),
+        host.versions(),
         {entry.run.device: _total_bytes(entry.run.device) for entry in shown},
     )
 
@@ -122,4 +123,4 @@ def _name(shown: Shown) -> str:
 
 
 def _total_bytes(device: str) -> int:
-    return _host.free_and_total_bytes(torch.device(device))[1]
+    return host.free_and_total_bytes(torch.device(device))[1]

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import _host, _inputs
-from ._engine import Engine, Settings
-from ._object_attention import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
-from ._objects import Make, Replacements, replace_functions
-from ._scope import Scope
-from ._sites import argument_leaves, calls_directly, has_softcap, host_names
-from ._watch import not_finite
+from .comfy import host, inputs
+from .comfy.objects import Make, Replacements, replace_functions
+from .comfy.replacements import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
+from .comfy.scope import Scope
+from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
+from .engine.engine import Engine, Settings
+from .engine.watch import not_finite
 
 _WHOLE = ("encode_token_weights", "generate")
 
@@ -39,9 +39,9 @@ class PascalTextEncoderAttention:
         return {
             "required": {
                 "clip": ("CLIP", {"tooltip": clip}),
-                "route": _inputs.route(),
-                "budget_mib": _inputs.budget_mib(),
-                "nan_guard": _inputs.nan_guard(),
+                "route": inputs.route(),
+                "budget_mib": inputs.budget_mib(),
+                "nan_guard": inputs.nan_guard(),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -55,10 +55,10 @@ class PascalTextEncoderAttention:
             raise TypeError(
                 f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI"
             )
-        settings = Settings(_inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
+        settings = Settings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
         engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
         sites = _Sites(engine, model)
-        _host.say(status(engine, len(sites.blocks) + len(sites.direct), "text encoder"), unique_id)
+        host.say(status(engine, len(sites.blocks) + len(sites.direct), "text encoder"), unique_id)
         if not sites.blocks and not sites.direct:
             return (clip,)
         patched = clip.clone()

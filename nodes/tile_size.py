@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..pascal_attn_core.device import device_info
-from . import _host
-from ._tile import Card, Shape, plan_for, sentence
-from ._tile_measure import AUTO, CannotMeasure, measure
-from ._tile_store import FILE_NAME, TileStore
+from .comfy import host
+from .tiles.choice import Card, Shape, plan_for, sentence
+from .tiles.measure import AUTO, CannotMeasure, measure
+from .tiles.store import FILE_NAME, TileStore
 
 FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -72,12 +72,12 @@ class PascalTileSize:
         unique_id: str | None = None,
     ) -> tuple[int, str]:
         """Keys per tile, and the sentence."""
-        device = _host.compute_device()
-        kind = _DTYPES.get(dtype) or _host.compute_dtype(device)
+        device = host.compute_device()
+        kind = _DTYPES.get(dtype) or host.compute_dtype(device)
         shape = Shape(tokens, heads, head_dim, kind, budget_mib)
-        card = Card(device_info(device), *_host.free_and_total_bytes(device))
+        card = Card(device_info(device), *host.free_and_total_bytes(device))
         size, text = _from_card(card, shape) if mode == FROM_CARD else _measured(card, shape, device, mode == AGAIN)
-        _host.say(text, unique_id)
+        host.say(text, unique_id)
         return size, text
 
 
@@ -87,7 +87,7 @@ def _from_card(card: Card, shape: Shape, remark: str = "") -> tuple[int, str]:
 
 
 def _measured(card: Card, shape: Shape, device: torch.device, again: bool) -> tuple[int, str]:
-    store, key = TileStore(Path(_host.user_directory()) / FILE_NAME), shape.key(card.info.name or card.info.kind)
+    store, key = TileStore(Path(host.user_directory()) / FILE_NAME), shape.key(card.info.name or card.info.kind)
     entry = None if again else store.get(key)
     if entry is None:
         try:

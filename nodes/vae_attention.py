@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import _host, _inputs
-from ._engine import Engine, Settings
-from ._object_attention import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
-from ._objects import Make, Replacements, replace_functions
-from ._scope import Scope
-from ._sites import attributes, calls_directly, host_names
-from ._watch import not_finite
+from .comfy import host, inputs
+from .comfy.objects import Make, Replacements, replace_functions
+from .comfy.replacements import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
+from .comfy.scope import Scope
+from .comfy.sites import attributes, calls_directly, host_names
+from .engine.engine import Engine, Settings
+from .engine.watch import not_finite
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 
@@ -41,9 +41,9 @@ class PascalVAEAttention:
         return {
             "required": {
                 "vae": ("VAE", {"tooltip": "The VAE to patch; the VAE itself is not changed, a copy is."}),
-                "route": _inputs.route(),
-                "budget_mib": _inputs.budget_mib(),
-                "nan_guard": _inputs.nan_guard(),
+                "route": inputs.route(),
+                "budget_mib": inputs.budget_mib(),
+                "nan_guard": inputs.nan_guard(),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -51,10 +51,10 @@ class PascalVAEAttention:
     def patch(self, vae: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None) -> tuple[Any]:
         """A copy of ``vae`` whose attention is ours; ``vae`` itself where it has none."""
         network = _network_of(vae)
-        settings = Settings(_inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
+        settings = Settings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         engine = Engine(settings, type(network).__name__, "VAE", unique_id)
         sites = _Sites(engine, network)
-        _host.say(status(engine, len(sites.blocks) + len(sites.direct), "VAE"), unique_id)
+        host.say(status(engine, len(sites.blocks) + len(sites.direct), "VAE"), unique_id)
         if not sites.blocks and not sites.direct:
             return (vae,)
         patched = copy.copy(vae)

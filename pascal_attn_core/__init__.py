@@ -6,15 +6,15 @@
 Importing it changes nothing and starts no CUDA.
 """
 
+from .attention import AttentionOutput, explain, sdpa, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .dispatch import AttentionOutput, explain, sdpa, sdpa_with_lse
 from .ffn import patch_ffn
 from .lazy_mask import LazyMask, mask_rule
+from .observe.report import Report, record
 from .patching import Patch
-from .report import Report, record
 from .version import __version__
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import autocast_on
 from .lazy_mask import LazyMask
+from .tiled.layout import autocast_on
 
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, check_call
-from .layout import accumulate_dtype
 from .lazy_mask import LazyMask
-from .masks import Band
+from .tiled.layout import accumulate_dtype
+from .tiled.masks import Band
 
 __all__ = ["Saved", "attention_map", "saved_by_band"]
 

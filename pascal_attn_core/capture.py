@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import add_observer
 from .call import AttentionCall
-from .dispatch import add_observer
 from .lazy_mask import LazyMask
 from .patching import Patch
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from .attention import sdpa
 from .config import default_config
 from .device import device_info
-from .dispatch import sdpa
-from .tiles import recommended_tile_size_for
+from .tiled.tiles import recommended_tile_size_for
 
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
@@ -62,7 +62,7 @@ class TiledAttention(nn.Module):
     Args:
         n_heads, n_kv_heads: query and key/value heads; None = as many key/value heads as query heads.
         head_dim: None = read from the input.
-        tile_size: tokens per tile, or ``"auto"``: the tile shape that :mod:`pascal_attn_core.tiles` chooses.
+        tile_size: tokens per tile, or ``"auto"``: the tile shape that :mod:`pascal_attn_core.tiled.tiles` chooses.
         dropout: share of the probabilities dropped while training.
         scale: factor of the scores; None = 1 / sqrt(head_dim).
     Shape:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import sdpa, sdpa_with_lse
+from .attention import sdpa, sdpa_with_lse
 
 
 @torch.compiler.disable

@@ -74,7 +74,7 @@ def _same_random_numbers() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_memory_of_failures() -> Iterator[None]:
     """Budgets halved by one test must not plan the next one's tiles."""
-    from pascal_attn_core.tiled_route import forget_halvings
+    from pascal_attn_core.routes.tiled import forget_halvings
 
     yield
     forget_halvings()

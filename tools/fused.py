@@ -18,8 +18,9 @@ from pathlib import Path
 
 from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
-from pascal_attn_core.fused import _nvrtc, _prebuilt
-from pascal_attn_core.fused._source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
+from pascal_attn_core.fused import nvrtc as _nvrtc
+from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "fused"
@@ -147,7 +148,7 @@ def _table_cell(job: tuple[Variant, int]) -> str:
 
 def write_prebuilt(archs: Iterable[int]) -> None:
     """Write the packs that ship with the package, and their manifest."""
-    folder = _prebuilt.FOLDER
+    folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.xz"):
         old.unlink()
@@ -155,14 +156,14 @@ def write_prebuilt(archs: Iterable[int]) -> None:
     for arch in archs:
         for head_dim in HEAD_DIMS:
             content, places = bytearray(), {}
-            for variant in _prebuilt.variants(head_dim):
+            for variant in prebuilt.variants(head_dim):
                 cubin = compiled(variant, arch).cubin
                 places[variant.name] = [len(content), len(content) + len(cubin)]
                 content += cubin
-            name = _prebuilt.pack_name(arch, head_dim)
+            name = prebuilt.pack_name(arch, head_dim)
             (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
             packs[name] = places
-    digests = {variant.name: digest(variant) for variant in _prebuilt.all_variants()}
+    digests = {variant.name: digest(variant) for variant in prebuilt.all_variants()}
     content_ = {"nvrtc": list(NVRTC), "digests": digests, "packs": packs}
     (folder / "manifest.json").write_text(json.dumps(content_, separators=(",", ":")) + "\n")
 
@@ -189,7 +190,7 @@ def main() -> None:
     if arguments.what == "table":
         write_table(arguments.archs, arguments.kinds, not arguments.unpadded)
     elif arguments.what == "prebuilt":
-        write_prebuilt([arch for arch in _prebuilt.ARCHS if arch in arguments.archs])
+        write_prebuilt([arch for arch in prebuilt.ARCHS if arch in arguments.archs])
     else:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():

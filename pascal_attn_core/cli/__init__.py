@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | bench | replay | families | demo``."""
+"""The command line: ``pascal-attn info | bench | replay | demo``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
     "bench": "time every route, torch's own kernels and installed peers on typical shapes",
     "replay": "run captured attention calls over every route",
-    "families": "prove on the installed diffusers that every model family's attention is taken and right",
     "demo": "a small pipeline before and after, with the memory it took",
 }
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from .. import timing
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo, device_info, free_bytes
-from ..routes import why_not
-from ..tiles import describe_plan, recommended_tile_size_for
+from ..observe.wheels import TorchBuild, judge, wheel_for
+from ..routes import timing, why_not
+from ..tiled.tiles import describe_plan, recommended_tile_size_for
 from ..version import __version__
-from ..wheels import TorchBuild, judge, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12

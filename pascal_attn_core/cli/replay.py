@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from ..attention import explain
 from ..capture import CapturedCall, load_calls
 from ..config import AttentionConfig
-from ..dispatch import explain
-from ..report import mask_kind
+from ..observe.report import mask_kind
 from . import CommandError, check_numbers
-from .bench_candidates import BASELINE, Candidate, route_candidates
-from .bench_clock import Clock, quiet_torch
-from .bench_report import COLUMNS, result_row, versions
-from .bench_run import Result, Settings, race
+from .bench.candidates import BASELINE, Candidate, route_candidates
+from .bench.clock import Clock, quiet_torch
+from .bench.report import COLUMNS, result_row, versions
+from .bench.run import Result, Settings, race
 from .tables import print_table
 
 

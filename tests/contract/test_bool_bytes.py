@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_support.fused_cases import backward, forward
-from attn_support.fused_emulation import GXX
+from attn_support.fused.cases import backward, forward
+from attn_support.fused.emulation import GXX
 from torch import Tensor
 
 import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, LazyMask, sdpa
 from pascal_attn_core.attention_map import attention_map
-from pascal_attn_core.masks import MaskTiles, TileState
+from pascal_attn_core.tiled.masks import MaskTiles, TileState
 
 ROUTES = {
     "auto": AttentionConfig(),

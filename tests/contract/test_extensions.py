@@ -9,7 +9,7 @@ from attn_support.oracle import assert_close, assert_gradients_close
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, sdpa, sdpa_with_lse
-from pascal_attn_core.memory import measure
+from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
 CONFIGS = {

@@ -126,7 +126,8 @@ def test_where_auto_takes_tiles(under_the_switch: bool) -> None:
 
 
 def test_nothing_stays_behind_when_a_batched_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pascal_attn_core import first_order, tiled_route
+    from pascal_attn_core.routes import first_order
+    from pascal_attn_core.routes import tiled as tiled_route
 
     leaves = _leaves()
     out = sdpa(*leaves, config=TILED)

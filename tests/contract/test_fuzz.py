@@ -1,6 +1,6 @@
 """Random calls: legal ones against float64, illegal ones refused by us, in our words.
 
-The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz_calls`` draws it, ``fuzz_check`` makes
+The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz.calls`` draws it, ``check`` makes
 it and compares output, lse and gradients with ``fuzz_oracle``. ``--fuzz nightly`` makes 50,000 from a random number on.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support import fuzz_check
-from attn_support.fused_device import emulated_card
-from attn_support.fused_emulation import GXX
-from attn_support.fuzz_calls import BOOL_KINDS, BROKEN_RULES, FLOAT_KINDS, LAYOUTS, RULES, Call, Mask, build, draw
-from attn_support.fuzz_check import TORCH, failure, precision_of, simplest
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import GXX
+from attn_support.fuzz import check
+from attn_support.fuzz.calls import BOOL_KINDS, BROKEN_RULES, FLOAT_KINDS, LAYOUTS, RULES, Call, Mask, build, draw
+from attn_support.fuzz.check import TORCH, failure, precision_of, simplest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -103,7 +103,7 @@ ONCE_WRONG = [
 
 @pytest.mark.parametrize("call", ONCE_WRONG, ids=str)
 def test_calls_that_once_went_wrong(call: Call) -> None:
-    fuzz_check.check(call)
+    check.check(call)
 
 
 @pytest.mark.gpu
@@ -211,7 +211,7 @@ def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
         weights = torch.exp(scores - largest)
         total = weights.sum(-1, keepdim=True)
         out, lse = (weights / total)[..., : call.keys] * alive[..., None] @ value, (largest + total.log())[..., 0]
-        answers = fuzz_check.ways(call, built, precision_of(call))
+        answers = check.ways(call, built, precision_of(call))
         way = answers[0]
         torch.testing.assert_close(way.out.value, out.detach(), atol=1e-9, rtol=1e-7)
         torch.testing.assert_close(way.lse.value[alive], lse.detach()[alive], atol=1e-9, rtol=1e-7)
@@ -221,7 +221,7 @@ def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
         expected = torch.autograd.grad(
             (out, lse), wanted, (grad_out, grad_lse), allow_unused=True, materialize_grads=True
         )
-        found = fuzz_check.gradients_of(answers, call, built, grad_out, grad_lse, precision_of(call))
+        found = check.gradients_of(answers, call, built, grad_out, grad_lse, precision_of(call))
         for name, grad in zip(("query", "key", "value", "sinks"), expected):
             torch.testing.assert_close(getattr(found, name).value, grad, atol=1e-7, rtol=1e-6)
         compared += 1
@@ -229,7 +229,7 @@ def test_the_oracle_is_plain_attention_and_its_gradients() -> None:
 
 
 PLAIN = [Call(i, batch=(2,), heads=(4, 2, 2), enable_gqa=True, rows=33, keys=40, wants="qkv") for i in range(3)]
-RIGHT = fuzz_check.sdpa
+RIGHT = check.sdpa
 
 
 def _scaled(*args: Any, **options: Any) -> Tensor:
@@ -268,12 +268,12 @@ def _causal(*args: Any, **options: Any) -> Tensor:
 )
 def test_a_wrong_answer_is_noticed(wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(map(failure, PLAIN))
-    monkeypatch.setattr(fuzz_check, "sdpa", wrong)
+    monkeypatch.setattr(check, "sdpa", wrong)
     assert all(map(failure, PLAIN))
 
 
 def test_a_wrong_call_is_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_check, "sdpa", lambda *a, **o: RIGHT(*a, **{**o, "is_causal": False}))
+    monkeypatch.setattr(check, "sdpa", lambda *a, **o: RIGHT(*a, **{**o, "is_causal": False}))
     call = Call(5, "float16", (2, 2), (4, 2, 2), True, rows=37, keys=90, is_causal=True, softcap=2.0, wants="qk")
     tiled = {"route": "tiled"}
     call = replace(call, layouts=("sliced", "offset", "reversed"), mask=Mask("bool padding", "bs"), config=tiled)

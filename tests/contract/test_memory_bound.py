@@ -11,12 +11,13 @@ import torch
 from attn_support.table import MASKS
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, sdpa, tiled_route
+from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.device import device_info
-from pascal_attn_core.memory import Measurement, measure
-from pascal_attn_core.plan import plan_call
-from pascal_attn_core.tiles import TilePlan
+from pascal_attn_core.observe.memory import Measurement, measure
+from pascal_attn_core.routes import tiled as tiled_route
+from pascal_attn_core.tiled.plan import plan_call
+from pascal_attn_core.tiled.tiles import TilePlan
 
 MIB = 1 << 20
 TILED = AttentionConfig(route="tiled")

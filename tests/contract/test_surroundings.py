@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, dispatch, record, report, sdpa
+from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, attention, record, sdpa
+from pascal_attn_core.observe import report
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes.tiled import forget_halvings
 from pascal_attn_core.sdpa_patch import patch_sdpa
-from pascal_attn_core.tiled_route import forget_halvings
 
 TILED = AttentionConfig(route="tiled")
 
@@ -234,7 +235,7 @@ def _state() -> tuple:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         report.recording(),
-        dispatch._observers,
+        attention._observers,
         F.scaled_dot_product_attention,
     )
 

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pascal_attn_core.sdpa_patch as switch
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa, torch_faults
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused._select import call_reasons
-from pascal_attn_core.layout import rows_overlap
-from pascal_attn_core.torch_faults import FAULTS, is_shown, torch_sdpa
-from pascal_attn_core.torch_route import find_form
+from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.routes import torch_faults
+from pascal_attn_core.routes.torch_faults import FAULTS, is_shown, torch_sdpa
+from pascal_attn_core.routes.torch_kernel import find_form
+from pascal_attn_core.tiled.layout import rows_overlap
 
 TORCH = AttentionConfig(route="torch")
 CONFIGS = {
@@ -262,5 +263,5 @@ def test_the_fused_kernels_only_read_them() -> None:
 
 
 def test_nothing_is_probed_on_import() -> None:
-    code = "import pascal_attn_core, pascal_attn_core.torch_faults as t; assert not t._shown"
+    code = "import pascal_attn_core, pascal_attn_core.routes.torch_faults as t; assert not t._shown"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,13 +9,14 @@ import torch
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.table import BY_TORCH, GRADIENT_TABLE, ROUTES, TABLE, Case
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse, tiled_route
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import MIB, device_info
-from pascal_attn_core.memory import PeakMemory
-from pascal_attn_core.plan import plan_call
+from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import tiled as tiled_route
 from pascal_attn_core.routes import why_not
+from pascal_attn_core.tiled.plan import plan_call
 
 pytestmark = pytest.mark.gpu
 

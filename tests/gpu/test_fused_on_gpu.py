@@ -13,10 +13,10 @@ from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import device_info
-from pascal_attn_core.fused import _prebuilt, _verify
-from pascal_attn_core.fused._kernels import run
-from pascal_attn_core.fused._source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant
-from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core.fused import prebuilt, verify
+from pascal_attn_core.fused.kernels import run
+from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant
+from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
 
@@ -65,8 +65,8 @@ def test_every_variant_is_right_on_this_card(kind: str, head_dim: int) -> None:
         for dtype in DTYPES:
             for mask in MASKS:
                 variant = Variant(kind, head_dim, dtype, mask, padded)
-                error = _verify.largest_error(variant, torch.device("cuda", 0), lambda some: run(some, 0))
-                assert error <= (0.1 if kind == "int8" else _verify._TOLERANCE[dtype]), variant.name
+                error = verify.largest_error(variant, torch.device("cuda", 0), lambda some: run(some, 0))
+                assert error <= (0.1 if kind == "int8" else verify._TOLERANCE[dtype]), variant.name
 
 
 def _large(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -147,10 +147,10 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
 
 def test_a_card_with_prebuilt_kernels_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pascal_attn_core.fused import _kernels, _nvrtc
+    from pascal_attn_core.fused import kernels, nvrtc
 
-    if _prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
+    if prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
         pytest.skip("nothing ships for this card")
-    monkeypatch.setattr(_nvrtc, "find", lambda arch: None)
-    monkeypatch.setattr(_kernels, "_loaded", {})
+    monkeypatch.setattr(nvrtc, "find", lambda arch: None)
+    monkeypatch.setattr(kernels, "_loaded", {})
     sdpa(*_large(), enable_gqa=True, config=FUSED)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused_packed import each_alone, ends_of
+from attn_support.fused.packed import each_alone, ends_of
 from attn_support.oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
 from torch import Tensor
 
-from pascal_attn_core import report
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused import _kernels
-from pascal_attn_core.fused._plan import Launch
+from pascal_attn_core.fused import kernels
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.observe import report
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +38,13 @@ def _by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Every launch from now on."""
     seen: list[Launch] = []
-    real = _kernels.run
+    real = kernels.run
 
     def run(launches: list[Launch], index: int) -> None:
         seen.extend(launches)
         real(launches, index)
 
-    monkeypatch.setattr(_kernels, "run", run)
+    monkeypatch.setattr(kernels, "run", run)
     return seen
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from attn_support.comfy_pack import load_pack
+from attn_support.comfy.pack import load_pack
 
 from pascal_attn_core.device import MIB
 from pascal_attn_core.reference import reference_sdpa

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pascal_attn_core import explain, sdpa, timing
+from pascal_attn_core import explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.device import device_info
-from pascal_attn_core.fused import route as fused
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import fused, timing
 
 pytestmark = pytest.mark.gpu
 

@@ -29,9 +29,9 @@ _support.__path__ = [str(REPOSITORY / "tests" / "support")]
 sys.modules.setdefault("attn_support", _support)
 
 import readme  # noqa: E402
-from attn_support.browser import Browser  # noqa: E402
-from attn_support.comfy_frontend import open_page, open_template, picture, show  # noqa: E402
-from attn_support.comfy_server import ComfyServer, Host, base_directory  # noqa: E402
+from attn_support.comfy.browser import Browser  # noqa: E402
+from attn_support.comfy.frontend import open_page, open_template, picture, show  # noqa: E402
+from attn_support.comfy.server import ComfyServer, Host, base_directory  # noqa: E402
 from graphs import SHEETS  # noqa: E402
 from PIL import Image  # noqa: E402
 from sheet import Sheet  # noqa: E402

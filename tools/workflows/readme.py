@@ -10,10 +10,10 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from attn_support.browser import Browser
-from attn_support.comfy_frontend import open_page, picture, show
-from attn_support.comfy_server import ComfyServer
-from attn_support.workflow_files import opened
+from attn_support.comfy.browser import Browser
+from attn_support.comfy.frontend import open_page, picture, show
+from attn_support.comfy.server import ComfyServer
+from attn_support.comfy.workflow_files import opened
 from PIL import Image, ImageOps
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,11 +9,11 @@ The test process imports nothing of ComfyUI. What a test file needs:
 
 - ``server``: a running ComfyUI whose attention is torch's SDPA, as on every NVIDIA card; ``plain_server``: one with the
   attention that it chooses on a CPU (sub-quadratic). Both run for the whole session with our pack and ``probe_pack``.
-- ``attn_support.comfy_graph``: ``sample(server, "sd15", attention_patch(route="tiled"))`` loads the tiny model, runs
+- ``attn_support.comfy.graph``: ``sample(server, "sd15", attention_patch(route="tiled"))`` loads the tiny model, runs
   it through the given MODEL -> MODEL nodes, and returns the latent, the log lines, the pack's call counts and those of
   the probe. ``Graph``, ``capture`` build and run any other graph; ``server.run(prompt)`` returns how a prompt ended.
 - ``tiny_model("vae_kl")``: the file name of a tiny model, or a skip with the reason why this host does not load it.
-  Names: ``comfy_tiny_models`` and ``comfy_tiny_parts`` in ``tests/support``.
+  Names: ``comfy_tiny_models`` and ``comfy_tiny_parts`` in ``tests/support/comfy/inside``.
 - ``host_script(code)``: runs Python code inside the host's process model (no server): ``comfy`` is importable,
   ``comfy_inproc`` helps to load and sample; returns what it printed, raises if it failed.
 - ``start_server(arguments, packs=..., folder=...)``: a server of your own for one test.
@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attn_support.comfy_graph import FAMILIES
-from attn_support.comfy_server import ComfyServer, Host, base_directory
+from attn_support.comfy.graph import FAMILIES
+from attn_support.comfy.server import ComfyServer, Host, base_directory
 
 HERE = Path(__file__).parent
-SUPPORT = HERE.parents[1] / "support"
+SUPPORT = HERE.parents[1] / "support" / "comfy" / "inside"
 PROBE_PACK = HERE / "probe_pack"
 BUILDER = SUPPORT / "comfy_tiny_build.py"
 RUNNING: list[ComfyServer] = []

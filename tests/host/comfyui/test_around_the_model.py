@@ -18,7 +18,7 @@ def randomised(module):
 
 mappings = load_pack()
 patch = mappings["PascalAttentionPatch"]().patch
-runs = importlib.import_module(mappings["PascalAttentionPatch"].__module__.rpartition(".")[0] + "._runs")
+runs = importlib.import_module(mappings["PascalAttentionPatch"].__module__.rpartition(".")[0] + ".engine.runs")
 network = comfy.cldm.cldm.ControlNet(
     image_size=32, in_channels=4, hint_channels=3, model_channels=320, num_res_blocks=[1], channel_mult=[1],
     transformer_depth=[1], transformer_depth_middle=1, context_dim=768, num_heads=8, use_spatial_transformer=True,
@@ -68,7 +68,7 @@ import importlib, torch._dynamo
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 mappings = load_pack()
 patch = mappings["PascalAttentionPatch"]().patch
-runs = importlib.import_module(mappings["PascalAttentionPatch"].__module__.rpartition(".")[0] + "._runs")
+runs = importlib.import_module(mappings["PascalAttentionPatch"].__module__.rpartition(".")[0] + ".engine.runs")
 model = load_model("sd15")
 stock = sample(model, "sd15")
 for first in ("patch", "compile"):

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy_graph import FAMILIES, Captured, Graph, attention_patch, capture, largest_difference
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.graph import FAMILIES, Captured, Graph, attention_patch, capture, largest_difference
+from attn_support.comfy.server import ComfyServer
 
 PROBE_PACK = Path(__file__).parent / "probe_pack"
 ROUNDING = 3e-5

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attn_support.comfy_graph import attention_patch, sample
-from attn_support.comfy_server import COLOUR, REPOSITORY, ComfyServer, Host, base_directory, command
+from attn_support.comfy.graph import attention_patch, sample
+from attn_support.comfy.server import COLOUR, REPOSITORY, ComfyServer, Host, base_directory, command
 
 FOLDERS = ["ComfyUI-Pascal-Attention", "Pascal Attention v0.1 (my copy)"]
 COMPLAINT = re.compile(r"warn|error|traceback|failed|cannot import", re.IGNORECASE)

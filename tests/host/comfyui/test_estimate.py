@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy_checks import names_in, outcomes
-from attn_support.comfy_graph import FAMILIES, Graph, capture
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.graph import FAMILIES, Graph, capture
+from attn_support.comfy.inside.comfy_checks import names_in, outcomes
+from attn_support.comfy.server import ComfyServer
 
-CHECKS = Path(__file__).parents[2] / "support" / "comfy_estimate_checks.py"
+CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_estimate_checks.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from attn_support.comfy_graph import (
+from attn_support.comfy.graph import (
     FAMILIES,
     Captured,
     attention_patch,
@@ -15,7 +15,7 @@ from attn_support.comfy_graph import (
     sample,
     sample_graph,
 )
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.server import ComfyServer
 
 OVERRIDE, WHOLE = "attention override", "whole model"
 # Of the latent's largest value, after two steps in float32; krea2, whose attention is two tokens wide, comes to 7e-6.

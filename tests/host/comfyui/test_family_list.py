@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attn_support.comfy_graph import FAMILIES
+from attn_support.comfy.graph import FAMILIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "comfyui-families.md"
 STATES = {"tested", "by hand", "not run", "not sampled"}

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy_checks import names_in, outcomes
-from attn_support.comfy_graph import largest_difference, sample
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.graph import largest_difference, sample
+from attn_support.comfy.inside.comfy_checks import names_in, outcomes
+from attn_support.comfy.server import ComfyServer
 
-CHECKS = Path(__file__).parents[2] / "support" / "comfy_ffn_checks.py"
+CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_ffn_checks.py"
 ROUNDING = 2e-5  # of the latent's largest value
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attn_support.browser import Browser, why_no_browser
-from attn_support.comfy_frontend import (
+from attn_support.comfy.browser import Browser, why_no_browser
+from attn_support.comfy.frontend import (
     fit,
     look_at,
     open_page,
@@ -21,9 +21,9 @@ from attn_support.comfy_frontend import (
     select,
     show,
 )
-from attn_support.comfy_pack import load_pack
-from attn_support.comfy_server import ComfyServer, Host, base_directory
-from attn_support.workflow_files import FOREIGN, NAMES, opened, prompt_of, touch_models
+from attn_support.comfy.pack import load_pack
+from attn_support.comfy.server import ComfyServer, Host, base_directory
+from attn_support.comfy.workflow_files import FOREIGN, NAMES, opened, prompt_of, touch_models
 
 NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
 DOCS = Path(__file__).parents[3] / "nodes" / "web" / "docs"

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 import torch
-from attn_support.comfy_graph import (
+from attn_support.comfy.graph import (
     FAMILIES,
     Captured,
     Graph,
@@ -21,7 +21,7 @@ from attn_support.comfy_graph import (
     sample,
     sample_graph,
 )
-from attn_support.comfy_server import ComfyServer, Outcome, WorkflowError
+from attn_support.comfy.server import ComfyServer, Outcome, WorkflowError
 
 ROUNDING = 2e-5  # of the latent's largest value, as in test_families
 TILED, TORCH = attention_patch(route="tiled"), attention_patch(route="torch")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from attn_support.comfy_graph import Captured, Patch, attention_patch, largest_difference, sample
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.graph import Captured, Patch, attention_patch, largest_difference, sample
+from attn_support.comfy.server import ComfyServer
 
 TRANSFORMERS = ["sd3", "flux", "wan_t2v", "ltxv"]
 # Without sd15 in fp16: a CPU takes a minute for its convolutions.

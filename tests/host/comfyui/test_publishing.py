@@ -6,10 +6,10 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from attn_support.archive import unpack_archive
-from attn_support.comfy_pack import load_pack
-from attn_support.comfy_server import ComfyServer, Host
-from attn_support.workflow_files import NAMES
+from attn_support.comfy.archive import unpack_archive
+from attn_support.comfy.pack import load_pack
+from attn_support.comfy.server import ComfyServer, Host
+from attn_support.comfy.workflow_files import NAMES
 
 
 @pytest.fixture(scope="module")

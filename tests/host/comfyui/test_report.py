@@ -11,14 +11,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from attn_support.comfy_graph import (
+from attn_support.comfy.graph import (
     Graph,
     Link,
     attention_patch,
     capture,
     sample_graph,
 )
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.server import ComfyServer
 from PIL import Image
 
 REPORT = "PascalAttentionReport"
@@ -192,7 +192,7 @@ def test_the_bug_report_holds_versions_and_settings(server: ComfyServer) -> None
 MUTANT = """
 import sys, torch
 classes = load_pack()
-engine = next(m for name, m in sys.modules.items() if name.endswith("nodes._engine"))
+engine = next(m for name, m in sys.modules.items() if name.endswith("nodes.engine.engine"))
 right = engine.run_call
 def wrong(call, *args, **kwargs):
     out = right(call, *args, **kwargs)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy_checks import names_in, outcomes
+from attn_support.comfy.inside.comfy_checks import names_in, outcomes
 
-CHECKS = Path(__file__).parents[2] / "support" / "comfy_text_checks.py"
+CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_text_checks.py"
 
 
 @pytest.fixture(scope="module", params=["", "--use-pytorch-cross-attention"], ids=["sub-quadratic", "sdpa"])

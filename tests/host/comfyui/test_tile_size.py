@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from attn_support.comfy_graph import FAMILIES, Graph, capture, largest_difference, sample
-from attn_support.comfy_server import ComfyServer
+from attn_support.comfy.graph import FAMILIES, Graph, capture, largest_difference, sample
+from attn_support.comfy.server import ComfyServer
 
 INPUTS = {"tokens": 256, "heads": 2, "head_dim": 40, "dtype": "float32", "budget_mib": 0}
 

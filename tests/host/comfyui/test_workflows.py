@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from attn_support.comfy_graph import Captured, Graph, capture, largest_difference
-from attn_support.comfy_server import ComfyServer
-from attn_support.workflow_files import (
+from attn_support.comfy.graph import Captured, Graph, capture, largest_difference
+from attn_support.comfy.server import ComfyServer
+from attn_support.comfy.workflow_files import (
     FOREIGN,
     NAMES,
     Prompt,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-REDIRECT = "pascal_attn_core._diffusers_redirect.sdpa"
+REDIRECT = "pascal_attn_core.diffusers.redirect.sdpa"
 
 
 class StockCalls(TorchFunctionMode):
@@ -71,10 +71,10 @@ def stock_calls() -> Callable[..., Any]:
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """One dict per call that reaches our sdpa: the keywords it came with."""
-    from pascal_attn_core import _diffusers_redirect
+    from pascal_attn_core.diffusers import redirect
 
     calls: list[dict[str, Any]] = []
-    original = _diffusers_redirect.sdpa
+    original = redirect.sdpa
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs)

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core import _diffusers_redirect
-from pascal_attn_core.cli.zoo import families
-from pascal_attn_core.cli.zoo.proof import counted, outputs
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline, redirect
+from tools.families import families
+from tools.families.proof import counted, outputs
 
 FAMILIES = {family.name: family for family in families()}
 #: the redirect is a mode inside diffusers' dispatch function only: three permutes and one back, and masks reshaped
@@ -27,13 +26,13 @@ SEEN_PER_DISPATCH = 8
 def seen(monkeypatch):
     """The functions that the redirect has been asked about."""
     functions = []
-    original = _diffusers_redirect.SdpaRedirect.__torch_function__
+    original = redirect.SdpaRedirect.__torch_function__
 
     def asked(self, func, types, args=(), kwargs=None):
         functions.append(func)
         return original(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(_diffusers_redirect.SdpaRedirect, "__torch_function__", asked)
+    monkeypatch.setattr(redirect.SdpaRedirect, "__torch_function__", asked)
     return functions
 
 

@@ -8,11 +8,11 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import diffusers
 
-from pascal_attn_core import _diffusers_sites, cli
-from pascal_attn_core.cli import families as command
-from pascal_attn_core.cli.zoo import NotInThisVersion, families
-from pascal_attn_core.cli.zoo import proof as proving
-from pascal_attn_core.cli.zoo.without import unknown_models
+from pascal_attn_core.diffusers import sites as _diffusers_sites
+from tools.families import NotInThisVersion, families
+from tools.families import __main__ as command
+from tools.families import proof as proving
+from tools.families.without import unknown_models
 
 FAMILIES = {family.name: family for family in families()}
 
@@ -83,9 +83,9 @@ def test_something_left_behind_is_a_problem(monkeypatch):
 
 def test_the_command_writes_a_table_and_keeps_the_runs_of_other_versions(tmp_path, capsys, monkeypatch):
     stem = tmp_path / "table"
-    assert cli.main(["families", "fluxtransformer2d", "--out", str(stem)]) == 0
+    assert command.main(["fluxtransformer2d", "--out", str(stem)]) == 0
     monkeypatch.setattr(command, "_versions", lambda: {"diffusers": "0.1.0"})
-    assert cli.main(["families", "FluxTransformer2D", "UNet1DModel", "--out", str(stem)]) == 0
+    assert command.main(["FluxTransformer2D", "UNet1DModel", "--out", str(stem)]) == 0
     table = stem.with_suffix(".md").read_text(encoding="utf-8")
     assert "diffusers 0.1.0 |" in table
     assert "| FluxTransformer2DModel | 2 | - | 2 |" in table
@@ -94,10 +94,10 @@ def test_the_command_writes_a_table_and_keeps_the_runs_of_other_versions(tmp_pat
 
 def test_the_command_fails_when_something_is_not_proven(monkeypatch, capsys):
     monkeypatch.setattr(proving.redirecting, "sdpa", proving.uniform)
-    assert cli.main(["families", "FluxTransformer2D"]) == 1
+    assert command.main(["FluxTransformer2D"]) == 1
     assert "NOT PROVEN FluxTransformer2DModel: error" in capsys.readouterr().out
 
 
 def test_a_family_that_is_not_there_is_named(capsys):
-    assert cli.main(["families", "Nonsense"]) == 2
+    assert command.main(["Nonsense"]) == 2
     assert "Nonsense" in capsys.readouterr().err

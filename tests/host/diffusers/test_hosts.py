@@ -13,15 +13,15 @@ import pytest
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
-import attn_support.diffusers_parallel
+import attn_support.diffusers.parallel
 import diffusers
 import torch
 
 from pascal_attn_core import AttentionConfig, patch_ffn
-from pascal_attn_core.cli.zoo import families
-from pascal_attn_core.cli.zoo.proof import counted, outputs
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.sdpa_patch import patch_sdpa
+from tools.families import families
+from tools.families.proof import counted, outputs
 
 FAMILIES = {family.name: family for family in families()}
 SOME = [
@@ -200,7 +200,7 @@ def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed
 def test_context_parallelism_over_two_processes_gives_the_output_of_one():
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this diffusers has no context parallelism")
-    script = Path(attn_support.diffusers_parallel.__file__)
+    script = Path(attn_support.diffusers.parallel.__file__)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

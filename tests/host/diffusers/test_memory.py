@@ -9,10 +9,10 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pascal_attn_core import AttentionConfig, _diffusers_redirect
-from pascal_attn_core.cli.zoo.family import before_031
-from pascal_attn_core.diffusers import patch_pipeline
-from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core import AttentionConfig
+from pascal_attn_core.diffusers import patch_pipeline, redirect
+from pascal_attn_core.observe.memory import PeakMemory
+from tools.families.family import before_031
 
 MIB = 1 << 20
 TOKENS = 128 * 128
@@ -64,7 +64,7 @@ def test_a_model_at_16k_tokens_takes_memory_for_its_own_activations_only(model, 
     budget_mib = 2
     with patch_pipeline(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
         ours, largest = peak(run)
-        monkeypatch.setattr(_diffusers_redirect, "sdpa", lambda query, *_, **__: torch.zeros_like(query))
+        monkeypatch.setattr(redirect, "sdpa", lambda query, *_, **__: torch.zeros_like(query))
         without_attention, _ = peak(run)
     net.to("meta")
     with sdpa_kernel(SDPBackend.MATH):

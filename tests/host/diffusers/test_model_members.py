@@ -13,9 +13,9 @@ import torch
 
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.cli.zoo import families
-from pascal_attn_core.cli.zoo.proof import outputs
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from tools.families import families
+from tools.families.proof import outputs
 
 FAMILIES = {family.name: family for family in families()}
 #: diffusers gives these no attn_processors (0.42.1); two have attention modules of their own kind

@@ -9,9 +9,9 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import torch
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.cli.zoo import families
-from pascal_attn_core.cli.zoo.proof import counted
 from pascal_attn_core.diffusers import patch_pipeline
+from tools.families import families
+from tools.families.proof import counted
 
 FAMILIES = {family.name: family for family in families()}
 SOME = [

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
 import pascal_attn_core.diffusers as pascal
-from pascal_attn_core import AttentionConfig, _diffusers_modules, _diffusers_redirect
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
-from pascal_attn_core.report import record
+from pascal_attn_core import AttentionConfig
+from pascal_attn_core.diffusers import PascalAttnProcessor, modules, patch_pipeline
+from pascal_attn_core.diffusers import redirect as _diffusers_redirect
+from pascal_attn_core.observe.report import record
 
 
 def run_unet(unet, seed=0):
@@ -115,7 +116,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
         calls.append(module)
         if len(calls) == 3:
             raise RuntimeError("no more")
-        _diffusers_modules.redirect_module(module, redirect)
+        modules.redirect_module(module, redirect)
 
     monkeypatch.setattr(pascal, "redirect_module", fails_at_the_third)
     with pytest.raises(RuntimeError, match="no more"):

@@ -224,11 +224,11 @@ def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterward
 
 def test_a_forward_looks_for_nothing(tiny, monkeypatch):
     """Models slice lists of modules in their forward, which registers modules with torch."""
-    from pascal_attn_core import _diffusers_arrivals
+    from pascal_attn_core.diffusers import arrivals
 
     unet, looked = tiny.tiny_unet(), []
     unet.set_attn_processor(PascalAttnProcessor())
-    monkeypatch.setattr(_diffusers_arrivals, "is_site", looked.append)
+    monkeypatch.setattr(arrivals, "is_site", looked.append)
     with torch.no_grad():
         unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
     assert not looked

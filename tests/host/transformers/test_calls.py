@@ -14,9 +14,9 @@ pytest.importorskip("transformers", minversion="4.53", reason="needs transformer
 
 from transformers import masking_utils
 
-from pascal_attn_core._transformers_mask import pascal_mask
 from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.transformers import make_hf_attention_fn
+from pascal_attn_core.transformers.mask import pascal_mask
 
 attention = make_hf_attention_fn()
 MODULE = torch.nn.Module()

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import pascal_attn_core.transformers as host
 from pascal_attn_core import record
-from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers
 
 LENGTHS = (5, 23, 1, 14, 40, 9)

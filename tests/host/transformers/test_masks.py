@@ -13,8 +13,8 @@ pytest.importorskip("transformers", minversion="4.53", reason="needs transformer
 
 from transformers import masking_utils
 
-from pascal_attn_core._transformers_mask import HostMask, pascal_mask
-from pascal_attn_core._transformers_pattern import Pattern, read_pattern
+from pascal_attn_core.transformers.mask import HostMask, pascal_mask
+from pascal_attn_core.transformers.pattern import Pattern, read_pattern
 
 WINDOW = 4
 OFFSETS = [(0, 9, 9, 0), (5, 4, 9, 0), (5, 4, 16, 0), (0, 9, 16, 0), (11, 3, 6, 8), (3, 1, 4, 0), (6, 1, 16, 0)]

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
-from pascal_attn_core.memory import PeakMemory
+from pascal_attn_core.observe.memory import PeakMemory
 
 TOKENS = 4096
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": TOKENS, "num_key_value_heads": 1}

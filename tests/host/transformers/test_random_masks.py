@@ -13,8 +13,8 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 
 from transformers import masking_utils
 
-from pascal_attn_core._transformers_mask import pascal_mask
 from pascal_attn_core.transformers import make_hf_attention_fn
+from pascal_attn_core.transformers.mask import pascal_mask
 
 BATCH = 2
 KINDS = ("causal", "window", "chunked", "packed", "bidirectional", "both sides", "custom")

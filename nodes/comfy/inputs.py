@@ -1,0 +1,44 @@
+"""Inputs that several nodes have, in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...pascal_attn_core import AttentionConfig
+
+ROUTES = ["auto", "fused", "torch", "tiled"]
+_ROUTE = (
+    "auto: the fastest exact route per call. fused: our CUDA kernel. torch: PyTorch's own fused kernel. tiled: plain "
+    "PyTorch, works everywhere. A call that the chosen route cannot take uses auto; the report says so."
+)
+_BUDGET = "Largest extra memory of one attention call in MiB. 0 = chosen from the card (64 on a GPU)."
+_GUARD = (
+    "Looks at every attention output. If one is not finite (a black image), it is computed again in float32 and the "
+    "block is named in the report."
+)
+
+
+def route() -> tuple[list[str], dict[str, Any]]:
+    """How attention is computed."""
+    return ROUTES, {"default": "auto", "tooltip": _ROUTE}
+
+
+def budget_mib() -> tuple[str, dict[str, Any]]:
+    """Extra memory of one call."""
+    return "INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _BUDGET}
+
+
+def nan_guard() -> tuple[str, dict[str, Any]]:
+    """Whether outputs are looked at."""
+    return "BOOLEAN", {"default": True, "tooltip": _GUARD}
+
+
+def config(route: str, budget_mib: int, tile_size: int = 0) -> AttentionConfig:
+    """What these inputs mean to the core; 0 = chosen there."""
+    return AttentionConfig(route=route, budget_mib=budget_mib or None, kv_block=tile_size or None)
+
+
+def expert(entry: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """The same input, which the front end folds away until it is asked for."""
+    kind, options = entry
+    return kind, {**options, "advanced": True}

@@ -1,0 +1,158 @@
+"""The host's own function on the host's own arguments, for a few queries of a call: what ours must equal.
+
+An answer can be exact and yet answer another question than the host asked, if its arguments were read otherwise than
+the host reads them. So rows of each new kind of call are computed by the host's function too, from the arguments as
+they came: sliced, but neither split into heads nor reordered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comfy import host
+from ..comfy.layout import NAMES, bound, is_container
+
+ROWS = 16
+_WHOLE_BYTES = 32 << 20  # float32 copies of key and value up to this size: with all heads; beyond, the last head alone
+_MOST_BYTES = 256 << 20  # and beyond this not at all
+_WHOLE_TOKENS = 512  # calls whose queries cannot be taken apart are compared whole up to so many
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far our rows of one call were from the host's.
+
+    Attributes:
+        function: the host's function, ``"attention_pytorch"``.
+        error: the largest absolute difference, infinity where the shapes differ.
+        largest: the host's largest absolute value.
+        dtype: number format of the call; the host's function was given the same numbers in float32.
+        rows: how many queries were compared.
+    """
+
+    function: str
+    error: float
+    largest: float
+    dtype: torch.dtype
+    rows: int
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the difference: it stays far below the square root of the format's precision, while
+        another reading of the arguments changes the leading digits."""
+        return self.error <= math.sqrt(torch.finfo(self.dtype).eps) * max(self.largest, 1e-6)
+
+    def text(self) -> str:
+        """``"1.2e-07 of 1.5 away from ComfyUI's attention_pytorch"``."""
+        return f"{self.error:.2g} of {self.largest:.2g} away from {self.function}"
+
+
+def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], ours: Tensor) -> Difference | None:
+    """A call of ComfyUI's attention functions; ``ours`` in the layout that the host wants. None = too large to compare.
+
+    Raises:
+        Exception: whatever the host's function raises.
+    """
+    given = bound(args, kwargs)
+    query, key, value, heads, mask = (given[name] for name in ("q", "k", "v", "heads", "mask"))
+    by_head = bool(given["skip_reshape"])
+    tokens = query.shape[2 if by_head else 1]
+    size = 4 * (key.numel() + value.numel())
+    last_head = size > _WHOLE_BYTES
+    if (size / heads if last_head else size) > _MOST_BYTES:
+        return None
+    rows = _rows(tokens, query.device)
+    sliced: dict[str, Any] = {"q": query.index_select(2 if by_head else 1, rows), "k": key, "v": value}
+    sliced["mask"] = None if mask is None else _mask_rows(mask, rows)
+    if last_head:
+        head_dim = query.shape[-1] if by_head or query.dim() == 4 else query.shape[-1] // heads
+        sliced = {name: _last_head(name, part, by_head, head_dim) for name, part in sliced.items()}
+        sliced |= {"heads": 1, "enable_gqa": False}
+    sliced = {name: _in_float32(part) for name, part in sliced.items()}
+    reference, name = host.exact_attention(function, plain=mask is None and "scale" not in given)
+    right = _call(reference, args, kwargs, sliced)
+    if given["skip_output_reshape"]:
+        part = ours.index_select(2, rows)
+        part = part[:, -1:] if last_head else part
+    else:
+        part = ours.index_select(1, rows)
+        part = part[..., -(part.shape[-1] // heads) :] if last_head else part
+    return difference(name, part, right, query.dtype)
+
+
+def with_torch(function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], ours: Tensor) -> Difference | None:
+    """A call of ``scaled_dot_product_attention``, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | kwargs
+    query, key, value, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    tokens, size = query.shape[-2], 4 * (key.numel() + value.numel())
+    if size > _MOST_BYTES or (given.get("is_causal") and tokens > _WHOLE_TOKENS):
+        return None
+    if not given.get("is_causal"):
+        rows = _rows(tokens, query.device)
+        given["query"], ours = query.index_select(-2, rows), ours.index_select(-2, rows)
+        given["attn_mask"] = _mask_rows(mask, rows) if isinstance(mask, Tensor) else mask
+    right = function(**{name: _in_float32(part) for name, part in given.items()})
+    return difference("scaled_dot_product_attention", ours, right, query.dtype)
+
+
+def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Tensor) -> Difference | None:
+    """A call ``function(q, k, v)`` with channels first, as in VAEs. None = too large to compare."""
+    if math.prod(tensors[0].shape[2:]) > _WHOLE_TOKENS:
+        return None
+    right = function(*(tensor.float() for tensor in tensors))
+    return difference(getattr(function, "__name__", type(function).__name__), ours, right, tensors[0].dtype)
+
+
+def difference(function: str, ours: Tensor, right: Tensor, dtype: torch.dtype) -> Difference:
+    """Between two answers to the same rows; rows in which the host's own is not finite do not count."""
+    if ours.shape != right.shape:
+        return Difference(function, math.inf, 0.0, dtype, 0)
+    right = right.double() if right.device.type != "mps" else right.float()
+    known = torch.isfinite(right)
+    apart = torch.where(known, (ours.to(right.dtype) - right).abs(), 0)
+    largest = torch.where(known, right.abs(), 0)
+    error = float(apart.max()) if apart.numel() else 0.0
+    rows = ours.shape[-2] if ours.dim() > 1 else 1
+    # A NaN of ours where the host has a number is no rounding.
+    error = math.inf if math.isnan(error) else error
+    return Difference(function, error, float(largest.max()) if largest.numel() else 0.0, dtype, rows)
+
+
+def _rows(tokens: int, device: torch.device) -> Tensor:
+    """Queries spread over all tokens."""
+    count = min(ROWS, tokens)
+    return torch.tensor([i * (tokens - 1) // max(1, count - 1) for i in range(count)], device=device)
+
+
+def _mask_rows(mask: Tensor, rows: Tensor) -> Tensor:
+    return mask if mask.shape[-2] == 1 else mask.index_select(-2, rows)
+
+
+def _last_head(name: str, part: Any, by_head: bool, head_dim: int) -> Any:
+    if part is None or (name == "mask" and (part.dim() < 4 or part.shape[1] == 1)):
+        return part
+    if by_head or name == "mask":
+        return part[:, -1:]
+    return part[:, :, -1:] if part.dim() == 4 else part[..., -head_dim:]
+
+
+def _in_float32(part: Any) -> Any:
+    floating = isinstance(part, Tensor) and part.is_floating_point() and part.dtype != torch.float64
+    return part.float() if floating else part
+
+
+def _call(reference: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], sliced: dict[str, Any]) -> Tensor:
+    """The arguments as they came, with the slices in place of the tensors; without what would lead back to us."""
+    by_position = [sliced.get(name, value) for name, value in zip(NAMES, args)]
+    by_name = {name: sliced.get(name, value) for name, value in kwargs.items() if name != "transformer_options"}
+    assert not any(map(is_container, [*by_position, *by_name.values()]))
+    return reference(*by_position, **by_name)

@@ -1,0 +1,496 @@
+"""One patched object's attention: decide, run by the core, watch, and count."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
+from ...pascal_attn_core.arguments import prepared
+from ...pascal_attn_core.attention import run as run_call
+from ...pascal_attn_core.call import AttentionCall, check_call
+from ...pascal_attn_core.device import device_info
+from ...pascal_attn_core.observe.progress import between_blocks
+from ...pascal_attn_core.observe.report import mask_kind
+from ...pascal_attn_core.outputs import TiledStats
+from ...pascal_attn_core.routes import Choice, choose, why_not
+from ...pascal_attn_core.routes.tiled import forget_halvings
+from ...pascal_attn_core.routes.torch_kernel import TorchForm
+from ...pascal_attn_core.tiled.layout import autocast_on
+from ...pascal_attn_core.tiled.plan import plan_call
+from ..comfy import host
+from ..comfy.layout import signature
+from . import runs
+from .compare import Difference
+from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
+from .runs import PASSED, CallKind, CallTally, Run
+
+log = logging.getLogger("pascal_attn")
+MIB = 1 << 20
+Compare = Callable[[Tensor], "Difference | None"]
+_DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
+_PROGRESS_SECONDS = 1.0
+_MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
+_REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a node was set to.
+
+    Attributes:
+        config: route, budget and tiles for every call.
+        min_keys: a call with fewer keys is left to ComfyUI, unless its score matrix would exceed the budget.
+        nan_guard: look at every output, and compute one that is not finite again in float32.
+        min_queries: a call with fewer queries is left to ComfyUI (generation asks with one at a time: few scores).
+    """
+
+    config: AttentionConfig = field(default_factory=AttentionConfig)
+    min_keys: int = 1024
+    nan_guard: bool = True
+    min_queries: int = 1
+
+    def budget_bytes(self, device: torch.device) -> float:
+        """Most extra memory of one call on this device."""
+        budget = self.config.budget_mib
+        return device_info(device).default_budget_bytes() if budget is None else budget * MIB
+
+    def text(self, device: torch.device) -> str:
+        """``"route auto, budget 64 MiB, from 1024 keys"``."""
+        tile = self.config.kv_block
+        parts = [f"route {self.config.route}", f"budget {self.budget_bytes(device) / MIB:g} MiB"]
+        parts += [] if tile is None else [f"tiles of {tile} keys"]
+        return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
+
+
+@dataclass(eq=False)
+class _Decision:
+    """What is done with calls of one kind from one place in the model.
+
+    Attributes:
+        kind: how they are counted.
+        config: the configuration they run with; None = they are left to the host.
+        route: the route they take.
+        choice: that route, where it can be taken again without asking; its form, if any, is from each call's tensors.
+        has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
+        template: the first such call without its tensors, where its checks hold for others of the kind.
+        run, tally: the run that ``tally`` counts in.
+    """
+
+    kind: CallKind
+    config: AttentionConfig | None = None
+    route: str = ""
+    choice: Choice | None = None
+    has_form: bool = False
+    template: AttentionCall | None = None
+    run: Run | None = None
+    tally: CallTally | None = None
+
+    def choice_for(self, call: AttentionCall) -> Choice | None:
+        """The choice for another call of the kind; None = it has to be made."""
+        if self.choice is None or not self.has_form:
+            return self.choice
+        mask = call.attn_mask
+        assert mask is None or isinstance(mask, Tensor)
+        return Choice(self.route, self.choice.why, TorchForm(call.query, call.key, call.value, mask))
+
+
+class Engine:
+    """Attention for one patched model, VAE or text encoder. Used by several threads at once on multi-GPU hosts."""
+
+    def __init__(self, settings: Settings, subject: str, part: str, unique_id: str | None):
+        self.settings, self.subject, self.part, self.unique_id = settings, subject, part, unique_id
+        self._lock = threading.RLock()
+        self._run: Run | None = None
+        self._depth = 0
+        self._configs: dict[tuple, AttentionConfig] = {}
+        self._decisions: dict[Hashable, _Decision] = {}
+        self._differing: dict[Hashable, str] = {}  # kinds of calls that the host answers otherwise, and how far apart
+        self._metered: set[tuple] = set()
+        self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
+        self._finite_inputs = True  # until a call's inputs were found not to be
+        self._handled = 0  # id of the exception that was being handled when the run began
+
+    # ---- runs ----
+
+    def begin(self) -> Run:
+        """A sampling, decoding or encoding starts; nested and parallel ones are part of the first."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._handled = id(sys.exc_info()[1])
+            stray = self._run if self._depth == 1 else None
+            if stray is not None:  # from calls of the model outside of a sampling: nobody said when they were over
+                self._run = None
+                stray.finish()
+            return self.run
+
+    def end(self) -> Run | None:
+        """It is over, also after an error. Returns the run if it was the outermost, else None."""
+        with self._lock:
+            self._depth = max(0, self._depth - 1)
+            run = self._run
+            if self._depth or run is None:
+                return None
+            self._run = None
+        if self.failure:
+            run.note(f"ended early by {self.failure}: the figures are those until then")
+        for device in {run.device, *run.devices}:
+            peak = peak_of_run(torch.device(device))
+            if peak is not None:
+                run.saw_memory(peak)
+        run.finish()
+        return run
+
+    @property
+    def failure(self) -> str:
+        """The class of the exception that the run is ending with, "" without one."""
+        error = sys.exc_info()[1]
+        return "" if error is None or id(error) == self._handled else type(error).__name__
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run has begun and is not over."""
+        return self._run is not None
+
+    @property
+    def run(self) -> Run:
+        """The run in progress; one is begun where a host calls the model without saying that it starts."""
+        with self._lock:
+            if self._run is None:
+                device, prompt = host.compute_device(), host.prompt_id()
+                if not prompt or all(run.prompt_id != prompt for run in runs.remembered()):
+                    forget_halvings()  # what ran out of memory in an earlier prompt may fit in this one
+                self._run = Run(self.subject, self.part, self.describe(), str(device), self.unique_id, prompt)
+                start_of_run(device)
+                self._metered.clear()
+                self._finite_inputs = True
+                runs.remember(self._run)
+            return self._run
+
+    def describe(self) -> str:
+        """The settings as one line, for the device that ComfyUI computes on."""
+        return self.settings.text(host.compute_device())
+
+    # ---- one call ----
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        is_causal: bool = False,
+        softcap: float | None = None,
+        block: str = "",
+        via: str = "override",
+        kind: Hashable = None,
+        compare: Compare | None = None,
+    ) -> Tensor | None:
+        """``[B, Hq, L, D] x [B, Hkv, S, D] x [B, Hkv, S, Dv] -> [B, Hq, L, Dv]``; None = the host shall do it, and the
+        run knows why.
+
+        mask: broadcasts to ``[B, Hq, L, S]``, bool (True = takes part) or float (added).
+        kind: equal for calls with equal arguments but for the numbers in their tensors: read from the tensors if None.
+        compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
+            further away than rounding explains is left to the host from then on.
+        """
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+            return sdpa(query, key, value, mask, config=self.settings.config, **options)
+        # A TorchFunctionMode around the model would look at every operator of every tile.
+        with torch._C.DisableTorchFunction():
+            if kind is None:
+                kind = signature((query, key, value, mask), options)
+            place = (block, via, kind, torch.is_grad_enabled())
+            decision = self._decisions.get(place)
+            if decision is not None and decision.config is None:
+                self._count(decision)
+                return None
+            try:
+                template = None if decision is None else decision.template
+                if template is not None and not autocast_on(query):
+                    call = _like(template, query, key, value, mask)
+                else:
+                    given = query
+                    query, key, value, attn_mask, is_causal, alignment = prepared(
+                        query, key, value, mask, is_causal, "upper_left"
+                    )
+                    rules: dict[str, Any] = {"softcap": softcap, "alignment": alignment}
+                    call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
+                    if decision is None or query is not given:  # under autocast
+                        decision = self._decide(call, place)
+                        plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
+                        decision.template = call.without_tensors() if plain else None
+                assert decision is not None
+                config = decision.config
+                if config is None:
+                    self._count(decision)
+                    return None
+                choice = decision.choice_for(call) or choose(call, config)
+            except (TypeError, ValueError, UnsupportedAttention) as error:
+                self.leave(block, str(error), via=via, kind=kind)
+                return None
+            except Exception as error:  # whatever a tensor class of another pack may raise
+                self.leave_unread(block, error, via=via)
+                return None
+            out = self._run_watched(call, decision, choice)
+            if compare is None or decision.run is None or kind in decision.run.compared or runs.stale(query.device):
+                return out
+            return out if self._agrees(decision.run, decision.kind, kind, compare, out) else None
+
+    def is_left(self, block: str, via: str, kind: Hashable) -> bool:
+        """Whether calls of this kind from there are known to be the host's; counted if so."""
+        decision = self._decisions.get((block, via, kind, torch.is_grad_enabled()))
+        if decision is None or decision.config is not None:
+            return False
+        self._count(decision)
+        return True
+
+    def leave(self, block: str, why: str, *, via: str = "override", kind: Hashable = None) -> None:
+        """Count a call that the host computes itself; remembered for calls of the same ``kind`` from there."""
+        if torch.compiler.is_compiling():
+            return
+        decision = _Decision(CallKind(block, PASSED, "", why, via=via))
+        if kind is not None:
+            self._remember((block, via, kind, torch.is_grad_enabled()), decision)
+        self._count(decision)
+
+    def leave_unread(self, block: str, error: Exception, *, via: str = "override") -> None:
+        """Count a call that could not even be read, and say so: it is the host's, and nobody's picture depends on us.
+
+        Raises:
+            Exception: ``error`` itself if it is the user's Cancel.
+        """
+        if host.is_interrupt(error):
+            raise error
+        why = f"reading it failed with {type(error).__name__}: {error}"
+        self.warn(f"{block or 'a call'}: {why}: passed to ComfyUI")
+        self.leave(block, why, via=via)
+
+    def _count(self, decision: _Decision) -> CallTally:
+        """One more call of this kind."""
+        run = self._run or self.run
+        if decision.run is not run:
+            decision.tally, decision.run = run.tally(decision.kind), run
+        tally = decision.tally
+        assert tally is not None
+        with run.lock:
+            tally.count += 1
+        return tally
+
+    def _decide(self, call: AttentionCall, place: tuple) -> _Decision:
+        block, via, kind, _ = place
+        why = self._differing.get(kind, "") or self._why_left(call)
+        if why:
+            decision = _Decision(_kind(block, PASSED, "", why, call, via))
+        else:
+            config = self._config(call, block)
+            choice = choose(call, config)
+            counted = _taken(block, choice, call, via)
+            decision = _Decision(counted, config, choice.route, has_form=choice.form is not None)
+            if choice.form is None or _is_as_it_came(choice.form, call):
+                decision.choice = replace(choice, form=None)  # it would keep the tensors
+        self._remember(place, decision)
+        return decision
+
+    def _remember(self, place: tuple, decision: _Decision) -> None:
+        if len(self._decisions) > _DECISIONS:  # a video of ever different lengths
+            self._decisions.clear()
+        with suppress(TypeError):  # an argument that has no hash
+            self._decisions[place] = decision
+
+    def _why_left(self, call: AttentionCall) -> str:
+        least = self.settings.min_keys
+        if call.seq_len_q < self.settings.min_queries:
+            return f"fewer than {self.settings.min_queries} queries"
+        if call.seq_len_kv >= least:
+            return ""
+        score_bytes = call.num_scores * max(4, call.query.element_size())
+        return f"fewer than {least} keys" if score_bytes <= self.settings.budget_bytes(call.query.device) else ""
+
+    def _config(self, call: AttentionCall, block: str) -> AttentionConfig:
+        shapes = call.query.shape, call.key.shape, call.value.shape
+        key = (call.query.device, call.query.dtype, *shapes, call.attn_mask is None)
+        config = self._configs.get(key)
+        if config is None:
+            if len(self._configs) > 512:
+                self._configs.clear()
+            config = self._configs[key] = self._config_for(call, block)
+        return config
+
+    def _config_for(self, call: AttentionCall, block: str) -> AttentionConfig:
+        """The node's configuration, less what this call cannot have: a model runs on, and the report says so."""
+        config = self.settings.config
+        if config.route != "auto" and (reasons := why_not(config.route, call, config)):
+            self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): auto there")
+            config = replace(config, route="auto")
+        for candidate in (config, replace(config, kv_block=None), replace(config, kv_block=None, budget_mib=None)):
+            try:
+                plan_call(call, device_info(call.query.device), candidate)
+                return candidate
+            except ValueError as error:
+                self.warn(f"{block}: {error}: chosen from the card instead")
+        return config
+
+    def _run_watched(self, call: AttentionCall, decision: _Decision, choice: Choice) -> Tensor:
+        host.throw_if_interrupted()
+        run, config, kind, device = self._run or self.run, decision.config, decision.kind, call.query.device
+        assert config is not None
+        asked, is_new = not runs.stale(device), decision.run is not run
+        if is_new:
+            decision.tally, decision.run = run.tally(kind), run
+            if asked and run.saw_device(device) and str(device) != run.device:
+                start_of_run(device)
+        tally = decision.tally
+        assert tally is not None
+        if choice.route != decision.route:  # not the route of the first such call
+            tally = run.tally(_taken(kind.block, choice, call, kind.via))
+        with run.lock:
+            tally.count += 1
+        stats = TiledStats() if choice.route == "tiled" else None
+        meter = Meter(run, tally, device, measures=asked and is_new and self._is_new(kind))
+        one_kernel = decision.choice is not None and (decision.has_form or decision.route == "math")
+        with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
+            out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
+            meter.out_bytes = out.numel() * out.element_size()
+        if asked and self.settings.nan_guard and not is_finite(out):
+            out = self._repaired(call, out, kind.block, tally)
+        if stats is not None:
+            tally.blocks += stats.blocks
+            tally.bounded_blocks += stats.bounded_blocks
+            tally.budget_halvings += stats.budget_halvings
+        if is_new and asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
+            run.sample = sample_of(call, kind, out) or run.sample
+        return out
+
+    def _agrees(self, run: Run, counted: CallKind, kind: Hashable, compare: Compare, out: Tensor) -> bool:
+        """Whether our answer to the first call of a kind in this run is the host's. If not, the call is taken back, and
+        calls of the kind are left to the host from now on."""
+        run.compared[kind] = None
+        try:
+            found = run.compared[kind] = compare(out)
+        except Exception as error:
+            if host.is_interrupt(error):
+                raise
+            run.note(f"{counted.block}: not compared with ComfyUI's own function: {type(error).__name__}: {error}")
+            return True
+        if found is None or found.is_rounding:
+            return True
+        why = f"our answer is {found.text()}"
+        self._differing[kind] = why
+        for place in [place for place in self._decisions if place[2] == kind]:  # type: ignore[index]
+            self._decisions.pop(place, None)
+        run.take_back(counted)
+        self.warn(f"{counted.block}: {why}: calls like this are passed to ComfyUI")
+        self.leave(counted.block, why, via=counted.via, kind=kind)
+        return False
+
+    def _is_new(self, kind: CallKind) -> bool:
+        key = (kind.route, kind.query, kind.key, kind.mask)
+        if key in self._metered:
+            return False
+        self._metered.add(key)
+        return True
+
+    def _repaired(self, call: AttentionCall, out: Tensor, block: str, tally: Any) -> Tensor:
+        """An output that was not finite, computed again in float32 if its inputs are finite."""
+        named = {"query": call.query, "key": call.key, "value": call.value}
+        bad = [name for name, tensor in named.items() if not is_finite(tensor)]
+        if bad:
+            if self._finite_inputs:
+                self._finite_inputs = False
+                self.warn(
+                    f"{block}: {' and '.join(bad)} already held NaN or infinity before attention: the picture will be "
+                    f"black or noise; try {_MORE_PRECISION.get(self.part, '--force-fp32')} or another weight dtype "
+                    f"({call.query.dtype} here)"
+                )
+            return out
+        again = run_call(call, _REPAIR, with_lse=False)[0]
+        tally.repaired += 1
+        healed = is_finite(again)
+        done = "computed again in float32" if healed else "it is not finite in float32 either"
+        self.warn(f"{block}: the attention output was not finite in {call.query.dtype}: {done}")
+        return again if healed else out
+
+    def warn(self, sentence: str) -> None:
+        """A sentence for the report, and once per run for the log."""
+        if self.run.warn(sentence):
+            log.warning("pascal_attn: %s: %s", self.subject, sentence)
+
+    def _checkpoint(self, block: str) -> Callable[[int, int], None]:
+        last = time.monotonic()
+
+        def checkpoint(done: int, total: int) -> None:
+            nonlocal last
+            host.throw_if_interrupted()
+            now = time.monotonic()
+            if now - last > _PROGRESS_SECONDS and done < total:
+                last = now
+                host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
+
+        return checkpoint
+
+
+def _like(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionCall:
+    """A call of the same kind, which needs no check."""
+    return AttentionCall(
+        query,
+        key,
+        value,
+        mask,
+        call.batch,
+        call.num_heads,
+        call.num_kv_heads,
+        call.seq_len_q,
+        call.seq_len_kv,
+        call.head_dim,
+        call.head_dim_v,
+        call.scale,
+        call.dropout_p,
+        call.is_causal,
+        call.left,
+        call.right,
+        call.offset,
+        False,
+        call.enable_gqa,
+        call.softcap,
+        call.sinks,
+    )
+
+
+def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
+    """Whether torch's kernel is called once, with the very tensors of the call."""
+    mask, given = form.attn_mask, call.attn_mask
+    if mask is not given:
+        if not isinstance(given, Tensor) or mask is None or mask.data_ptr() != given.data_ptr():
+            return False
+        if (mask.shape, mask.stride()) != (given.shape, given.stride()):
+            return False
+    return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
+
+
+def _taken(block: str, choice: Choice, call: AttentionCall, via: str) -> CallKind:
+    kind = _kind(block, "taken", choice.route, choice.why, call, via)
+    return replace(kind, over_torch=choice.over_torch, torch_stores=choice.torch_stores)
+
+
+def _kind(block: str, outcome: str, route: str, why: str, call: AttentionCall | None, via: str) -> CallKind:
+    if call is None:
+        return CallKind(block, outcome, route, why, via=via)
+    mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
+    dtype = str(call.query.dtype).removeprefix("torch.")
+    return CallKind(block, outcome, route, why, tuple(call.query.shape), tuple(call.key.shape), dtype, mask, via)

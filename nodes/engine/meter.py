@@ -1,0 +1,122 @@
+"""Time and memory of one call, whether tensors are finite, and rows kept for the exactness check."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ...pascal_attn_core.call import AttentionCall
+from ...pascal_attn_core.observe.memory import PeakMemory
+from .runs import CallKind, CallTally, Run, Sample, stale
+
+_WIDE = (torch.float32, torch.float64)
+_SAMPLE_ROWS = 64
+_SAMPLE_BYTES = 64 << 20
+
+
+class Meter:
+    """Times the block that it is entered for, and measures its memory if asked.
+
+    On CUDA the time is that between two events, read at the end of the run, and the memory the allocator's own peak;
+    on a CPU the memory is counted exactly, which slows that call down, so only the first call of a kind is measured.
+    Other devices work on after a call has returned and are not timed, nor is what a CUDA graph captures.
+
+    Attributes:
+        out_bytes: size of the result, to be set inside the block; it is not extra memory.
+    """
+
+    def __init__(self, run: Run, tally: CallTally, device: torch.device, *, measures: bool):
+        self.run, self.tally, self.device, self.measures = run, tally, device, measures
+        self.out_bytes = 0
+
+    def __enter__(self) -> Meter:
+        self._memory = None
+        self._times = self.device.type in ("cpu", "cuda") and not stale(self.device)
+        if not self._times:
+            return self
+        if self.device.type == "cuda":
+            if self.measures:
+                self.run.saw_memory(torch.cuda.max_memory_allocated(self.device))
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._before = torch.cuda.memory_allocated(self.device)
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record(torch.cuda.current_stream(self.device))
+            return self
+        if self.measures:
+            self._memory = PeakMemory("cpu").__enter__()
+        self._clock = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._times:
+            return
+        if self.device.type == "cuda":
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(torch.cuda.current_stream(self.device))
+            self.run.time_later(self.tally, self._start, end)
+            if self.measures:
+                peak = torch.cuda.max_memory_allocated(self.device)
+                self._note(peak - self._before, peak)
+            return
+        self.tally.elapsed_ms += (time.perf_counter() - self._clock) * 1e3
+        if self._memory is not None:
+            self._memory.__exit__(kind, error, traceback)
+            self._note(self._memory.peak_bytes, 0)
+
+    def _note(self, extra_bytes: int, peak_bytes: int) -> None:
+        self.tally.extra_bytes = max(self.tally.extra_bytes or 0, extra_bytes - self.out_bytes, 0)
+        if peak_bytes:
+            self.run.saw_memory(peak_bytes)
+
+
+def start_of_run(device: torch.device) -> None:
+    """Peaks are counted from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_of_run(device: torch.device) -> int | None:
+    """Most memory since the start of the run: torch's tensors on CUDA; on a CPU the whole process, and since it
+    started. None where neither can be asked."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is finite. One pass without a temporary; on a GPU it waits for the result."""
+    # Sums of 16 bits are returned in 16 bits, which overflow soon.
+    wide = tensor.dtype in _WIDE
+    total = tensor.sum() if wide else tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    # A sum can overflow where no element has.
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+
+
+def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None:
+    """Copies in the computer's own memory of evenly spaced rows of the last head of the first batch element, with all
+    of its keys; None if the keys alone would take too much."""
+    size = call.seq_len_kv * (call.head_dim + call.head_dim_v) * call.query.element_size()
+    if call.query.dim() != 4 or size > _SAMPLE_BYTES or call.is_causal or call.is_empty:
+        return None
+    rows = torch.linspace(0, call.seq_len_q - 1, min(_SAMPLE_ROWS, call.seq_len_q), device=out.device).long()
+    head = call.num_heads - 1
+    mask = call.attn_mask
+    if isinstance(mask, Tensor):
+        mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)[0, head, rows]
+    # The last key/value head serves the last query head, also where the host lets one head serve all by broadcasting.
+    parts = call.query[0, head, rows], call.key[0, -1], call.value[0, -1], out[0, head, rows]
+    query, key, value, result = (part.detach().to("cpu", copy=True) for part in parts)
+    kept_mask = mask.to("cpu", copy=True) if isinstance(mask, Tensor) else None
+    return Sample(kind, query, key, value, kept_mask, call.scale, result)

@@ -1,0 +1,313 @@
+"""What attention did while one model ran: one Run per sampling, decoding or encoding, kept for the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .compare import Difference
+
+MIB = 1 << 20
+PASSED = "handed on"  # outcome of a call that the host computes itself
+_PENDING = 512  # after so many pairs of CUDA events those that are over are read
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Calls of one kind are counted together.
+
+    Attributes:
+        block: where in the model: ``"double 3"``, ``"input 4.0"``, ``"call 17"``.
+        outcome: ``"taken"`` or ``PASSED``.
+        route: ``"torch"``, ``"tiled"``, ``"fused"``, ``"math"``; "" where it was passed to ComfyUI.
+        why: one sentence: why this route, or why it was passed to ComfyUI.
+        query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
+        dtype, mask: ``"float16"``; ``"none"``, ``"bool [1, 1, 77, 77]"``.
+        over_torch, torch_stores: what the route's choice says of torch's own function, see ``routes.Choice``.
+        via: ``"override"``, ``"SDPA"`` or ``"by name"`` (calls past the override), ``"VAE"`` or ``"text encoder"``.
+    """
+
+    block: str
+    outcome: str
+    route: str
+    why: str
+    query: tuple[int, ...] = ()
+    key: tuple[int, ...] = ()
+    dtype: str = ""
+    mask: str = "none"
+    via: str = "override"
+    over_torch: float | None = None
+    torch_stores: bool | None = None
+
+    @property
+    def math_bytes(self) -> int:
+        """What torch's math attention stores for one such call at least: its score matrix, in bytes."""
+        if not self.query or not self.key:
+            return 0
+        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        return self.query[0] * self.query[1] * self.query[2] * self.key[2] * size
+
+
+@dataclass
+class CallTally:
+    """Calls of one kind.
+
+    Attributes:
+        count: number of calls.
+        elapsed_ms: time in them, by the device's own clock.
+        extra_bytes: peak memory of the first of them besides inputs and output, None if not measured.
+        blocks, bounded_blocks: query blocks of the route ``tiled``, and those that needed no running maximum.
+        budget_halvings: how often the device ran out of memory and half the budget was tried.
+        repaired: outputs that were not finite and were computed again in float32.
+    """
+
+    count: int = 0
+    elapsed_ms: float = 0.0
+    extra_bytes: int | None = None
+    blocks: int = 0
+    bounded_blocks: int = 0
+    budget_halvings: int = 0
+    repaired: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Some rows of one real call, enough to check them against float64: query and out ``[rows, D]`` and ``[rows,
+    Dv]`` of one head, key and value ``[S, D]`` and ``[S, Dv]`` of its key/value head, mask None or ``[rows or 1, S]``.
+    """
+
+    kind: CallKind
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    out: Tensor
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of one patched object.
+
+    Attributes:
+        subject: class of the model, ``"Flux"``.
+        part: ``"diffusion model"``, ``"VAE"``, ``"text encoder"`` or ``"feed-forward"``.
+        settings: the patch's settings as one line.
+        device, unique_id, prompt_id: where, by which node, in which prompt.
+        tallies: what happened, by kind of call.
+        warnings: sentences the user should read, each once.
+        notes: further facts for the report, each once.
+        devices: where its calls ran, several on multi-GPU hosts.
+        peak_bytes: most memory seen on one device during the run; None if not known.
+        sample: rows of the largest call, for the exactness check.
+        compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
+        came_before: calls that came to an override set before ours which keeps its turn.
+        lock: to be held while a tally is changed.
+    """
+
+    subject: str
+    part: str
+    settings: str
+    device: str
+    unique_id: str | None = None
+    prompt_id: str = ""
+    tallies: dict[CallKind, CallTally] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    devices: set[str] = field(default_factory=set)
+    peak_bytes: int | None = None
+    sample: Sample | None = None
+    started: float = field(default_factory=time.time)
+    elapsed_s: float = 0.0
+    finished: bool = False
+    came_before: int = 0
+    compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
+
+    def add(self, kind: CallKind) -> CallTally:
+        """Count one call."""
+        with self.lock:
+            tally = self.tally(kind)
+            tally.count += 1
+            return tally
+
+    def tally(self, kind: CallKind) -> CallTally:
+        """The counts of a kind, still 0 for one that is new."""
+        with self.lock:
+            return self.tallies.setdefault(kind, CallTally())
+
+    def take_back(self, kind: CallKind) -> None:
+        """Count one call less, and nothing of it if it was the only one."""
+        with self.lock:
+            tally = self.tallies[kind]
+            tally.count -= 1
+            if not tally.count:
+                del self.tallies[kind]
+            if self.sample is not None and self.sample.kind == kind:
+                self.sample = None
+
+    def warn(self, sentence: str) -> bool:
+        """Keep a sentence for the report; returns whether it is new."""
+        with self.lock:
+            if sentence in self.warnings:
+                return False
+            self.warnings.append(sentence)
+            return True
+
+    def note(self, sentence: str) -> None:
+        """Keep a fact for the report."""
+        with self.lock:
+            if sentence not in self.notes:
+                self.notes.append(sentence)
+
+    def saw_device(self, device: torch.device) -> bool:
+        """A call runs on this device; returns whether it is the first there."""
+        with self.lock:
+            is_new = str(device) not in self.devices
+            self.devices.add(str(device))
+            return is_new
+
+    def time_later(self, tally: CallTally, start: Any, end: Any) -> None:
+        """Two CUDA events whose distance is read when they are over, at the latest when the run ends."""
+        with self.lock:
+            self._pending.append((tally, start, end))
+            if len(self._pending) % _PENDING == 0:
+                self._pending = [waiting for waiting in self._pending if not _read_clock(*waiting)]
+
+    def saw_memory(self, peak_bytes: int) -> None:
+        """The device's memory was at ``peak_bytes``."""
+        with self.lock:
+            self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
+
+    def finish(self) -> None:
+        """Read the clocks; the run is complete."""
+        with self.lock:
+            for tally, start, end in self._pending:
+                end.synchronize()
+                _read_clock(tally, start, end)
+            self._pending.clear()
+            self.elapsed_s = time.time() - self.started
+            self.finished = True
+
+    # ---- sums ----
+
+    def count(self, outcome: str | None = None) -> int:
+        """Number of calls, of one outcome or of all."""
+        return sum(t.count for kind, t in self.tallies.items() if outcome in (None, kind.outcome))
+
+    def routes(self) -> dict[str, int]:
+        """Calls per route taken, most frequent first."""
+        return self._counted("taken", lambda kind: kind.route)
+
+    def reasons(self, outcome: str) -> dict[str, int]:
+        """Calls per sentence, most frequent first."""
+        return self._counted(outcome, lambda kind: kind.why)
+
+    def _counted(self, outcome: str, word: Any) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for kind, tally in self.tallies.items():
+            if kind.outcome == outcome:
+                counts[word(kind)] = counts.get(word(kind), 0) + tally.count
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Time in the calls that were taken."""
+        return sum(tally.elapsed_ms for tally in self.tallies.values())
+
+    @property
+    def share(self) -> float | None:
+        """Those calls' share of the run's time, over all its devices; None while it runs."""
+        whole = self.elapsed_s * max(1, len(self.devices))
+        return min(1.0, self.elapsed_ms / 1e3 / whole) if whole else None
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """The most that one call needed besides its inputs and output; None if none was measured."""
+        known = [t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None]
+        return max(known) if known else None
+
+    @property
+    def math_bytes(self) -> int:
+        """What torch's math attention would have stored for the largest call, at least: its score matrix."""
+        return max((kind.math_bytes for kind in self.tallies), default=0)
+
+    def line(self) -> str:
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``; without calls the first note."""
+        if not self.tallies and self.notes:
+            return f"{self.subject}: {self.notes[0]}"
+        routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
+        taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
+        return f"{self.subject}: {self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"
+
+
+def _read_clock(tally: CallTally, start: Any, end: Any) -> bool:
+    """Add the time between two CUDA events if the second is over; returns whether it is."""
+    if not end.query():
+        return False
+    tally.elapsed_ms += start.elapsed_time(end)
+    return True
+
+
+_lock = threading.Lock()
+_recent: deque[Run] = deque(maxlen=32)
+
+
+def remember(run: Run) -> None:
+    """Keep a run that has begun, for the report; the oldest is forgotten. Its sample replaces those of older runs."""
+    with _lock:
+        for other in _recent:
+            if other.subject == run.subject and other.part == run.part and other.finished:
+                other.sample = None
+        _recent.append(run)
+
+
+def recent(prompt: str = "") -> list[Run]:
+    """The runs of a prompt, or of the newest prompt that had any; oldest first."""
+    with _lock:
+        runs = list(_recent)
+    if not runs:
+        return []
+    wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
+    return [run for run in runs if run.prompt_id == wanted]
+
+
+def remembered() -> list[Run]:
+    """All runs that are still known, oldest first."""
+    with _lock:
+        return list(_recent)
+
+
+def forget() -> None:
+    """Drop all runs and what they hold."""
+    with _lock:
+        _recent.clear()
+
+
+def block_name(options: dict[str, Any] | None) -> str:
+    """Where in the model a call is, by what the host writes into ``transformer_options``; "" where it says nothing.
+
+    UNets write ``block = ("input", 4)`` and the index of the transformer block inside, ``"input 4.0"``; transformers
+    write ``block_type`` and ``block_index``, ``"double 3"``.
+    """
+    options = options or {}
+    block, index = options.get("block"), options.get("block_index")
+    if isinstance(block, tuple) and len(block) == 2:
+        return f"{block[0]} {block[1]}" + ("" if index is None else f".{index}")
+    if index is not None:
+        return f"{options.get('block_type') or 'block'} {index}"
+    return ""
+
+
+def stale(device: torch.device) -> bool:
+    """Whether a device cannot be asked now: while a CUDA graph is captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

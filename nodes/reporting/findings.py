@@ -1,0 +1,159 @@
+"""Which runs a report is about, and what it has to say where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...pascal_attn_core.cli.info import Machine
+from ..engine.runs import Run
+from .exactness import Exactness
+from .rows import together
+from .words import title_of
+
+PATCHES = {
+    "PascalAttentionPatch": "Pascal Attention Patch",
+    "PascalVAEAttention": "Pascal VAE Attention",
+    "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
+    "PascalFFNChunking": "Pascal FFN Chunking",
+}
+Prompt = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), the exactness
+    check's result, and how many runs there were."""
+
+    run: Run
+    remark: str = ""
+    exactness: Exactness | None = None
+    times: int = 1
+
+    @property
+    def title(self) -> str:
+        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``."""
+        return title_of(self.run) + (f", {self.times} runs" if self.times > 1 else "")
+
+
+def merged(shown: list[Shown]) -> list[Shown]:
+    """Runs of one node with one model as one: positive and negative prompt, the tiles of an upscaler."""
+    groups: dict[tuple, list[Shown]] = {}
+    for entry in shown:
+        run = entry.run
+        key = (run.unique_id or id(run), run.subject, run.part, run.settings, run.device, entry.remark)
+        groups.setdefault(key, []).append(entry)
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups.values()]
+
+
+def _one_of(group: list[Shown]) -> Shown:
+    checks = [entry.exactness for entry in group if entry.exactness is not None]
+    worst = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
+    return Shown(together([entry.run for entry in group]), group[0].remark, worst, len(group))
+
+
+@dataclass(eq=False)
+class Findings:
+    """Everything that a report says; text and picture are made of this alone.
+
+    Attributes:
+        shown: the runs, oldest first.
+        alarms: sentences for the top, in red.
+        remarks: sentences below them: what is missing and why.
+        machine: the facts of the computer.
+        host: of ComfyUI, by name: ``{"ComfyUI": "0.33.0", "attention": "attention_pytorch"}``.
+        memory: bytes of all memory by device, ``{"cuda:0": 11811160064}``.
+        when: seconds since the epoch.
+    """
+
+    machine: Machine
+    shown: list[Shown] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    host: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    when: float = field(default_factory=time.time)
+
+
+def choose_runs(
+    known: list[Run], prompt: Prompt, prompt_id: str, report_id: str | None
+) -> tuple[list[Shown], list[str]]:
+    """The runs of this prompt, the newest earlier run of each patch that did not run in it, and remarks.
+
+    Args:
+        known: all runs that are remembered, oldest first.
+        prompt: ComfyUI's prompt: ``{node id: {"class_type": ..., "inputs": {...}}}``.
+        prompt_id: of the prompt being executed.
+        report_id: the report's own node.
+    """
+    shown = [Shown(run, "" if run.finished else _UNFINISHED) for run in known if run.prompt_id == prompt_id]
+    remarks = []
+    patches = {node: str(entry.get("class_type")) for node, entry in prompt.items()}
+    patches = {node: kind for node, kind in patches.items() if kind in PATCHES}
+    seen = {entry.run.unique_id for entry in shown}
+    earlier = []
+    for node, kind in patches.items():
+        if node in seen:
+            continue
+        last = next((run for run in reversed(known) if run.unique_id == node and run.prompt_id != prompt_id), None)
+        if last is not None:
+            earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
+        remarks.append(f"{PATCHES[kind]} (node {node}) {_why_absent(prompt, node, report_id, last)}")
+    if not patches and not shown:
+        remarks.append(_nothing(known))
+    if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):
+        remarks.append(
+            "Nothing is connected to this report: it ran when ComfyUI got to it, maybe before the sampler. Connect the "
+            "sampler's LATENT or the decoder's IMAGE."
+        )
+    return sorted(earlier, key=lambda entry: entry.run.started) + shown, remarks
+
+
+_UNFINISHED = "not finished: the figures are those of so far"
+
+
+def clock_text(seconds: float) -> str:
+    """``"20:41:03"``, local time."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _nothing(known: list[Run]) -> str:
+    text = "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
+    if known:
+        last = known[-1]
+        text += f" The newest run before it, {title_of(last)} at {clock_text(last.started)}: {last.line()}."
+    return text
+
+
+def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:
+    known = "" if last is None else " Its newest earlier run is shown."
+    if not any(node in _sources(entry) for entry in prompt.values()):
+        return f"did nothing: its output is connected to nothing.{known}"
+    if report_id is not None and node in _ancestors(prompt, report_id):
+        known = known or " No earlier run of it is known."
+        return f"had nothing to do in this prompt: ComfyUI used the results in its cache.{known}"
+    return (
+        "has not run so far: this report does not come after what it patches, or ComfyUI used the results in its "
+        f"cache.{known}"
+    )
+
+
+def _ancestors(prompt: Prompt, node: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [node]
+    while waiting:
+        for source in _sources(prompt.get(waiting.pop(), {})):
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _sources(entry: Mapping[str, Any]) -> list[str]:
+    return [str(value[0]) for value in entry.get("inputs", {}).values() if _is_link(value)]
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (str, int))

@@ -1,0 +1,113 @@
+"""Keys per tile for a workload on a card, and one sentence that says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...pascal_attn_core import AttentionConfig
+from ...pascal_attn_core.call import check_call
+from ...pascal_attn_core.device import MIB, DeviceInfo
+from ...pascal_attn_core.tiled.plan import plan_call
+from ...pascal_attn_core.tiled.tiles import TilePlan, recommended_tile_size_for
+
+GIB = 1 << 30
+_LEAST_TOKENS = 1024
+_SHARE_OF_FREE = 2  # a call may take 1 / 2 of what is free, where that is less than its budget
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call of a model: self-attention of ``tokens`` tokens, as ComfyUI's models lay it out.
+
+    Attributes:
+        budget_mib: extra memory of the call; 0 = the device's default.
+    """
+
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    budget_mib: int = 0
+
+    def tensor(self, device: torch.device | str, heads: int | None = None) -> Tensor:
+        """Numbers in the shape of a query, key or value: ``[1, H, N, D]``, a view of ``[1, N, H*D]``."""
+        heads = self.heads if heads is None else heads
+        flat = torch.empty(1, self.tokens, heads * self.head_dim, dtype=self.dtype, device=device)
+        return flat.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller call would still show which tiles are fast."""
+        return self.heads > 1 or self.tokens > _LEAST_TOKENS
+
+    def smaller(self) -> Shape:
+        """Half the heads, or of one head half the tokens."""
+        if self.heads > 1:
+            return replace(self, heads=(self.heads + 1) // 2)
+        return replace(self, tokens=max(_LEAST_TOKENS, (self.tokens + 1) // 2))
+
+    @property
+    def config(self) -> AttentionConfig:
+        """The tiled route under this budget."""
+        return AttentionConfig(route="tiled", budget_mib=self.budget_mib or None)
+
+    def text(self) -> str:
+        """``"4096 tokens, 24 heads of 64 in float16"``."""
+        heads = f"{self.heads} head{'' if self.heads == 1 else 's'}"
+        return f"{self.tokens} tokens, {heads} of {self.head_dim} in {name_of(self.dtype)}"
+
+    def key(self, card: str) -> str:
+        """Under which a measurement is remembered: ``"NVIDIA GeForce GTX 1080 Ti | float16 | D 64 | 4096 tokens |
+        24 heads"``."""
+        parts = [card, name_of(self.dtype), f"D {self.head_dim}", f"{self.tokens} tokens", f"{self.heads} heads"]
+        return " | ".join([*parts, f"{self.budget_mib} MiB"] if self.budget_mib else parts)
+
+
+@dataclass(frozen=True)
+class Card:
+    """The device that computes: its facts, and free and all memory in bytes, 0 if unknown."""
+
+    info: DeviceInfo
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+    def text(self) -> str:
+        """``"NVIDIA GeForce GTX 1080 Ti with 2.75 MiB of L2 cache and 9.8 of 11.0 GiB free"``."""
+        cache = "L2 cache" if self.info.is_gpu else "shared cache"
+        known = f"{self.info.l2_bytes / MIB:.4g} MiB of {cache}" if self.info.l2_bytes else f"{cache} of unknown size"
+        free = f" and {self.free_bytes / GIB:.1f} of {self.total_bytes / GIB:.1f} GiB free" if self.total_bytes else ""
+        return f"{self.info.name or self.info.kind} with {known}{free}"
+
+
+def plan_for(card: Card, shape: Shape) -> TilePlan:
+    """What the tiled route would choose for the call.
+
+    Raises:
+        ValueError: not even the smallest tile fits the budget.
+    """
+    query = shape.tensor("meta")
+    call = check_call(query, query, query, None, 0.0, False, None, False)
+    most = card.free_bytes // _SHARE_OF_FREE if card.total_bytes else None
+    return plan_call(call, card.info, shape.config, most_bytes=most)
+
+
+def sentence(card: Card, shape: Shape, plan: TilePlan, measured: str = "") -> str:
+    """The choice in plain words, with its numbers; ``measured``: what a measurement says instead of the plan."""
+    constant = recommended_tile_size_for(card.info.l2_bytes if card.info.is_gpu else 0)
+    heads = f"{plan.units} head{'' if plan.units == 1 else 's'}"
+    chosen = measured or (
+        f"the tiled route takes {plan.kv_block} keys per tile ({heads} x {plan.q_block} queries x {plan.kv_block} keys "
+        f"at a time, {plan.extra_bytes / MIB:.1f} MiB)"
+    )
+    return (
+        f"{card.text()}: for {shape.text()} {chosen}; the square tile that its L2 cache alone would allow is "
+        f"{constant} x {constant}."
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``"float16"``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,222 @@
+"""Who takes part in ``pascal-attn bench``: torch, our routes, the peers that are installed."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib.util
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...attention import sdpa
+from ...capture import CapturedCall
+from ...config import ROUTES, AttentionConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+BASELINE = "torch-fused"
+PASCAL_ATTN_TILES = (64, 128, 256)
+NOFLASH_TIERS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute attention.
+
+    Attributes:
+        name: as on the command line.
+        prepare: makes, outside of the time measured, a function of (query, key, value) for one call.
+        extra_bytes: a rough estimate of the memory it needs, to leave it out before it fills the machine.
+        operators: a rough estimate of the operators it launches, to leave it out where that alone takes minutes.
+        is_ours: whether it runs :func:`pascal_attn_core.sdpa`, so that the report has something to say.
+    """
+
+    name: str
+    prepare: Callable[[CapturedCall], Attend]
+    extra_bytes: Callable[[CapturedCall], int] = lambda call: 0
+    operators: Callable[[CapturedCall], int] = lambda call: 0
+    is_ours: bool = False
+
+
+def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]:
+    """Everything that can run in this installation, and one sentence for each peer that cannot."""
+    found = route_candidates(config)
+    found.append(_ours("ours-tiled-online", replace(config, route="tiled", softmax="online")))
+    missing = []
+    for name, make in (("pascal_attn", _pascal_attn), ("noflash_attention", _noflash)):
+        if importlib.util.find_spec(name) is None:
+            missing.append(f"{name} is not installed: not compared")
+        else:
+            found += make()
+    return found, missing
+
+
+def route_candidates(config: AttentionConfig) -> list[Candidate]:
+    """Torch's own function, its math kernel, our choice and each of our routes asked for by name."""
+    found = [
+        Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
+        Candidate("torch-math", _torch_math, extra_bytes=_score_bytes),
+    ]
+    found.append(_ours("ours-auto", config))
+    for route in ROUTES:
+        forced = replace(config, route=route)
+        if route == "math":
+            # without a limit: here it is asked for by name
+            math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
+            found.append(replace(math_route, extra_bytes=_score_bytes))
+        else:
+            found.append(_ours(f"ours-{route}", forced))
+    return found
+
+
+def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
+    """Those named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is always in.
+
+    Raises:
+        ValueError: a pattern that names nobody.
+    """
+    wanted = {BASELINE}
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        names = [c.name for c in candidates if _matches(c.name, "*" if pattern == "all" else pattern)]
+        if not names:
+            known = ", ".join(c.name for c in candidates)
+            raise ValueError(f"candidate must be one of [all, {known}] or a pattern, got {pattern!r}")
+        wanted.update(names)
+    return [c for c in candidates if c.name in wanted]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.removeprefix("ours-"), pattern)
+
+
+def torch_kernel(call: CapturedCall) -> str:
+    """The kernel that torch's own function picks for a call: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``."""
+    try:
+        choice = torch._fused_sdp_choice(
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            call.dropout_p,
+            call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+        )
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError):  # private: may change, or lack a device
+        return "?"
+    names = {"FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "CUDNN_ATTENTION": "cudnn"}
+    return next((name for key, name in names.items() if int(getattr(SDPBackend, key)) == choice), "math")
+
+
+def _torch_fused(call: CapturedCall) -> Attend:
+    options = _options(call)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, call.attn_mask, **options)
+
+
+def _torch_math(call: CapturedCall) -> Attend:
+    options = _options(call)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **options)
+
+    return attend
+
+
+def _ours(name: str, config: AttentionConfig) -> Candidate:
+    def prepare(call: CapturedCall) -> Attend:
+        options = _options(call)
+        return lambda q, k, v: sdpa(q, k, v, call.attn_mask, config=config, **options)
+
+    return Candidate(name, prepare, is_ours=True)
+
+
+def _options(call: CapturedCall) -> dict:
+    return {
+        "dropout_p": call.dropout_p,
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "enable_gqa": call.enable_gqa,
+    }
+
+
+def _score_bytes(call: CapturedCall) -> int:
+    """Scores and probabilities in float32, as torch's math attention keeps them."""
+    return 2 * 4 * math.prod(call.query.shape[:-1]) * call.key.shape[-2]
+
+
+def _torch_bytes(call: CapturedCall) -> int:
+    return _score_bytes(call) if torch_kernel(call) == "math" else 0
+
+
+def _pascal_attn() -> list[Candidate]:
+    from pascal_attn import tiled_attention
+
+    def candidate(tile: int) -> Candidate:
+        def prepare(call: CapturedCall) -> Attend:
+            mask = _additive_mask(call)
+            return lambda q, k, v: tiled_attention(q, k, v, call.scale, mask, tile).transpose(1, 2)
+
+        return Candidate(f"pascal-attn-{tile}", prepare, operators=lambda call: _pascal_attn_operators(call, tile))
+
+    return [candidate(tile) for tile in PASCAL_ATTN_TILES]
+
+
+def _pascal_attn_operators(call: CapturedCall, tile: int) -> int:
+    rows, keys = (math.ceil(n / tile) for n in (call.query.shape[-2], call.key.shape[-2]))
+    return 14 * rows * keys + 6 * rows + 1
+
+
+def _additive_mask(call: CapturedCall) -> Tensor | None:
+    """pascal-attn documents one kind of mask: float, added, of full size. Made before the clock starts."""
+    rows, keys = call.query.shape[-2], call.key.shape[-2]
+    allowed = call.attn_mask
+    if call.is_causal:
+        allowed = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=call.query.device).tril()
+    if allowed is None:
+        return None
+    if allowed.dtype == torch.bool:
+        mask = torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1e9)
+    else:
+        mask = allowed
+    return mask.expand(*mask.shape[:-2], rows, keys)
+
+
+def _noflash() -> list[Candidate]:
+    patch = _import_noflash()
+
+    def candidate(tier: int) -> Candidate:
+        def prepare(call: CapturedCall) -> Attend:
+            # The block sizes are those that its own dispatch picks for this shape.
+            batch, heads, keys = call.query.shape[0], call.query.shape[1], call.key.shape[2]
+            rows = patch._auto_block_m(batch, keys, heads, call.query.dtype, budget_factor=2 if tier == 1 else 1)
+            sizes = {"block_m": rows}
+            if tier == 2:
+                sizes["block_n"] = patch._auto_block_n(batch, rows, heads, call.query.dtype)
+            run = (patch.chunked_sdpa, patch.chunked_sdpa_online, patch.chunked_sdpa_inplace)[tier - 1]
+            options = {"attn_mask": call.attn_mask, "is_causal": call.is_causal, **sizes}
+            return lambda q, k, v: run(q, k, v, call.scale, **options)
+
+        return Candidate(f"noflash-{tier}", prepare, extra_bytes=lambda call: 3 << 30)
+
+    return [candidate(tier) for tier in NOFLASH_TIERS]
+
+
+def _import_noflash() -> Any:
+    """Importing noflash_attention replaces torch's function in the whole process: take that back at once."""
+    original = F.scaled_dot_product_attention
+    with contextlib.redirect_stdout(io.StringIO()):
+        from noflash_attention import disable, patch
+
+        disable()
+    if F.scaled_dot_product_attention is not original:
+        raise RuntimeError("noflash_attention left its own function in torch.nn.functional: leave it out of this run")
+    return patch

@@ -1,0 +1,64 @@
+"""Memory against sequence length: counted on tensors without data, so that any length fits any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...call import check_call
+from ...config import AttentionConfig
+from ...device import MIB, device_info
+from ...observe.memory import measure
+from ...routes.tiled import forward
+from ...tiled.plan import plan_call
+
+HEADS, HEAD_DIM = 8, 64
+LENGTHS = tuple(1 << power for power in range(10, 16))
+
+
+def memory_by_length(lengths: tuple[int, ...] = LENGTHS, budget_mib: float | None = None) -> dict[str, list[float]]:
+    """Peak extra memory in MiB of self-attention ``[1, 8, L, 64]`` in float32, exact, for each length.
+
+    Returns:
+        "tokens", and for each "math" (torch's plain attention), "tiled" (what is taken) and "planned" (what its plan
+        said).
+    """
+    config = AttentionConfig(route="tiled", budget_mib=budget_mib)
+    figures: dict[str, list[float]] = {"tokens": [], "math": [], "tiled": [], "planned": []}
+    for tokens in lengths:
+        query, key, value = (torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta") for _ in range(3))
+        call = check_call(query, key, value)
+        figures["tokens"].append(tokens)
+        plain = measure(torch._scaled_dot_product_attention_math, query, key, value)
+        figures["math"].append(plain.extra_bytes / MIB)
+        tiled = measure(lambda q, k, v: forward(check_call(q, k, v), config).out, query, key, value)
+        figures["tiled"].append(tiled.extra_bytes / MIB)
+        figures["planned"].append(plan_call(call, device_info("cpu"), config).extra_bytes / MIB)
+    return figures
+
+
+def draw_memory_by_length(figures: dict[str, list[float]], path: Path) -> None:
+    """The figures as a PNG, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axis = figure.subplots()
+    tokens = figures["tokens"]
+    for name, label, colour in (
+        ("math", "torch math: the whole score matrix", "#c0504d"),
+        ("tiled", "tiled", "#2a7f62"),
+    ):
+        axis.plot(tokens, figures[name], marker="o", color=colour, label=label)
+        axis.annotate(f"{figures[name][-1]:,.1f} MiB", (tokens[-1], figures[name][-1]), xytext=(-8, 8), ha="right",
+                      textcoords="offset points", color=colour)  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(tokens, [f"{int(t):,}" for t in tokens])
+    axis.set_ylim(top=6 * max(figures["math"]))
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("peak extra memory, MiB")
+    axis.set_title(f"Self-attention, {HEADS} heads of {HEAD_DIM}, float32, forward", loc="left", fontweight="bold")
+    axis.grid(visible=True, alpha=0.3)
+    axis.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,82 @@
+"""Figures of ``pascal-attn bench`` and ``replay`` as text."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+from typing import Any
+
+import torch
+
+from ...device import device_info
+from .run import Result
+
+MIB = 1 << 20
+COLUMNS = ("", "ms", "vs torch", "of products", "TFLOP/s", "extra MiB", "operators", "error", "bounded", "")
+
+
+def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
+    """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
+    remark = ", ".join(filter(None, (result.ran, result.note)))
+    return [
+        result.name,
+        _figure(result.seconds, 1e3),
+        _figure(result.ratio),
+        "-" if result.share_of_products is None else f"{result.share_of_products:.0%}",
+        _throughput(result.flops, peak_flops),
+        "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
+        "-" if result.launches is None else f"{result.launches:,}",
+        "-" if result.error is None else f"{result.error:.1e}",
+        "-" if result.bounded is None else f"{result.bounded:.0%}",
+        remark,
+    ]
+
+
+def _throughput(flops: float | None, peak_flops: float) -> str:
+    if flops is None:
+        return "-"
+    share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
+    return f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}"
+
+
+def _figure(value: float | None, factor: float = 1.0) -> str:
+    if value is None:
+        return "-"
+    value *= factor
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per candidate: the geometric mean of its ratios to the baseline, and over how many shapes."""
+    ratios: dict[str, list[float]] = {}
+    for report in reports:
+        for result in report["results"]:
+            if result["ratio"]:
+                ratios.setdefault(result["name"], []).append(result["ratio"])
+    return {
+        name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
+        for name, values in ratios.items()
+    }
+
+
+def machine_name(device: torch.device) -> str:
+    """The processor or the card in words."""
+    if device.type != "cpu":
+        return device_info(device).name
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine() or "CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch, this package and the peers that are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("pascal-attention", "pascal-attn", "noflash-attention"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

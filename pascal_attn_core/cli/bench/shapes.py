@@ -1,0 +1,183 @@
+"""The shapes of ``pascal-attn bench``: attention calls as real models make them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...capture import CapturedCall
+
+MASKS = ("none", "bool", "padding", "bias")
+_VALID_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call to time. Shape legend as everywhere: B Hq Hkv L S D.
+
+    Attributes:
+        mask: ``"none"``; ``"bool"``: ``[1, 1, L, S]``, half of it allowed; ``"padding"``: bool ``[B, 1, 1, S]``, the
+            last keys (40 % on average) left out; ``"bias"``: float ``[1, Hq, L, S]``.
+        head_dim_v: of the values; None = as that of the keys.
+    """
+
+    name: str
+    what: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len_q: int
+    seq_len_kv: int
+    head_dim: int
+    mask: str = "none"
+    is_causal: bool = False
+    dtype: str = "float32"
+    head_dim_v: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def num_bytes(self) -> int:
+        """What query, key, value and output take."""
+        rows = self.num_heads * self.seq_len_q + self.num_kv_heads * self.seq_len_kv
+        return self.batch * rows * (self.head_dim + self.value_dim) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def text(self) -> str:
+        """``"B2 H10 N4096 D64 float32"``."""
+        heads = f"H{self.num_heads}" + (f"/{self.num_kv_heads}" if self.num_heads != self.num_kv_heads else "")
+        same = self.seq_len_q == self.seq_len_kv
+        tokens = f"N{self.seq_len_q}" if same else f"{self.seq_len_q}x{self.seq_len_kv}"
+        rule = " causal" if self.is_causal else ""
+        mask = "" if self.mask == "none" else f" mask {self.mask}"
+        dims = f"D{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
+        return f"B{self.batch} {heads} {tokens} {dims} {self.dtype}{rule}{mask}"
+
+    def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> CapturedCall:
+        """The tensors of this shape: normal random numbers, the same for every run with this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
+
+        return CapturedCall(
+            query=normal(self.batch, self.num_heads, self.seq_len_q, self.head_dim),
+            key=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
+            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.value_dim),
+            attn_mask=self._mask(generator, device, dtype),
+            is_causal=self.is_causal,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+            name=self.name,
+        )
+
+    def _mask(self, generator: torch.Generator, device: torch.device | str, dtype: torch.dtype) -> Tensor | None:
+        rows, keys = self.seq_len_q, self.seq_len_kv
+        if self.mask == "none":
+            return None
+        if self.mask == "bool":
+            return (torch.rand(1, 1, rows, keys, generator=generator) < 0.5).to(device)
+        if self.mask == "bias":
+            return torch.randn(1, self.num_heads, rows, keys, generator=generator).to(device=device, dtype=dtype)
+        # Lengths differ from sample to sample, as in a padded batch of prompts.
+        spread = torch.linspace(-0.15, 0.15, self.batch) if self.batch > 1 else torch.zeros(1)
+        lengths = ((_VALID_SHARE + spread) * keys).long().clamp(1, keys)
+        return (torch.arange(keys) < lengths[:, None])[:, None, None, :].to(device)
+
+
+SHAPES = (
+    Shape("sd15", "Stable Diffusion 1.5, 512x512, first level", 2, 8, 8, 4096, 4096, 40),
+    Shape("sdxl", "SDXL, 1024x1024, second level", 2, 10, 10, 4096, 4096, 64),
+    Shape("sdxl_bf16", "SDXL in bfloat16", 2, 10, 10, 4096, 4096, 64, dtype="bfloat16"),
+    Shape("gqa", "grouped heads of an LLM's prompt", 4, 32, 8, 2048, 2048, 64),
+    Shape("flux", "Flux, 1024x1024 and 512 text tokens", 1, 24, 24, 4608, 4608, 128),
+    Shape("wan", "Wan video (two of its heads on a CPU)", 1, 12, 12, 16384, 16384, 128),
+    Shape("cross77", "cross attention to a CLIP prompt", 2, 8, 8, 16384, 77, 64),
+    Shape("cross512", "cross attention to a T5 prompt", 2, 8, 8, 16384, 512, 64),
+    Shape("causal", "causal prompt", 1, 16, 16, 2048, 2048, 64, is_causal=True),
+    Shape("decode", "one new token of an LLM", 8, 32, 8, 1, 4096, 64),
+    Shape("vae", "VAE mid block, 512x512", 1, 1, 1, 4096, 4096, 512),
+    Shape("mask_bool", "bool mask of the full size", 1, 16, 16, 2048, 2048, 64, mask="bool"),
+    Shape("mask_padding", "padded batch", 4, 16, 16, 2048, 2048, 64, mask="padding"),
+    Shape("mask_bias", "bias per head, as T5 has it", 1, 16, 16, 2048, 2048, 64, mask="bias"),
+)
+QUICK = ("gqa", "cross77", "causal", "decode", "mask_bool", "mask_padding", "mask_bias")
+
+
+def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None = None) -> list[Shape]:
+    """The shapes named by a comma-separated list of names or patterns (``"sd*,gqa"``, ``"quick"``, ``"all"``).
+
+    Args:
+        device_type: on ``"cpu"`` the video shape keeps two heads.
+        dtype: replaces every shape's own dtype.
+    Raises:
+        ValueError: a pattern that names no shape.
+    """
+    chosen: dict[str, Shape] = {}
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        names = _expand(pattern)
+        if not names:
+            known = ", ".join(shape.name for shape in SHAPES)
+            raise ValueError(f"shape must be one of [all, quick, {known}] or a pattern, got {pattern!r}")
+        chosen.update({shape.name: shape for shape in SHAPES if shape.name in names})
+    shapes = list(chosen.values())
+    if device_type == "cpu":
+        shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
+    return shapes if dtype is None else [replace(shape, dtype=dtype) for shape in shapes]
+
+
+# what --shape may say, and the field; those without a default are needed
+_SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv"}
+_SIZES |= {"D": "head_dim", "Dv": "head_dim_v"}
+_NEEDED = ("Hq", "L", "D")
+_MAX_SIZE = (1 << 31) - 1
+
+
+def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "float32") -> list[Shape]:
+    """Shapes as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``; named own, or own1, own2, ... where there are several.
+
+    Args:
+        texts: B, Hkv, S and Dv may be left out: 1, as many as Hq, as many as L, and D.
+    Raises:
+        ValueError: a text that is no shape.
+    """
+    shapes = []
+    for number, text in enumerate(texts, start=1):
+        sizes = _read_sizes(text)
+        sizes = {"B": 1, "Hkv": sizes["Hq"], "S": sizes["L"], "Dv": sizes["D"]} | sizes
+        if sizes["Hq"] % sizes["Hkv"]:
+            raise ValueError(f"--shape must have Hq a multiple of Hkv, got {sizes['Hq']} and {sizes['Hkv']}")
+        fields = {_SIZES[name]: size for name, size in sizes.items()}
+        name = f"own{number}" if len(texts) > 1 else "own"
+        shapes.append(Shape(name, "as asked for", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
+    return shapes
+
+
+def _read_sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _SIZES or name in sizes:
+            again = " once" if name in sizes else ""
+            raise ValueError(f"--shape must name each of {list(_SIZES)}{again} as in L=2048, got {part.strip()!r}")
+        if not number.isascii() or not number.isdigit() or len(number) > 10 or not 1 <= int(number) <= _MAX_SIZE:
+            raise ValueError(f"{name} in --shape must be a whole number from 1 to {_MAX_SIZE}, got {number!r}")
+        sizes[name] = int(number)
+    missing = [name for name in _NEEDED if name not in sizes]
+    if missing:
+        raise ValueError(f"--shape must say {', '.join(missing)}, got {text!r}")
+    return sizes
+
+
+def _expand(pattern: str) -> list[str]:
+    if pattern == "quick":
+        return list(QUICK)
+    if pattern == "all":
+        pattern = "*"
+    return fnmatch.filter([shape.name for shape in SHAPES], pattern)

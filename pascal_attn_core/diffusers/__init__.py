@@ -1,0 +1,465 @@
+"""Diffusers: exact O(N)-memory attention in any pipeline, with the model's own processors at work.
+
+    import pascal_attn_core.diffusers as pascal
+
+    with pascal.patch_pipeline(pipe):                            # until the block ends
+        pipe(prompt)
+
+    pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until another processor is set
+
+Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and ``ModularPipeline``), and that method
+with the property ``attn_processors`` to those models that diffusers gives none; it teaches the ``set_processor`` of
+diffusers' attention modules to keep the processor that a ``PascalAttnProcessor`` is set over, and
+``set_attention_backend`` to warn where ours is at work; for every other processor both do what they did.
+:func:`uninstall` takes all of it back.
+
+diffusers has attention backends too, chosen by name from a closed list; there is no public way to add one, so this is
+not one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from inspect import getattr_static
+from types import FrameType
+from typing import Any
+
+import diffusers as _diffusers
+import torch.nn.functional as F
+from diffusers.models import attention_processor
+from torch import nn
+
+from ..config import AttentionConfig
+from ..patching import Patch, PatchGroup
+from . import arrivals
+from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
+from .processors import RedirectedProcessor, redirect_processor, takes_its_own_backend
+from .redirect import TORCH_SDPA, SdpaRedirect, redirects_of
+from .sites import (
+    computes_attention,
+    default_processor_class,
+    left_alone,
+    models_of,
+    processor_of,
+    sites_of,
+    upgrade_of,
+)
+
+__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_pipeline", "uninstall"]
+
+log = logging.getLogger("pascal_attn")
+
+# Methods of diffusers that set processors as one step of something else: what was ours before stays ours around them.
+_SETS_PROCESSORS = {
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "load_ip_adapter",
+    "unload_ip_adapter",
+    "_load_ip_adapter_weights",
+    "load_attn_procs",
+    "set_attention_slice",
+}
+
+
+class PascalAttnProcessor(RedirectedProcessor):
+    """An attention processor for ``set_attn_processor``: the model's own processor with our attention inside.
+
+        pipe.set_attn_processor(PascalAttnProcessor())
+        model.set_attn_processor(PascalAttnProcessor(AttentionConfig(budget_mib=16)))
+        unet.set_attn_processor({name: PascalAttnProcessor() for name in unet.attn_processors})
+
+    When it is set on an attention module, it takes on the processor found there: rotary embeddings, IP-Adapter weights,
+    fused projections, masks and norms stay that processor's work, and what is then found on the module is an instance
+    of that processor's class as well as of this one. Linear attention is left alone. It stays when diffusers sets other
+    processors as a step of ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their
+    opposites, when a pipeline assigns ``module.processor`` (perturbed-attention guidance), and on blocks that a
+    pipeline builds again (``enable_free_noise``); any other processor set afterwards replaces it, and ``None`` gives
+    back the one it was set over.
+
+    Args:
+        config: how to compute; None = the default.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, config: AttentionConfig | None = None):
+        if config is not None and not isinstance(config, AttentionConfig):
+            raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+        self._original = None
+        self._redirect = SdpaRedirect(config, lasting=True)
+
+    @property
+    def config(self) -> AttentionConfig | None:
+        """The config given; None = the default."""
+        return self._redirect.config
+
+    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), got assigned to "
+            f".processor of {type(attn).__name__}, whose own processor it would need; or use patch_pipeline()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _restored, (self._original, self._redirect)
+
+    def __repr__(self) -> str:
+        inner = "" if self._original is None else f" around {type(self._original).__name__}"
+        return f"<PascalAttnProcessor{inner}, config={self.config}>"
+
+
+class PipelinePatch(Patch):
+    """What :func:`patch_pipeline` returns.
+
+    Attributes:
+        left_alone: one sentence per kind of attention that is not ours, such as ``"2 x SanaLinearAttnProcessor2_0:
+            linear attention"``.
+    """
+
+    def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int, left_alone: list[str]):
+        super().__init__(name, undo, sites=sites)
+        self.left_alone = left_alone
+        if left_alone:
+            log.info("%s: left alone: %s", name, "; ".join(left_alone))
+
+
+def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
+    """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
+
+    Of a pipeline it reaches all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
+    text encoders of Transformers. Processors stay the same objects, and those set while the patch is in force are
+    served too, as are blocks that a pipeline builds again. Patches may be removed in any order; of several the newest
+    decides. A :class:`PascalAttnProcessor` set on a module decides over a patch.
+
+    Args:
+        pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
+        config: how to compute; None = the default.
+    Returns:
+        A Patch: ``.sites`` attention modules are redirected until ``.remove()``; ``.left_alone`` names those that are
+        not.
+    Raises:
+        TypeError: neither a pipeline nor a module.
+        ValueError: it holds no attention that calls ``scaled_dot_product_attention``.
+    """
+    _warn_if_sdpa_is_replaced()
+    models = models_of(pipe_or_model)
+    redirect = SdpaRedirect(config)
+    with PatchGroup(f"attention of {type(pipe_or_model).__name__}") as group:
+        sites = list(sites_of(models))
+        _require_sites(sites, pipe_or_model, models)
+        for module in sites:
+            group.add(_patch_module(module, redirect))
+
+    def undo() -> list[str]:
+        sentences = group._undo_all()
+        for module in (module for model in models for module in model.modules()):
+            sentences += release_module(module, redirect)  # what has come into the models since
+        return sentences
+
+    return PipelinePatch(group.name, undo, sites=len(sites), left_alone=left_alone(models))
+
+
+def install() -> None:
+    """Make the changes to diffusers' classes; done by importing this module. Twice is harmless."""
+    arrivals.serve_arrivals(_serve)
+    for cls in _pipeline_classes():
+        if not hasattr(cls, "set_attn_processor"):
+            cls.set_attn_processor = _set_attn_processor
+    for name, ours in _ADDED_TO_MODELS.items():
+        if name not in vars(_diffusers.ModelMixin):
+            setattr(_diffusers.ModelMixin, name, _MemberOfModels(name, ours))
+    for cls, name, taught in _taught_methods():
+        if not hasattr(getattr(cls, name), "_pascal_original"):
+            setattr(cls, name, taught(getattr(cls, name)))
+
+
+def uninstall() -> None:
+    """Take back every change to diffusers' classes. Pipelines on which a processor is set keep it; blocks that they
+    build afterwards are not served."""
+    arrivals.stop()
+    for cls in _pipeline_classes():
+        if cls.__dict__.get("set_attn_processor") is _set_attn_processor:
+            del cls.set_attn_processor
+    for name in _ADDED_TO_MODELS:
+        if isinstance(vars(_diffusers.ModelMixin).get(name), _MemberOfModels):
+            delattr(_diffusers.ModelMixin, name)
+    for cls, name, _ in _taught_methods():
+        original = getattr(getattr(cls, name), "_pascal_original", None)
+        if original is not None:
+            setattr(cls, name, original)
+
+
+class _MemberOfModels:
+    """A member of ``ModelMixin``: diffusers' own where the model's class has one, ``ours`` where it has none."""
+
+    def __init__(self, name: str, ours: Any):
+        self.name, self.ours = name, ours
+
+    def __get__(self, model: Any, owner: Any) -> Any:
+        return self.of(owner).__get__(model, owner)
+
+    def of(self, owner: Any) -> Any:
+        """The descriptor that counts for models of class ``owner``."""
+        bases = owner.__mro__[owner.__mro__.index(_diffusers.ModelMixin) + 1 :]
+        return next((vars(base)[self.name] for base in bases if self.name in vars(base)), self.ours)
+
+
+def _attn_processors(self: nn.Module) -> dict[str, Any]:
+    """The processors of all attention modules of a model by the names that ``set_attn_processor`` takes in a dict
+    (added by pascal_attn_core.diffusers)."""
+    return {f"{name}.processor": module.processor for name, module in _with_processors(self)}
+
+
+def _with_processors(model: nn.Module) -> list[tuple[str, Any]]:
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    return [(n, m) for n, m in modules if hasattr(m, "get_processor") or processor_of(m) is not None]
+
+
+def _set_attn_processor(self: Any, processor: Any) -> None:
+    """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
+
+    Args:
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes ours off everywhere.
+            Any other takes ours off and is then set on the models that are not autoencoders. For one model also a dict
+            with the keys of its ``attn_processors``.
+    Raises:
+        TypeError: a dict for a pipeline; its keys belong to one model, so set it there.
+        ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
+    """
+    if isinstance(processor, dict):
+        if not isinstance(self, nn.Module):
+            raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
+        _set_dict(self, processor)
+        return
+    models = models_of(self)
+    if isinstance(processor, PascalAttnProcessor):
+        _warn_if_sdpa_is_replaced()
+        sites = list(sites_of(models))
+        _require_sites(sites, self, models)
+        for module in sites:
+            _set_on_module(module, processor)
+        log.info("PascalAttnProcessor: set at %d places of %s", len(sites), type(self).__name__)
+        return
+    model: Any
+    for model in models:
+        for module in model.modules():
+            _take_off_module(module)
+        if processor is not None and not hasattr(model, "decode"):
+            _set_other(model, processor)
+
+
+def _set_dict(model: nn.Module, processors: dict[str, Any]) -> None:
+    modules = {f"{name}.processor": module for name, module in _with_processors(model)}
+    if len(processors) != len(modules):
+        raise ValueError(
+            f"a dict must have one processor for each attention module of {type(model).__name__}: its number of "
+            f"processors must be {len(modules)}, got {len(processors)}"
+        )
+    unknown = sorted(set(processors) - set(modules))
+    if unknown:
+        raise ValueError(f"the keys must be those of attn_processors, got {', '.join(unknown)}")
+    for name, processor in processors.items():
+        _set_any(modules[name], processor)
+
+
+def _set_other(model: Any, processor: Any) -> None:
+    method = getattr_static(type(model), "set_attn_processor", None)
+    if isinstance(method, _MemberOfModels):
+        method = method.of(type(model))
+    if method is not None and method is not _set_attn_processor:
+        model.set_attn_processor(processor)
+        return
+    for module in model.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(processor)
+
+
+def _set_any(module: Any, processor: Any) -> None:
+    """Set ``processor``, ours or another, on a module that may have no ``set_processor``."""
+    if hasattr(module, "set_processor"):
+        module.set_processor(processor)
+    elif isinstance(processor, PascalAttnProcessor):
+        _set_on_module(module, processor)
+    else:
+        _take_off_module(module)
+        if processor is not None:
+            module.processor = processor
+
+
+def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
+    redirect_module(module, redirect)
+    return lambda: release_module(module, redirect)
+
+
+def _set_on_module(module: nn.Module, processor: PascalAttnProcessor) -> None:
+    if processor_of(module) is not None:
+        module.processor = _bound(processor, module)
+    set_lasting_redirect(module, processor._redirect)
+
+
+def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
+    """Put attention that has come into a model under a redirect that is in force around it."""
+    if not redirect.lasting:
+        redirect_module(module, redirect)
+        return
+    processor = PascalAttnProcessor()
+    processor._redirect = redirect
+    _set_on_module(module, processor)
+
+
+def _take_off_module(module: nn.Module) -> None:
+    processor = processor_of(module)
+    if isinstance(processor, PascalAttnProcessor) and processor._original is not None:
+        module.processor = processor._original
+    set_lasting_redirect(module, None)
+
+
+def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
+    """What ``processor`` becomes on ``attn``: itself if it already is some module's, else around the one there."""
+    if processor._original is not None:
+        return processor
+    current = processor_of(attn)
+    if current is None:
+        default = default_processor_class(attn)
+        if default is None:
+            raise ValueError(f"{type(attn).__name__} has no processor yet that PascalAttnProcessor could run")
+        current = default()
+    if not computes_attention(current):
+        return current
+    return _around(getattr(current, "_original", current), processor._redirect)
+
+
+def _around(original: Any, redirect: SdpaRedirect) -> Any:
+    cls: Any = type(original)
+    return redirect_processor(original, redirect, base=PascalAttnProcessor, runs_as=upgrade_of(cls))
+
+
+def _restored(original: Any, redirect: SdpaRedirect) -> Any:
+    return PascalAttnProcessor(redirect.config) if original is None else _around(original, redirect)
+
+
+def _taught(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_processor(self: nn.Module, processor: Any) -> None:
+        current, redirect = processor_of(self), lasting_redirect(self)
+        if redirect is not None and _is_a_step(sys._getframe(1)):
+            processor = _kept_around(current, processor, redirect)
+        elif isinstance(processor, PascalAttnProcessor):
+            _warn_if_sdpa_is_replaced()
+            processor = _bound(processor, self)
+            redirect = processor._redirect if isinstance(processor, PascalAttnProcessor) else None
+        else:
+            redirect = None
+            if processor is None:
+                processor = current._original if isinstance(current, PascalAttnProcessor) else current
+        original(self, processor)
+        set_lasting_redirect(self, redirect)
+
+    set_processor._pascal_original = original  # type: ignore[attr-defined]
+    return set_processor
+
+
+def _warns(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_attention_backend(self: nn.Module, backend: str) -> None:
+        original(self, backend)
+        _say_which_counts(self, backend)
+
+    set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
+    return set_attention_backend
+
+
+def _say_which_counts(host: nn.Module, backend: str) -> None:
+    """Warn once for a call of ``set_attention_backend``, where some of the attention it means is ours."""
+    redirected = [processor_of(module) for module in host.modules() if redirects_of(module)]
+    count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
+    if not count:
+        return
+    name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
+    if takes_its_own_backend(backend):
+        log.warning(
+            "%s: set_attention_backend(%r) counts: Pascal Attention is set on %s, but flex attention takes masks of "
+            "its own kind, so these calls go to it until another backend is set",
+            name,
+            backend,
+            places,
+        )
+    else:
+        log.warning(
+            "%s: Pascal Attention counts on %s, set_attention_backend(%r) has no effect there until it is taken off "
+            "(set_attn_processor(None), or remove() of the patch)",
+            name,
+            places,
+            backend,
+        )
+
+
+def _is_a_step(frame: FrameType | None) -> bool:
+    """Whether this call comes from a method of diffusers that sets processors as one step of something else."""
+    while frame is not None:
+        if frame.f_code.co_name in _SETS_PROCESSORS and frame.f_globals.get("__name__", "").startswith("diffusers."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _kept_around(current: Any, processor: Any, redirect: SdpaRedirect) -> Any:
+    if isinstance(processor, PascalAttnProcessor):
+        # unbound where diffusers has made another one of the class that it found
+        return processor if processor._original is not None else current
+    return _around(processor, redirect) if computes_attention(processor) else processor
+
+
+def _pipeline_classes() -> list[Any]:
+    found = [getattr(_diffusers, name, None) for name in ("DiffusionPipeline", "ModularPipeline")]
+    return [cls for cls in found if cls is not None]
+
+
+def _attention_classes() -> list[Any]:
+    from diffusers.models import attention
+
+    classes = [attention_processor.Attention, getattr(attention, "AttentionModuleMixin", None)]
+    return [cls for cls in classes if cls is not None]
+
+
+def _taught_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
+    from diffusers.models import attention
+
+    backends = [_diffusers.ModelMixin, getattr(attention, "AttentionModuleMixin", None)]
+    return [
+        *((cls, "set_processor", _taught) for cls in _attention_classes()),
+        *((cls, "set_attention_backend", _warns) for cls in backends if hasattr(cls, "set_attention_backend")),
+    ]
+
+
+def _require_sites(sites: list[nn.Module], host: Any, models: list[nn.Module]) -> None:
+    if sites:
+        return
+    looked = ", ".join(type(model).__name__ for model in models) or "no diffusers model"
+    others = "; ".join(left_alone(models))
+    raise ValueError(
+        f"{type(host).__name__} must hold attention that calls scaled_dot_product_attention, got none (looked into "
+        f"{looked}){'; left alone: ' if others else ''}{others or '; models without attention need no patch'}"
+    )
+
+
+def _warn_if_sdpa_is_replaced() -> None:
+    current = F.scaled_dot_product_attention
+    if current is not TORCH_SDPA and not str(current.__module__).startswith(__name__.rpartition(".")[0]):
+        _warn_once(f"{current.__module__}.{getattr(current, '__qualname__', current)}")
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(replacement: str) -> None:
+    log.warning(
+        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention goes there, and reaches "
+        "Pascal Attention only where that calls torch's own",
+        replacement,
+    )
+
+
+_ADDED_TO_MODELS = {"set_attn_processor": _set_attn_processor, "attn_processors": property(_attn_processors)}
+
+install()

@@ -1,0 +1,91 @@
+"""Modules that come into a model after ours was set on it.
+
+Pipelines rebuild parts of their models: FreeNoise of AnimateDiff builds the temporal blocks a second time, an
+IP-Adapter brings attention of its own. torch calls a hook whenever a module is put into another, at the assignment; so
+nothing has to be looked for in a forward, compiled or not. The hook exists only while some module is redirected.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from .redirect import SdpaRedirect, redirects_of
+from .sites import is_site
+
+log = logging.getLogger("pascal_attn")
+
+_lock = threading.Lock()
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_hook: Any = None
+_serve: Callable[[nn.Module, SdpaRedirect], None] | None = None
+
+
+def serve_arrivals(serve: Callable[[nn.Module, SdpaRedirect], None]) -> None:
+    """Let ``serve(module, redirect)`` put the attention that arrives under the redirects of what it joins."""
+    global _serve
+    _serve = serve
+
+
+def watch(module: nn.Module) -> None:
+    """``module`` is redirected: what is put beside it or in its place is to be redirected as well."""
+    global _hook
+    with _lock:
+        _watched.add(module)
+        if _hook is None:
+            _hook = register_module_module_registration_hook(_on_registration)
+
+
+def unwatch(module: nn.Module) -> None:
+    """``module`` is redirected no more."""
+    with _lock:
+        _watched.discard(module)
+        if not _watched:
+            _remove_hook()
+
+
+def stop() -> None:
+    """Remove the hook, whatever is still redirected."""
+    with _lock:
+        _watched.clear()
+        _remove_hook()
+
+
+def _remove_hook() -> None:
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+def _on_registration(parent: nn.Module, name: str, arrived: nn.Module | None) -> None:
+    """``arrived`` is about to become ``parent.name``. Each attention module in it is redirected as the one whose place
+    it takes; where there was none, as most of the attention around it, if all of that is redirected."""
+    if not _watched or arrived is None or _serve is None or torch.compiler.is_compiling():
+        return
+    replaced = parent._modules.get(name)
+    if replaced is None and isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return  # models slice such lists in their forward, which makes a list of modules that are elsewhere already
+    sites = {path: part for path, part in arrived.named_modules() if not redirects_of(part) and is_site(part)}
+    if not sites:
+        return
+    whole = parent if replaced is None else replaced
+    around = {path: redirects_of(part) for path, part in whole.named_modules() if is_site(part)}
+    if not any(around.values()):
+        return
+    most = collections.Counter(around.values()).most_common(1)[0][0] if all(around.values()) else ()
+    served = 0
+    for path, part in sites.items():
+        redirects = most if replaced is None else around.get(path, most)
+        for redirect in redirects:
+            _serve(part, redirect)
+        served += bool(redirects)
+    log.info("%d of %d attention modules that came into %s are served", served, len(sites), type(parent).__name__)

@@ -1,0 +1,88 @@
+"""What a function of diffusers does about attention, read from its code; and copies of it that call ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch.nn.functional as F
+
+from ..function_copy import copy_over
+
+_SDPA, _DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
+_HELPER_DEPTH = 3
+
+
+def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) -> bool:
+    """Whether the code of ``function`` names SDPA, itself or in a helper: a function of its module or a method of
+    ``owner``. Submodules are not followed; they are sites of their own."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType):
+        return False
+    names = set(_names_in(function.__code__))
+    if names & {_SDPA, _DISPATCH}:
+        return True
+    return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
+
+
+def always_uses_flex(function: Callable) -> bool:
+    """Whether ``function`` itself chooses the backend for flex attention, whose masks are of another kind."""
+    names = _names_of(function)
+    return "FLEX" in names and "_attention_backend" not in names
+
+
+def computes_softmax(function: Callable) -> bool:
+    """Whether ``function`` names softmax."""
+    return "softmax" in _names_of(function)
+
+
+def names_linear_attention(function: Callable) -> bool:
+    """Whether ``function`` calls something that has linear attention in its name."""
+    return any("linear_attention" in name for name in _names_of(function))
+
+
+def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
+    """A copy of ``function`` for which ``F`` means ``functional``, and which instead of ``dispatch_attention_fn(...)``
+    calls ``dispatch(dispatch_attention_fn, ...)``.
+
+    Returns:
+        None unless the code shows that it calls attention by these two names and in no other way.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return None
+    names, variables = set(_names_in(function.__code__)), function.__globals__
+    if "super" in names or any(reaches_sdpa(h, owner) for h in _helpers(function, names - {_DISPATCH}, owner)):
+        return None
+    replaced: dict[str, Any] = {}
+    if _SDPA in names:
+        if "functional" in names or variables.get("F") is not F:
+            return None
+        replaced["F"] = functional
+    if _DISPATCH in names:
+        if _DISPATCH in function.__code__.co_varnames or _DISPATCH not in variables:
+            return None
+        replaced[_DISPATCH] = lambda *args, **kwargs: dispatch(variables[_DISPATCH], *args, **kwargs)
+    return copy_over(function, replaced) if replaced else None
+
+
+def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[FunctionType]:
+    for name in names:
+        helper = inspect.getattr_static(owner, name, function.__globals__.get(name))
+        if isinstance(helper, (staticmethod, classmethod)):
+            helper = helper.__func__
+        if isinstance(helper, FunctionType) and helper is not function:
+            yield helper
+
+
+def _names_of(function: Callable) -> set[str]:
+    function = inspect.unwrap(function)
+    return set(_names_in(function.__code__)) if isinstance(function, FunctionType) else set()
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

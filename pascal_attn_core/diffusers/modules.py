@@ -1,0 +1,158 @@
+"""Modules whose calls are redirected for as long as a Patch or a PascalAttnProcessor is on them, whichever processor
+they hold at the time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import arrivals
+from .processors import RedirectedProcessor, name_of, redirect_processor
+from .redirect import REDIRECTS, SdpaRedirect, redirects_of, this_thread
+from .sites import forward_reaches_sdpa, processor_of, upgrade_of
+
+#: the attribute in which it keeps its processor, a redirect, and what stands in for the processor under that redirect
+STAND_IN = "_pascal_stand_in"
+
+
+def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
+    """Let ``redirect`` decide over the earlier ones. The class of ``module`` changes in place: weights, state-dict keys
+    and hooks stay."""
+    cls: Any = type(module)
+    others = module.__dict__.get(REDIRECTS)
+    module.__dict__[REDIRECTS] = tuple(sorted((*(others or ()), redirect), key=lambda other: other.lasting))
+    if others is None:
+        module.__class__ = redirected_module_class(cls)
+    arrivals.watch(module)
+
+
+def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
+    """Take ``redirect`` back, wherever it lies among the others.
+
+    Returns:
+        A sentence if the module has got yet another class meanwhile: ours then stays below it and does nothing.
+    """
+    if REDIRECTS not in module.__dict__:
+        return []
+    module.__dict__[REDIRECTS] = tuple(other for other in module.__dict__[REDIRECTS] if other is not redirect)
+    if module.__dict__[REDIRECTS]:
+        return []
+    module.__dict__.pop(STAND_IN, None)
+    arrivals.unwatch(module)
+    original = type(module).__dict__.get("_pascal_original_class")
+    if original is None:
+        return [f"{type(module).__name__} has got another class since; left in place without effect"]
+    module.__class__ = original
+    del module.__dict__[REDIRECTS]
+    return []
+
+
+def lasting_redirect(module: nn.Module) -> SdpaRedirect | None:
+    """The redirect of the PascalAttnProcessor that was set on ``module``; None if there is none."""
+    return next((redirect for redirect in redirects_of(module) if redirect.lasting), None)
+
+
+def set_lasting_redirect(module: nn.Module, redirect: SdpaRedirect | None) -> None:
+    """Replace what a processor has set on ``module`` before; None only takes it away."""
+    before = lasting_redirect(module)
+    if before is redirect:
+        return
+    if before is not None:
+        release_module(module, before)
+    if redirect is not None:
+        redirect_module(module, redirect)
+
+
+@functools.cache
+def redirected_module_class(cls: Any) -> type[nn.Module]:
+    """The subclass of ``cls`` whose calls run under the redirect in force. It carries the name of ``cls``: diffusers
+    and accelerate recognise modules by class name."""
+    original_call = cls.__call__
+    # else the module itself calls SDPA, whatever its processor does
+    attends_by_processor = not forward_reaches_sdpa(cls)
+
+    # not forward: hooks of accelerate and diffusers replace an instance's forward, and so stay inside
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just taken the last one away
+        if not redirects:
+            return original_call(self, *args, **kwargs)
+        redirect, compiling = redirects[-1], torch.compiler.is_compiling()
+        if compiling and attends_by_processor and isinstance(processor_of(self), RedirectedProcessor):
+            return original_call(self, *args, **kwargs)  # the processor redirects by itself
+        stand_in = None if compiling else _stand_in(self, redirect)
+        if stand_in is None:
+            with redirect:
+                return original_call(self, *args, **kwargs)
+        before, this_thread.acting = this_thread.acting, (self, stand_in)
+        try:
+            return original_call(self, *args, **kwargs)
+        finally:
+            this_thread.acting = before
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple:
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _blank_module, (cls,), {name: value for name, value in state.items() if name != STAND_IN}
+
+    members = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_pascal_original_class": cls}
+    if not hasattr(cls, "processor"):
+        members["processor"] = _PROCESSOR
+    return type(cls.__name__, (cls,), {**members, **name_of(cls)})
+
+
+def _blank_module(cls: Any) -> nn.Module:
+    redirected: Any = redirected_module_class(cls)
+    module = redirected.__new__(redirected)
+    arrivals.watch(module)
+    return module
+
+
+def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
+    """What stands in for the processor of ``module`` during a call; None where the whole call must run under the mode:
+    there is no processor, or one that we know nothing of."""
+    processor = processor_of(module)
+    kept = module.__dict__.get(STAND_IN)
+    if kept is not None and kept[0] is processor and kept[1] is redirect:
+        return kept[2]
+    stand_in = _new_stand_in(module, processor, redirect)
+    module.__dict__[STAND_IN] = (processor, redirect, stand_in)
+    return stand_in
+
+
+def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> Any:
+    cls: Any = type(processor)
+    module_class: Any = type(module)
+    original = getattr(module_class, "_pascal_original_class", None)
+    if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
+        return None
+    if isinstance(processor, RedirectedProcessor):
+        original_processor = processor._original
+        if not type(original_processor).__module__.startswith("diffusers."):
+            return processor  # None, or a third party's: it runs as it is, under a mode of its own
+        processor, cls = original_processor, type(original_processor)
+    if not cls.__module__.startswith("diffusers."):
+        return None
+    return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))
+
+
+def _get_processor(module: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        acting = this_thread.acting
+        if acting is not None and acting[0] is module:
+            return acting[1]
+    if "processor" in module.__dict__:
+        return module.__dict__["processor"]
+    raise AttributeError("processor")  # nn.Module.__getattr__ looks further, among the submodules
+
+
+def _set_processor(module: Any, processor: Any) -> None:
+    module.__dict__["processor"] = processor
+
+
+def _delete_processor(module: Any) -> None:
+    del module.__dict__["processor"]
+
+
+_PROCESSOR = property(_get_processor, _set_processor, _delete_processor)

@@ -1,0 +1,123 @@
+"""How one attention call inside a diffusers model reaches our ``sdpa``: nothing of the model is re-implemented.
+
+:class:`SdpaRedirect` is a thread-local mode that hands ``scaled_dot_product_attention`` to us and everything else on.
+Python is asked about every torch function that runs under a mode, at 1 to 2 us each, and a processor calls 15 to 60.
+So where the code of a processor shows how it calls attention, a copy of that code calls :data:`FUNCTIONAL` or
+:func:`dispatch` instead, and no mode is needed for the rest (see ``code``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ..attention import sdpa
+from ..config import AttentionConfig
+
+#: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
+REDIRECTS = "_pascal_redirects"
+
+#: torch's own function, even where somebody has put another one at ``F.scaled_dot_product_attention``
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+class ThisThread(threading.local):
+    """What is going on in a thread.
+
+    Attributes:
+        inside_sdpa: our sdpa is at work; what it calls of torch is not to come back to us.
+        redirect: whose turn it is when a copied processor calls attention.
+        acting: the module whose processor another one stands in for, and that other one.
+    """
+
+    inside_sdpa = False
+    redirect: SdpaRedirect | None = None
+    acting: tuple[Any, Any] | None = None
+
+
+this_thread = ThisThread()
+
+
+class SdpaRedirect(TorchFunctionMode):
+    """While active in this thread, ``scaled_dot_product_attention`` means :func:`pascal_attn_core.sdpa`.
+
+    It has no state that a call changes, so one object serves any number of threads.
+
+    Args:
+        config: passed on to ``sdpa``.
+        scale: the scale of the scores for calls that give none; None = 1/sqrt(head_dim).
+        lasting: set by a processor, not by a Patch; it decides over those of patches.
+    """
+
+    def __init__(self, config: AttentionConfig | None = None, *, scale: float | None = None, lasting: bool = False):
+        super().__init__()
+        self.config, self.scale, self.lasting = config, scale, lasting
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is TORCH_SDPA:
+            return self.attend(args, kwargs or {})
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # the same operation; dynamo cannot trace the method's super() call under a mode
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """One call of ``scaled_dot_product_attention``."""
+        if self.scale is not None:
+            kwargs = {"scale": self.scale, **kwargs}
+        if torch.compiler.is_compiling():
+            return sdpa(*args, config=self.config, **kwargs)
+        # the call may be torch's own route of our sdpa, seen by a redirect around the one that is at work
+        if this_thread.inside_sdpa or _scores_are_skipped(*args, **kwargs):
+            return TORCH_SDPA(*args, **kwargs)
+        this_thread.inside_sdpa = True
+        try:
+            return sdpa(*args, config=self.config, **kwargs)
+        finally:
+            this_thread.inside_sdpa = False
+
+
+def redirects_of(module: nn.Module) -> tuple[SdpaRedirect, ...]:
+    """The redirects in force on ``module``; the last one decides."""
+    return module.__dict__.get(REDIRECTS, ())
+
+
+def _scores_are_skipped(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:
+    """Whether a guider of diffusers wants this call for itself: a mode outside ours that returns ``value`` as it is."""
+    if not torch._C._len_torch_function_stack() or query.shape[2:3] != value.shape[2:3]:
+        return False
+    return any(type(mode).__name__ == "AttentionScoreSkipFunctionMode" for mode in _get_current_function_mode_stack())
+
+
+class _Functional:
+    """``torch.nn.functional`` for a copied processor."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        redirect = this_thread.redirect
+        assert redirect is not None
+        if F.scaled_dot_product_attention is TORCH_SDPA:
+            return redirect.attend(args, kwargs)
+        with redirect:  # somebody else's comes first, and may call torch's
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+
+FUNCTIONAL = _Functional()
+
+
+def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    """diffusers' ``dispatch_attention_fn`` for a copied processor: ``function``, under the redirect."""
+    redirect = this_thread.redirect
+    assert redirect is not None
+    with redirect:
+        return function(*args, **kwargs)

@@ -1,0 +1,142 @@
+"""Where a diffusers model computes attention: found by reading code, not by a list of classes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .code import always_uses_flex, computes_softmax, names_linear_attention, reaches_sdpa
+from .processors import RedirectedProcessor
+
+
+def models_of(pipe_or_model: Any) -> list[Any]:
+    """The models to look into: of a pipeline those components that are diffusers models, else the module itself.
+
+    Raises:
+        TypeError: neither a pipeline nor a module.
+    """
+    import diffusers
+
+    if isinstance(pipe_or_model, nn.Module):
+        return [pipe_or_model]
+    components = getattr(pipe_or_model, "components", None)
+    if not isinstance(components, dict):
+        kind = type(pipe_or_model).__name__
+        raise TypeError(f"pipe_or_model must be a diffusers pipeline or a torch.nn.Module, got {kind}")
+    # torch.compile(model) keeps the model itself as _orig_mod
+    models: list[Any] = [getattr(component, "_orig_mod", component) for component in components.values()]
+    return [model for model in models if isinstance(model, diffusers.ModelMixin)]
+
+
+def sites_of(models: list[Any]) -> Iterator[nn.Module]:
+    """Each module of ``models``, once, that computes attention, through a processor or in its own ``forward``."""
+    seen: set[int] = set()
+    for module in (module for model in models for module in model.modules()):
+        if id(module) not in seen and is_site(module):
+            yield module
+        seen.add(id(module))
+
+
+def is_site(module: nn.Module) -> bool:
+    """Whether ``module`` computes attention that we take over. What is scripted has no Python function to redirect."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    cls: Any = type(module)
+    processor = processor_of(module)
+    return computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls)
+
+
+def left_alone(models: list[Any]) -> list[str]:
+    """What attention of ``models`` is not ours and why: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for module in {id(module): module for model in models for module in model.modules()}.values():
+        cls: Any = type(module)
+        processor = processor_of(module)
+        if processor is not None and not computes_attention(processor):
+            found[type(processor).__name__, _why_not_ours(type(processor))] += 1
+        elif processor is None and _attends_by_itself(module):
+            has_softmax = computes_softmax(cls.forward)
+            found[cls.__name__, "a softmax of its own" if has_softmax else "attention without softmax"] += 1
+    return [f"{count} x {name}: {why}" for (name, why), count in found.items()]
+
+
+def _why_not_ours(cls: Any) -> str:
+    if _uses_flex(cls):
+        return "flex attention"
+    is_linear = "Linear" in cls.__name__ or names_linear_attention(cls.__call__)
+    return "linear attention" if is_linear else "attention without scaled_dot_product_attention"
+
+
+def _attends_by_itself(module: nn.Module) -> bool:
+    """Whether a module of diffusers computes attention by other means, going by its name and its code."""
+    cls: Any = type(module)
+    if not cls.__module__.startswith("diffusers.") or any(is_site(part) for part in module.modules()):
+        return False
+    return cls.__name__.endswith("Attention") or ("Att" in cls.__name__ and computes_softmax(cls.forward))
+
+
+@functools.cache
+def _uses_flex(cls: Any) -> bool:
+    return getattr(cls, "_attention_backend", None) is not None or always_uses_flex(cls.__call__)
+
+
+def processor_of(module: nn.Module) -> Any:
+    """The processor of an attention module, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    processor = module.__dict__.get("processor") or module.__dict__.get("_modules", {}).get("processor")
+    return processor if callable(processor) else None
+
+
+def computes_attention(processor: Any) -> bool:
+    """Whether ``processor`` computes softmax attention that we can take over. Linear attention and processors bound to
+    a backend of their own (flex attention) are not ours."""
+    cls: Any = type(processor)
+    if isinstance(processor, RedirectedProcessor):
+        return True
+    if _uses_flex(cls):
+        return False
+    if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
+        return True
+    # what a third party's processor does may lie where we do not look; a redirect that sees no call costs little
+    return not cls.__module__.startswith("diffusers.")
+
+
+def default_processor_class(attn: nn.Module) -> type | None:
+    """The processor class that ``attn`` would have picked for itself; None if it has no such rule."""
+    from diffusers.models import attention_processor
+
+    declared = getattr(attn, "_default_processor_cls", None)
+    if declared is not None or not isinstance(attn, attention_processor.Attention):
+        return declared
+    return attention_processor.AttnProcessor2_0 if attn.scale_qk else attention_processor.AttnProcessor
+
+
+@functools.cache
+def upgrade_of(cls: Any) -> type | None:
+    """The class that computes by SDPA what ``cls``, one of diffusers' older processors, computes by other means:
+    ``SlicedAttnProcessor`` -> ``AttnProcessor2_0``; None if there is none or none is needed."""
+    from diffusers.models import attention_processor
+
+    if cls.__module__ != attention_processor.__name__ or _call_reaches_sdpa(cls):
+        return None
+    name = cls.__name__.replace("XFormers", "").replace("Sliced", "") + "2_0"
+    upgrade = getattr(attention_processor, name, None)
+    return upgrade if upgrade is not None and _call_reaches_sdpa(upgrade) else None
+
+
+@functools.cache
+def _call_reaches_sdpa(cls: Any) -> bool:
+    call = cls.forward if cls.__call__ is nn.Module.__call__ else cls.__call__
+    return reaches_sdpa(call, cls)
+
+
+@functools.cache
+def forward_reaches_sdpa(cls: Any) -> bool:
+    """Whether modules of this class call SDPA in their own ``forward``."""
+    return cls.__module__.partition(".")[0] != "torch" and reaches_sdpa(cls.forward, cls)

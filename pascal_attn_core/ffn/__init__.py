@@ -1,0 +1,91 @@
+"""Feed-forward networks in slices of their tokens: the wide tensors inside never exist at once.
+
+    with patch_ffn(model, budget_mib=64) as patch:
+        model(x)
+    print(patch.report().text())
+
+Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
+a module is run in slices it is proven to treat every token on its own (see :mod:`.ffn_verify`); until then, and when
+it does not, it runs whole, as if it had not been patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..patching import Patch, PatchGroup
+from .find import Found, find_ffn
+from .forward import attach
+from .plan import Settings, Site
+from .report import FfnReport, FfnReportLine, report_line
+
+__all__ = ["FfnPatch", "FfnReport", "FfnReportLine", "patch_ffn"]
+
+
+def patch_ffn(
+    model: nn.Module,
+    *,
+    budget_mib: float | None = None,
+    chunk_tokens: int | None = None,
+    min_tokens: int = 256,
+    include: Any = None,
+    exclude: Any = None,
+    verify: bool = True,
+    checkpoint: bool = True,
+) -> FfnPatch:
+    """Run the feed-forward modules of ``model`` over slices of their tokens, dimension -2 of ``[..., T, C]``.
+
+    Args:
+        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The fewest
+            slices that keep it are used: each reads the weights once more. A call that fits runs whole.
+        chunk_tokens: most tokens of one slice, instead of a budget.
+        min_tokens: calls with fewer tokens run whole.
+        include: exactly these modules instead of those recognised: a shell pattern for the qualified name
+            (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
+        exclude: never these modules; likewise.
+        verify: prove each module token by token before its first call in slices. False = you vouch for all of them.
+        checkpoint: where gradients are wanted, each slice is computed once more in the backward pass, about a third
+            of the module's time; without that all slices' wide tensors would be kept. False = such calls run whole.
+    Returns:
+        A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; of several the newest
+        decides. Deep copies of the model made meanwhile follow the patch; pickled, a model is stored without it.
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
+    settings = Settings(budget_mib, chunk_tokens, min_tokens, verify, checkpoint)
+    found = list(find_ffn(model, include, exclude))
+    sites: dict[str, Site] = {}
+    with PatchGroup(f"feed-forward of {type(model).__name__}") as group:
+        for name, module, why_not in found:
+            if not why_not:
+                sites[name] = site = Site(settings)
+                group.add(attach(module, site))
+    return FfnPatch(group, settings, found, sites)
+
+
+class FfnPatch(Patch):
+    """What :func:`patch_ffn` returns."""
+
+    def __init__(self, group: PatchGroup, settings: Settings, found: list[Found], sites: dict[str, Site]):
+        self._found, self._sites_by_name = found, sites
+
+        def undo() -> list[str]:
+            settings.enabled = False  # deep copies share it
+            return group._undo_all()
+
+        super().__init__(group.name, undo, sites=len(sites))
+
+    @property
+    def num_wrapped(self) -> int:
+        """How many modules run in slices as soon as they are proven and it saves memory; 0 once removed."""
+        return self.sites if self.active else 0
+
+    def report(self) -> FfnReport:
+        """What became of each module up to now."""
+        return FfnReport([report_line(found, self._sites_by_name.get(found.name)) for found in self._found])

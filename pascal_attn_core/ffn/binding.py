@@ -1,0 +1,173 @@
+"""Chunked feed-forward modules for hosts that take their patches off and put them back between runs."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .find import Found, find_ffn
+from .forward import SlicedForward, detach, place
+from .plan import Settings, Site
+from .proof import trace
+from .report import FfnReport, FfnReportLine, report_line
+from .rules import NotTokenwise
+from .run import inputs_of
+from .watch import Watch
+
+
+class FfnBinding:
+    """What :func:`patch_ffn` does, to be attached and detached many times; what has been proven stays.
+
+    It serves several copies of a model (one per device) and keeps none of them alive. One binding is attached to a
+    module at a time: attaching a second one takes the first off, whoever forgot it there.
+
+    Args:
+        passing: exceptions of the host that a trial must not take for a refusal, such as its interrupt.
+        budget_mib, chunk_tokens, min_tokens, include, exclude, verify, checkpoint: as in :func:`patch_ffn`.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_mib: float | None = None,
+        chunk_tokens: int | None = None,
+        min_tokens: int = 256,
+        include: Any = None,
+        exclude: Any = None,
+        verify: bool = True,
+        checkpoint: bool = True,
+        passing: tuple[type[BaseException], ...] = (),
+    ):
+        self.settings = Settings(budget_mib, chunk_tokens, min_tokens, verify, checkpoint, passing=passing)
+        self._include, self._exclude = include, exclude
+        self._sites: weakref.WeakKeyDictionary[nn.Module, BoundSite] = weakref.WeakKeyDictionary()
+
+    def attach(self, model: nn.Module) -> int:
+        """Put slices into the feed-forward modules of ``model``; returns how many. Doing it twice changes nothing."""
+        sites = [(found.module, self._site(found.module)) for found in self._found(model) if not found.why_not]
+        for module, site in sites:
+            site.leave()
+            take_off(module)
+            site.enter(place(module, site))
+        return len(sites)
+
+    def detach(self, model: nn.Module) -> int:
+        """Take them out again; returns from how many. Others' slices and forwards stay."""
+        sites = [self._sites.get(module) for module in model.modules()]
+        return sum(site.leave() for site in sites if site is not None)
+
+    def restart_report(self) -> None:
+        """The report begins anew."""
+        for site in list(self._sites.values()):
+            site.used.clear()
+
+    def report(self, model: nn.Module) -> FfnReport:
+        """What became of each module of ``model`` since the report began."""
+        return FfnReport([self._line(found) for found in self._found(model)])
+
+    def preview(self, model: nn.Module) -> FfnReport:
+        """The same before any call: what can be told from a run of ``min_tokens`` tokens without data. Modules that
+        pass are ``"waiting"``, since the proof is only made with the first call."""
+        known: dict[Any, FfnReportLine] = {}
+        lines = []
+        for found in self._found(model):
+            line = self._line(found)
+            if line.state == "waiting":
+                alike = type(found.module), tuple((p.shape, p.dtype) for p in found.module.parameters())
+                if alike not in known:
+                    known[alike] = line._replace(**_tried(found.module, self.settings))
+                line = known[alike]._replace(name=found.name)
+            lines.append(line)
+        return FfnReport(lines)
+
+    def _found(self, model: nn.Module) -> list[Found]:
+        return list(find_ffn(model, self._include, self._exclude))
+
+    def _site(self, module: nn.Module) -> BoundSite:
+        site = self._sites.get(module)
+        if site is None:
+            site = self._sites[module] = BoundSite(self.settings)
+        return site
+
+    def _line(self, found: Found) -> FfnReportLine:
+        return report_line(found, None if found.why_not else self._site(found.module))
+
+
+class BoundSite(Site):
+    """A module under a binding."""
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self._sliced: Callable[[], SlicedForward | None] = _nothing  # it holds its module, which we must not
+        self._is_plain, self._inner = True, _nothing
+
+    def copy(self) -> BoundSite:
+        return BoundSite(self.settings)
+
+    def leave(self) -> bool:
+        """Take it off its module, also from below another pack's forward; returns whether it was on."""
+        sliced, self._sliced = self._sliced(), _nothing
+        if sliced is None or self not in sliced.sites:
+            return False
+        detach(sliced, self)
+        return True
+
+    def enter(self, sliced: SlicedForward) -> None:
+        """It has been put into ``sliced``. What was proven holds for the same forward below only."""
+        self._sliced, inner = weakref.ref(sliced), sliced.inner
+        is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
+        if not is_same:
+            self.plans.clear()
+            self.used.clear()
+            self.refusals.clear()
+        self._is_plain, self._inner = inner is None, _nothing if inner is None else _reference(inner)
+
+
+def take_off(module: nn.Module) -> None:
+    """Remove the slices of any binding from one module."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, SlicedForward):
+        for site in [site for site in forward.sites if isinstance(site, BoundSite)]:
+            detach(forward, site)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reference(forward: Callable[..., Any]) -> Callable[[], Any]:
+    """A weak reference, so that a wrapper of another pack may go while we remember it."""
+    try:
+        return weakref.WeakMethod(forward) if isinstance(forward, types.MethodType) else weakref.ref(forward)
+    except TypeError:
+        return _nothing
+
+
+def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
+    """State and reason of a module that has not been called, from its first layer's width."""
+    layer = next((child for child in module.modules() if hasattr(child, "in_features")), None)
+    weight = getattr(layer, "weight", None)
+    if layer is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return {"why": _LATER}
+    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.float32
+    width = int(layer.in_features)  # type: ignore[arg-type]
+    x = torch.empty(1, dtype=dtype, device=weight.device).expand(1, settings.min_tokens, width)
+    try:
+        with torch.no_grad():
+            watch = Watch(module)
+            trace(
+                module.forward, module, inputs_of((x,), {}), settings.min_tokens, watch=watch, passing=settings.passing
+            )
+            watch.put_back()
+    except NotTokenwise as reason:
+        # what a made-up input does not get through says nothing about a real one
+        return {"why": _LATER} if isinstance(reason.__cause__, Exception) else {"state": "refused", "why": str(reason)}
+    return {"why": "seems to work token by token; proven in its first call"}
+
+
+_LATER = "is looked at in its first call"

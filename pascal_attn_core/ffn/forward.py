@@ -1,0 +1,182 @@
+"""What stands in a module's ``forward`` while it is chunked, and how it gets there and away again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
+from .recheck import Recheck
+from .run import inputs_of, run_checkpointed, run_sliced
+from .watch import Watch
+
+_MAX_PLANS = 256
+_MOST_CHANGES = 8  # in calls one after the other: such a module is not worth a proof each time
+_proof_lock = threading.RLock()
+
+
+class SlicedForward:
+    """Stands in a module's ``forward``. A callable with slots: hooks that wrap it copy no attributes from it."""
+
+    __slots__ = (
+        "__weakref__", "_changes", "_defined", "_key", "_watch", "inner", "module", "recheck", "sites", "whole",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
+        self.module, self.inner = module, inner
+        self._defined = type(module).forward
+        self.whole = inner or types.MethodType(self._defined, module)  # the module's forward without us
+        self.sites: list[Site] = []
+        self._watch: Watch | None = None
+        self._key: tuple | None = None
+        self._changes, self.recheck = 0, Recheck()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self.module).forward is not self._defined and self.inner is None:  # replaced by somebody
+            self._defined = type(self.module).forward
+            self.whole = types.MethodType(self._defined, self.module)
+        site = self.sites[-1] if self.sites else None
+        if site is None or not site.settings.enabled:
+            return self.whole(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
+            return self.whole(*args, **kwargs)
+        plan = self._plan(site, x, args, kwargs)
+        if not plan.sizes:
+            return self.whole(*args, **kwargs)
+        run = run_checkpointed if plan.recompute else run_sliced
+        inputs = inputs_of(args, kwargs)
+        out = run(self.whole, inputs, plan.sizes)
+        if torch.compiler.is_compiling() or plan.relative is None or _is_recorded(x) or not self.recheck.is_due():
+            return out
+        if self.recheck.passes(self.whole, self.module, inputs, plan.sizes, out, plan.relative):
+            return out
+        del out
+        refuse(site, x, self.module, inputs, _FOUND_LATER)
+        site.plans.clear()
+        site.used.clear()
+        return self(*args, **kwargs)
+
+    def _plan(self, site: Site, x: Tensor, args: tuple, kwargs: dict) -> Plan:
+        key = kind_of_call(self.module, x, args, kwargs)
+        plan = site.plans.get(key)
+        if torch.compiler.is_compiling():
+            return plan or WHOLE
+        if plan is None or (plan.proof is not None and not self._holds(plan)):
+            with _proof_lock:
+                plan = self._made_plan(site, x, args, kwargs, key)
+            if len(site.plans) >= _MAX_PLANS:
+                site.plans.clear()
+                site.used.clear()
+            if plan is not WHOLE:
+                site.plans[key] = plan
+        if plan is not WHOLE:
+            site.used[key] = plan
+        return plan
+
+    def _holds(self, plan: Plan) -> bool:
+        """Whether everything that the module's code refers to is as it was when it was proven."""
+        if self._watch is None or self._watch.changed():
+            self._look()
+        holds = plan.proof is self._key or plan.proof == self._key
+        self._changes = 0 if holds else self._changes + 1
+        return holds
+
+    def _look(self) -> Watch:
+        watch = self._watch = Watch(self.module, self.inner)
+        key = watch.key()
+        if key != self._key:
+            self._key, self.recheck = key, Recheck()
+        return watch
+
+    def _made_plan(self, site: Site, x: Tensor, args: tuple, kwargs: dict, key: tuple) -> Plan:
+        if self._changes > _MOST_CHANGES:
+            inputs = inputs_of(args, kwargs)
+            refuse(site, x, self.module, inputs, "what its code refers to changes from call to call")
+        watch, kind = self._look(), key if self.inner is None else None
+        plan = make_plan(self.whole, self.module, site, args, kwargs, kind=kind, watch=watch)
+        if watch.changed():
+            self._look()
+        return plan
+
+    def __deepcopy__(self, memo: dict) -> SlicedForward:
+        copied = SlicedForward.__new__(SlicedForward)
+        memo[id(self)] = copied
+        SlicedForward.__init__(copied, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
+        copied.sites = [site.copy() for site in self.sites]
+        return copied
+
+    def __reduce__(self) -> tuple:
+        """Pickled, only the module's own forward remains: a file must not depend on this package."""
+        if self.inner is None:
+            return getattr, (self.module, "forward")
+        return functools.partial, (self.inner,)
+
+
+_FOUND_LATER = (
+    "was proven, but a later check found that its tokens are not alone: something has changed that its code does not "
+    "name"
+)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which no value can be looked at."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# --- attaching ---
+
+
+def forward_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a module's forward may lie, innermost first: below accelerate's hook, below those of diffusers, plain."""
+    if "_old_forward" in module.__dict__:
+        yield module.__dict__, "_old_forward"
+    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
+        yield vars(reference), "forward" if reference.original_forward is None else "original_forward"
+    yield module.__dict__, "forward"
+
+
+def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:
+    """Let ``site`` decide over the calls of ``module``; returns what undoes it and says what could not be undone."""
+    sliced = place(module, site)
+    return lambda: detach(sliced, site)
+
+
+def place(module: nn.Module, site: Site) -> SlicedForward:
+    """Likewise; returns what stands in the module's forward."""
+    forwards = [place.get(key) for place, key in forward_slots(module)]
+    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
+    if sliced is None:
+        holder, key = next(forward_slots(module))
+        sliced = SlicedForward(module, holder.get(key))
+        holder[key] = sliced
+    sliced.sites.append(site)
+    return sliced
+
+
+def detach(sliced: SlicedForward, site: Site) -> list[str]:
+    """Take ``site`` off again, and the rest with the last of them unless somebody's forward lies on top of it."""
+    sliced.sites = [other for other in sliced.sites if other is not site]
+    if sliced.sites:
+        return []
+    for place, key in forward_slots(sliced.module):
+        if place.get(key) is sliced:
+            if sliced.inner is not None or key != "forward" or place is not sliced.module.__dict__:
+                place[key] = sliced.whole
+            else:
+                del place[key]
+            return []
+    kind = type(sliced.module).__name__
+    return [f"the forward of a {kind} was replaced while patched; ours stays below it and hands every call on"]

@@ -1,0 +1,317 @@
+"""How a feed-forward call runs: whole, or in the fewest slices that keep the budget, once it is proven."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from .hosts import HOOKS
+from .probe import relative_limit
+from .proof import Trace, prove, trace
+from .rules import NotTokenwise
+from .run import SCALARS, Inputs, inputs_of, sliced_is_view
+from .state import hooked_children
+from .watch import Watch
+
+MIB = 1 << 20
+DEFAULT_BUDGET_MIB = 64.0
+_MAX_SHARED = 1024
+_MAX_KNOWN = 16
+_LEAST_TOKENS = 2  # of a slice
+_LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
+
+
+@dataclass(eq=False)
+class Settings:
+    """What one patch was asked for; shared by all its modules and by deep copies of them.
+
+    Attributes:
+        passing: exceptions that a trial does not take for a refusal: a host's interrupt.
+        shared: plans by structure and kind of call: blocks that are built alike need one proof.
+    """
+
+    budget_mib: float | None = None
+    chunk_tokens: int | None = None
+    min_tokens: int = 256
+    verify: bool = True
+    checkpoint: bool = True
+    enabled: bool = True
+    passing: tuple[type[BaseException], ...] = ()
+    shared: dict[Any, Plan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_tokens", 2), ("min_tokens", 2)):
+            value = getattr(self, name)
+            if value is None and name == "chunk_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.budget_mib is not None:
+            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
+                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
+            if not 0 < self.budget_mib < float("inf"):
+                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
+        for name in ("verify", "checkpoint"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    @property
+    def budget_bytes(self) -> float:
+        return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
+
+    def __deepcopy__(self, memo: dict) -> Settings:
+        return self
+
+
+class Plan(NamedTuple):
+    """How calls of one kind run.
+
+    Attributes:
+        sizes: tokens of each slice; empty = whole.
+        why: one sentence for the report.
+        proof: what the module's code referred to when it was proven (``Watch.key``); it must still be the same.
+        recompute: each slice is checkpointed.
+        refused: the module does not work token by token, or was not proven to.
+        relative: how far results may be apart in a re-check, relative to the largest; None = not proven, not checked.
+    """
+
+    sizes: tuple[int, ...]
+    why: str
+    proof: tuple | None = None
+    recompute: bool = False
+    refused: bool = False
+    relative: float | None = None
+
+
+@dataclass
+class Known:
+    """What holds at any length: the most tokens that fitted the budget whole, and the proof of which no part needs data
+    again where the same operators run."""
+
+    fits: int = 0
+    proven: Trace | None = None
+
+
+@dataclass(eq=False)
+class Site:
+    """One module under one patch.
+
+    Attributes:
+        plans: what was decided for the kinds of calls seen so far.
+        used: those of them that were followed since the report began.
+        refusals: why it does not run in slices, by the modes that this was found in.
+        known: what has been found out at other lengths, by the kind of the call without its length and by the proof:
+            the experts of a mixture are given another number of tokens in each call.
+    """
+
+    settings: Settings
+    plans: dict[Any, Plan] = field(default_factory=dict)
+    used: dict[Any, Plan] = field(default_factory=dict)
+    refusals: dict[Any, str] = field(default_factory=dict)
+    known: dict[Any, Known] = field(default_factory=dict)
+
+    def copy(self) -> Site:
+        return Site(self.settings)
+
+
+WHOLE = Plan((), "")
+"""Run whole and decide again next time."""
+
+
+def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
+    """All that one plan may depend on, but for the module's attributes; cheap, since every call asks."""
+    device = x.device
+    cast = _autocast_dtype(device.type) if torch._C._is_any_autocast_enabled() else None
+    key = (x.shape, x.stride(), x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
+    if len(args) + len(kwargs) == 1:
+        return key
+    rest = [*enumerate(args[1:]), *kwargs.items()] if args else list(kwargs.items())[1:]
+    return *key, *((place, _kind_of_value(value)) for place, value in rest)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def _kind_of_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    leaves = tree_leaves(value)
+    return type(value), tuple((type(leaf), leaf if isinstance(leaf, SCALARS) else None) for leaf in leaves)
+
+
+def make_plan(
+    fn: Callable[..., Any],
+    module: nn.Module,
+    site: Site,
+    args: tuple,
+    kwargs: dict,
+    *,
+    kind: tuple | None = None,
+    watch: Watch | None = None,
+) -> Plan:
+    """Decide for this kind of call.
+
+    Args:
+        fn: the module's forward without us.
+        kind: what ``kind_of_call`` said if ``fn`` is what the module's class defines; the decision then holds for
+            modules that are built alike.
+        watch: of what the module's code refers to now.
+    """
+    try:
+        inputs = inputs_of(args, kwargs)
+    except NotTokenwise as reason:
+        return Plan((), str(reason), refused=True)
+    watch = watch or Watch(module, fn)
+    x, proof = inputs.x, watch.key()
+    mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
+    known = site.refusals.get(mode)
+    if known is not None:
+        return Plan((), known, refused=True)
+    wants_grad = torch.is_grad_enabled() and _any_requires_grad(module, inputs)
+    if wants_grad and not site.settings.checkpoint:
+        return Plan((), "gradients are wanted and checkpoint=False")
+    if _cannot_decide_now(x, site.settings):
+        return WHOLE
+    shared, alike = site.settings.shared, None if _has_host_hooks(module) else proof
+    if kind is not None and alike is not None and (kind, alike) in shared:
+        return shared[kind, alike]
+    known_here = _known_of(site, module, inputs, args, kwargs, proof)
+    try:
+        plan = _decide(fn, module, site.settings, inputs, wants_grad, watch, known_here)
+    except torch.OutOfMemoryError:
+        return WHOLE
+    except NotTokenwise as reason:
+        site.refusals[mode] = str(reason)
+        return Plan((), str(reason), refused=True)
+    if watch.changed():  # caches that the module has filled
+        proof = alike = Watch(module, fn).key()
+    plan = plan._replace(proof=proof)
+    if kind is not None and alike is not None and len(shared) < _MAX_SHARED:
+        shared[kind, alike] = plan
+    return plan
+
+
+def _known_of(site: Site, module: nn.Module, inputs: Inputs, args: tuple, kwargs: dict, proof: tuple) -> Known:
+    if len(inputs.tokens) + len(args) + len(kwargs) > 2:  # what else is given may depend on the length
+        return Known()
+    x = inputs.x
+    kind = (x.shape[:-2], x.shape[-1], x.is_contiguous(), *kind_of_call(module, x, args, kwargs)[2:])
+    if len(site.known) >= _MAX_KNOWN:
+        site.known.clear()
+    return site.known.setdefault((kind, proof), Known())
+
+
+def refuse(site: Site, x: Tensor, module: nn.Module, inputs: Inputs, reason: str) -> None:
+    """A later check has found what the proof could not see: nothing that was decided holds any more."""
+    mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
+    site.refusals[mode] = reason
+    site.known.clear()
+    site.settings.shared.clear()
+
+
+def _has_host_hooks(module: nn.Module) -> bool:
+    return any(hook in child.__dict__ for child in module.modules() for hook in (*HOOKS, "_old_forward"))
+
+
+def _decide(
+    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, watch: Watch, known: Known
+) -> Plan:
+    tokens = inputs.x.shape[-2]
+    if settings.chunk_tokens is None and tokens <= known.fits:
+        return Plan((), f"fits the budget, as {known.fits} tokens do")
+    if tokens < 2 * _LEAST_TOKENS:
+        return Plan((), "too few tokens for two slices")
+    if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+        raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
+    if settings.verify and (hooked := hooked_children(module)):
+        raise NotTokenwise(f"a hook on {hooked[0]} would see slices of its tokens")
+    if settings.chunk_tokens is not None and not settings.verify:
+        return _sliced(tokens, math.ceil(tokens / settings.chunk_tokens), wants_grad, "not verified, as asked")
+    full = _full_trace(fn, module, settings, inputs, watch)
+    extra = full.peak_bytes - full.out_bytes
+    if settings.chunk_tokens is not None:
+        count = math.ceil(tokens / settings.chunk_tokens)
+    elif extra <= settings.budget_bytes:
+        known.fits = tokens
+        return Plan((), f"fits the budget: {extra / MIB:.1f} MiB beside input and output")
+    else:
+        count = _fewest_slices(fn, module, inputs, full, settings, wants_grad, watch)
+    plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
+    if settings.verify and plan.sizes:
+        settled = Watch(module, fn)
+        prove(fn, module, inputs, sorted(set(plan.sizes)), full, settled, settings.passing, known.proven)
+        known.proven = full
+        _refuse_if_changed(settled, watch)
+        plan = plan._replace(relative=relative_limit(full.dtypes))
+    return plan
+
+
+def _full_trace(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, watch: Watch) -> Trace:
+    """The trace at the full length. A module that fills a cache is run once more, now that it is filled."""
+    tokens, strict, passing = inputs.x.shape[-2], settings.verify, settings.passing
+    full = trace(fn, module, inputs, tokens, strict=strict, watch=watch, passing=passing)
+    if strict and (full.has_constants or watch.changed()):
+        settled = Watch(module, fn)
+        full = trace(fn, module, inputs, tokens, strict=strict, watch=settled, passing=passing)
+        _refuse_if_changed(settled, watch)
+    return full
+
+
+def _refuse_if_changed(settled: Watch, before: Watch) -> None:
+    changed = settled.changed()
+    if changed:
+        before.put_back()
+        raise NotTokenwise(f"changes what its own code refers to: {changed}")
+
+
+def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
+    """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
+    count = min(count, tokens // _LEAST_TOKENS)
+    if count < 2:
+        return Plan((), "one slice is enough")
+    short, longer = divmod(tokens, count)
+    sizes = (short + 1,) * longer + (short,) * (count - longer)
+    return Plan(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
+
+
+def _fewest_slices(
+    fn: Callable, module: nn.Module, inputs: Inputs, full: Trace, settings: Settings, wants_grad: bool, watch: Watch
+) -> int:
+    """Memory is a constant plus so much per token: two lengths tell both."""
+    tokens = inputs.x.shape[-2]
+    budget = settings.budget_bytes / (2 if wants_grad else 1)  # backward, gradients lie beside what they belong to
+    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
+    probe = max(least, int(tokens * budget / (2 * full.peak_bytes)))
+    part = trace(fn, module, inputs, probe, strict=settings.verify, watch=watch, passing=settings.passing)
+    per_token = (full.peak_bytes - part.peak_bytes) / (tokens - probe)
+    constant = full.peak_bytes - per_token * tokens
+    if not sliced_is_view(inputs):
+        per_token += sum(t.numel() // t.shape[-2] * t.element_size() for t in inputs.tokens.values())
+    longest = max(least, int((budget - constant) / per_token))
+    return math.ceil(tokens / longest)
+
+
+def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    return any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)) or any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:
+    """Nothing can be proven without values, or while a CUDA graph is being recorded."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    if x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return settings.verify and x.is_meta

@@ -1,0 +1,61 @@
+"""Now and then, a few tokens of a call in slices are run by themselves: they must come out the same.
+
+The proof holds as long as nothing changes that decides how the module's code runs. What its code names is compared in
+every call (:mod:`.ffn_watch`); this finds, within some calls, what cannot be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .probe import is_alike
+from .run import Inputs, slice_of
+from .state import uncompiled
+
+MOST_TOKENS = 64
+_MOST_CALLS = 16  # between two checks
+_SPREAD = 0.6180339887498949  # multiples of it, without their whole part, are spread evenly over 0 .. 1
+
+
+class Recheck:
+    """When to look again: in the 3rd call after a proof, the 4th, 6th, 9th ... and every 16th from then on."""
+
+    def __init__(self) -> None:
+        self.calls, self._next, self._done = 0, 3, 0
+
+    def is_due(self) -> bool:
+        """Count one call."""
+        self.calls += 1
+        if self.calls < self._next:
+            return False
+        self._next = self.calls + min(max(1, self.calls // 2), _MOST_CALLS)
+        self._done += 1
+        return True
+
+    def passes(
+        self,
+        fn: Callable[..., Any],
+        module: nn.Module,
+        inputs: Inputs,
+        sizes: Sequence[int],
+        out: Tensor,
+        relative: float,
+    ) -> bool:
+        """Whether some tokens out of one of the slices, run by themselves, give what they gave among the others.
+
+        Args:
+            sizes: tokens of each slice.
+            out: [..., T, D], what the slices gave.
+            relative: how far results may be apart, relative to the largest.
+        """
+        which = int(len(sizes) * (self._done * _SPREAD % 1))
+        count = min(MOST_TOKENS, sizes[which] // 2)
+        start = sum(sizes[:which]) + int((sizes[which] - count + 1) * (self._done * _SPREAD**2 % 1))
+        with torch.no_grad(), uncompiled(module):
+            tokens = [slice_of(tensor.detach(), start, count).clone() for tensor in inputs.tokens.values()]
+            again = inputs.call(fn, tokens)
+            return isinstance(again, Tensor) and is_alike(again, out.detach().narrow(-2, start, count), relative)

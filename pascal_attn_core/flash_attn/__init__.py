@@ -1,0 +1,372 @@
+"""flash-attn's functions, in that library's own words, on any GPU and on the CPU.
+
+    from pascal_attn_core.flash_attn import flash_attn_func
+    out = flash_attn_func(q, k, v, causal=True)        # [B, L, H, D], as there
+
+Names, layouts, defaults and the lower-right causal rule are those of flash-attn 2.8; float32 and float64, any head_dim,
+``softcap`` together with dropout and values of another head_dim than the keys work here too. What differs:
+
+* a query that may look at no key has lse = -inf (there +inf), so that results over disjoint keys can be merged;
+* with ``alibi_slopes`` and ``causal`` lse is that of the documented bias -slope * |i + S - L - j| (there of another one
+  that differs by a constant per row; the output is the same);
+* gradients flow through lse; ``S_dmask`` is always None: no score matrix exists;
+* arguments that do not fit raise a ``ValueError``, or a ``TypeError`` for the wrong kind; where these functions check
+  them the former is a ``RuntimeError`` too, which flash-attn raises;
+* ``window_size`` keeps its documented meaning also where a side is as large as the keys are many.
+
+:func:`install_as_flash_attn` lets ``import flash_attn`` find this, for code that insists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .extras.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from .install import install_as_flash_attn
+from .kvcache import cache_of, cached_attend, check_new_tokens, rotation
+from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .varlen import varlen_attend
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "index_put_first_axis",
+    "install_as_flash_attn",
+    "pad_input",
+    "unpad_input",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Attention of ``q [B, L, Hq, D]`` over ``k [B, S, Hkv, D]`` and ``v [B, S, Hkv, Dv]``, exact, in O(N) memory.
+
+    Args:
+        q, k, v: float16, bfloat16, float32 or float64; Hq a multiple of Hkv, K and V are never expanded.
+        dropout_p: share of the probabilities that is dropped; pass 0 in evaluation.
+        softmax_scale: factor of the scores; None = 1 / sqrt(D).
+        causal: lower-right. For L = 2, S = 5 and for L = 5, S = 2 (1 = may look)::
+
+            1 1 1 1 0      0 0
+            1 1 1 1 1      0 0
+                           0 0
+                           1 0
+                           1 1
+
+        window_size: (left, right): query i sees keys i + S - L - left ... i + S - L + right; -1 = no bound.
+        softcap: scores become softcap * tanh(scores / softcap); 0 = off.
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: -slope * |i + S - L - j| is added to the scores, tile by tile. It gets no
+            gradient, as there.
+        deterministic: the same gradients, to the bit, every time; on a GPU this takes our own backward pass.
+        return_attn_probs: return (out, lse ``[B, Hq, L]`` float32, None).
+    Returns:
+        ``[B, L, Hq, Dv]``, contiguous, zero where a query may look at no key.
+    Raises:
+        TypeError, ValueError: arguments that do not fit together; nothing has been computed.
+    """
+    check_layout("[B, tokens, heads, head_dim]", 4, q=q)
+    options = FlashOptions.of(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        batch=q.shape[0],
+        heads=q.shape[2],
+    )
+    return _answer(*attend(q, k, v, options, with_lse=return_attn_probs), with_lse=return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
+    k, v = _unpacked("kv", kv, "[B, tokens, 2, heads, head_dim]", 2, 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``."""
+    q, k, v = _unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`flash_attn_func` within each of many sequences that lie one behind the other; nothing is padded.
+
+    Neighbouring sequences of equal lengths are computed together, or where the fused kernel is the fastest route all
+    of them at once. Not for ``torch.compile(fullgraph=True)``: the lengths are read.
+
+    Args:
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends; sequences
+            may be empty.
+        max_seqlen_q, max_seqlen_k: taken for the sake of the signature; the lengths say it.
+        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``, and
+            those of one sequence at a time are copied together.
+        others: see :func:`flash_attn_func`; lse is ``[Hq, total_q]``.
+    Returns:
+        ``[total_q, Hq, Dv]``; zero behind the last sequence.
+    """
+
+    def options(batch: int) -> FlashOptions:
+        return FlashOptions.of(
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            batch=batch,
+            heads=q.shape[1],
+        )
+
+    out, lse = varlen_attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs, block_table=block_table
+    )
+    return _answer(out, lse, with_lse=return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`flash_attn_varlen_func` with ``kv [total_k, 2, Hkv, D]``."""
+    k, v = _unpacked("kv", kv, "[total, 2, heads, head_dim]", 2, 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
+    q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 3, 4)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a cache, into which new keys and values are written first, in place.
+
+    Sequences that differ in length, have a row of their own choice or lie in pages are computed one by one, each over
+    a view of its keys (of pages: over a copy).
+
+    Args:
+        q: ``[B, L, Hq, D]``.
+        k_cache, v_cache: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv,
+            D]`` of any size.
+        k, v: ``[B, N, Hkv, D]``, new tokens that are put behind those of each sequence.
+        rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is turned at the places where it is
+            put; so is q if ``causal`` or ``window_size`` is given, otherwise all of q at the first of them.
+        cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache, left padding included, before the new
+            ones; needed with k and v, otherwise None = all. It is not changed.
+        cache_batch_idx: int32 ``[B]``: the row of the cache of each sequence.
+        cache_leftpad: int32 ``[B]``: first token of each sequence.
+        block_table: int32 ``[B, pages of a sequence]``; not with the last two.
+        rotary_interleaved: pairs are 0 and 1, 2 and 3 ...; otherwise 0 and rotary_dim / 2 ...
+        num_splits: taken for the sake of the signature.
+        others: see :func:`flash_attn_func`.
+    Returns:
+        ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
+    Raises:
+        NotImplementedError: a gradient is asked for; there is none, as in flash-attn.
+        TypeError, ValueError: arguments that do not fit together; the cache has not been touched.
+    """
+    check_layout("[B, tokens, heads, head_dim]", 4, q=q)
+    _refuse_gradients(q, k_cache, v_cache, k, v)
+    batch, _, heads, _ = q.shape
+    options = FlashOptions.of(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, batch=batch, heads=heads
+    )
+    if k is not None and cache_seqlens is None:
+        raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are put")
+    if rotary_cos is not None and k is None:
+        raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
+    cache = cache_of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    new = check_new_tokens(cache, q, k, v)
+    if rotary_cos is not None:
+        assert k is not None
+        rotate = rotation(rotary_cos, rotary_sin, cache, q, rotary_interleaved)
+        q, k = rotate(q, options.causal or options.window is not None), rotate(k, True)
+    if k is not None and v is not None:
+        cache.write(k, v)
+    out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)
+    return out if lse is None else (out, lse)
+
+
+def _answer(out: Tensor, lse: Tensor | None, *, with_lse: bool) -> Tensor | tuple[Tensor, Tensor, None]:
+    if not with_lse:
+        return out
+    assert lse is not None
+    return out, lse, None
+
+
+def _unpacked(name: str, packed: Tensor, layout: str, count: int, dims: int) -> tuple[Tensor, ...]:
+    check_layout(layout, dims, **{name: packed})
+    if packed.shape[-3] != count:
+        raise FlashArgumentError(f"{name} must be {layout}, got shape {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _refuse_gradients(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise NotImplementedError(
+            "flash_attn_with_kvcache has no backward pass, got tensors that require a gradient; call it under "
+            "torch.no_grad(), or use flash_attn_func"
+        )

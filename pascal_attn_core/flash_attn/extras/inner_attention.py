@@ -1,0 +1,194 @@
+"""Attention without projections: the inner modules of ``flash_attn.modules.mha``. All of them run in O(N) memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import flash_attn as functions
+from ...attention import sdpa
+from ...lazy_mask import LazyMask
+from ..options import FlashArgumentError, check_layout
+
+__all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
+
+# What flash-attn adds to the scores of padding.
+_PADDING = -10000.0
+
+
+def get_alibi_slopes(nheads: int) -> list[float]:
+    """ALiBi's slopes: 2 ** (-8 i / n) for the n heads of the next power of two below, then every other one of 2 n."""
+    closest = 1 << (nheads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / closest) for i in range(closest)]
+    between = [2.0 ** (-8.0 * (i + 1) / (2 * closest)) for i in range(0, 2 * closest, 2)]
+    return slopes + between[: nheads - closest]
+
+
+class _Inner(nn.Module):
+    """What the four kinds of inner attention share."""
+
+    def __init__(self, causal: bool, softmax_scale: float | None, attention_dropout: float):
+        super().__init__()
+        self.causal, self.softmax_scale = causal, softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+
+    @property
+    def dropout_p(self) -> float:
+        return self.drop.p if self.training else 0.0
+
+
+class FlashSelfAttention(_Inner):
+    """:func:`~pascal_attn_core.flash_attn.flash_attn_qkvpacked_func` as a module, in any dtype and on any device."""
+
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size, self.deterministic = window_size, deterministic
+
+    def forward(
+        self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Any:
+        """``[B, L, 3, H, D]`` -> ``[B, L, H, D]``, with ``cu_seqlens`` ``[total, 3, H, D]`` -> ``[total, H, D]``."""
+        options = _options(self, causal)
+        if cu_seqlens is None:
+            return functions.flash_attn_qkvpacked_func(qkv, self.dropout_p, **options)
+        return functions.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, self.dropout_p, **options)
+
+
+class FlashCrossAttention(_Inner):
+    """:func:`~pascal_attn_core.flash_attn.flash_attn_kvpacked_func` as a module, in any dtype and on any device."""
+
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        deterministic: bool = False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size, self.deterministic = window_size, deterministic
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Any:
+        """q ``[B, L, Hq, D]`` and kv ``[B, S, 2, Hkv, D]``, or ``[total, ...]`` of each with cu_seqlens of both."""
+        options = _options(self, causal)
+        if cu_seqlens is None:
+            return functions.flash_attn_kvpacked_func(q, kv, self.dropout_p, **options)
+        if cu_seqlens_k is None:
+            raise FlashArgumentError("cu_seqlens_k must be given with cu_seqlens, got None")
+        return functions.flash_attn_varlen_kvpacked_func(
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, self.dropout_p, **options
+        )
+
+
+class SelfAttention(_Inner):
+    """Attention with a padding mask. Scores of padding get -10000, as there; ``causal`` never looks ahead."""
+
+    def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
+        """qkv ``[B, L, 3, H, D]``; key_padding_mask bool ``[B, L]``, True = a token. Returns ``[B, L, H, D]``."""
+        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
+        q, k, v = qkv.unbind(2)
+        mask = None
+        if key_padding_mask is not None:
+            keep = _padding_mask(key_padding_mask, k)
+            mask = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, _PADDING)
+            mask = mask[:, None, None, :]
+        return _attention(self, q, k, v, mask, self.causal if causal is None else causal)
+
+
+class CrossAttention(_Inner):
+    """Attention with a padding mask; ``causal`` is lower-right, counted from the last key that is no padding."""
+
+    def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def forward(
+        self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """q ``[B, L, Hq, D]``, kv ``[B, S, 2, Hkv, D]``, key_padding_mask bool ``[B, S]``; ``[B, L, Hq, D]``."""
+        check_layout("[B, tokens, heads, head_dim]", 4, q=q)
+        check_layout("[B, tokens, 2, heads, head_dim]", 5, kv=kv)
+        k, v = kv.unbind(2)
+        causal = self.causal if causal is None else causal
+        if key_padding_mask is None:
+            return _attention(self, q, k, v, None, causal)
+        keep = _padding_mask(key_padding_mask, k)
+        last = keep.sum(-1) - q.shape[1] if causal else None
+
+        def rule(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            seen = keep[batch_idx, kv_idx]
+            if last is not None:
+                seen = seen & (kv_idx <= q_idx + last[batch_idx])
+            return torch.where(seen, 0.0, _PADDING).to(q.dtype)
+
+        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        mask = LazyMask(shape, rule, device=q.device, dtype=q.dtype)
+        return _attention(self, q, k, v, mask, False)
+
+
+def _options(inner: Any, causal: bool | None) -> dict[str, Any]:
+    return {
+        "softmax_scale": inner.softmax_scale,
+        "causal": inner.causal if causal is None else causal,
+        "window_size": inner.window_size,
+        "alibi_slopes": slopes_of(inner),
+        "deterministic": inner.deterministic,
+    }
+
+
+def slopes_of(inner: Any) -> Tensor | None:
+    slopes = getattr(inner, "alibi_slopes", None)
+    return None if slopes is None else slopes.float()
+
+
+def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
+    """``[B, L, Hq, D]`` of ``q [B, L, Hq, D]``, ``k`` and ``v [B, S, Hkv, D]``."""
+    out = sdpa(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        mask,
+        inner.dropout_p,
+        causal,
+        inner.softmax_scale or 1.0 / math.sqrt(q.shape[-1]),
+        enable_gqa=q.shape[2] != k.shape[2],
+        alignment="lower_right",
+    )
+    return out.transpose(1, 2)
+
+
+def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:
+    if mask.shape != k.shape[:2] or mask.dtype != torch.bool:
+        raise FlashArgumentError(
+            f"key_padding_mask must be bool {list(k.shape[:2])} (True = a token), got {mask.dtype} {list(mask.shape)}"
+        )
+    return mask

@@ -1,0 +1,159 @@
+"""Collectives with gradients: ``flash_attn.utils.distributed``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import FlashArgumentError
+
+__all__ = [
+    "all_gather",
+    "all_gather_raw",
+    "all_reduce",
+    "all_reduce_raw",
+    "allreduce_sequence_parallel_grad",
+    "get_dim_for_local_rank",
+    "reduce_scatter",
+    "reduce_scatter_raw",
+    "sync_shared_params",
+]
+
+
+def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+    """(the inputs of all ranks behind each other along dimension 0, handle of the operation); no gradients."""
+    world = torch.distributed.get_world_size(process_group)
+    output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
+    gather = _renamed("all_gather_single", "all_gather_into_tensor")
+    handle = gather(output, input_.contiguous(), group=process_group, async_op=async_op)
+    return output, handle
+
+
+def reduce_scatter_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+    """(this rank's part along dimension 0 of the sum over all ranks, handle of the operation); no gradients."""
+    world = torch.distributed.get_world_size(process_group)
+    if input_.shape[0] % world:
+        raise FlashArgumentError(f"dimension 0 must be a multiple of {world} (the ranks), got {list(input_.shape)}")
+    output = input_.new_empty(input_.shape[0] // world, *input_.shape[1:])
+    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    handle = scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
+    return output, handle
+
+
+def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
+    """(the sum over all ranks, written into the input where that is contiguous; handle); no gradients."""
+    input_ = input_.contiguous()
+    return input_, torch.distributed.all_reduce(input_, group=process_group, async_op=async_op)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+        ctx.group = process_group
+        return all_gather_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ReduceScatter.apply(grads[0], ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+        ctx.group = process_group
+        return reduce_scatter_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllGather.apply(grads[0], ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over all ranks; each rank's gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+        # a copy: the input may be needed by what made it
+        return all_reduce_raw(input_.clone(), process_group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _Shared(torch.autograd.Function):
+    """The input, which all ranks share: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
+        ctx.group = process_group
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _AllReduce.apply(grads[0], ctx.group), None
+
+
+def all_gather(input_: Tensor, process_group: Any) -> Tensor:
+    """The inputs of all ranks behind each other along dimension 0."""
+    result: Tensor = _AllGather.apply(input_, process_group)
+    return result
+
+
+def reduce_scatter(input_: Tensor, process_group: Any) -> Tensor:
+    """This rank's part along dimension 0 of the sum over all ranks."""
+    result: Tensor = _ReduceScatter.apply(input_, process_group)
+    return result
+
+
+def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
+    """The sum over all ranks."""
+    result: Tensor = _AllReduce.apply(input_, process_group)
+    return result
+
+
+def enter_group(x: Tensor, process_group: Any, sequence_parallel: bool) -> Tensor:
+    """The input of a linear layer whose outputs are split over ranks: gathered, or one that all ranks share already."""
+    if process_group is None:
+        return x
+    result: Tensor = (_AllGather if sequence_parallel else _Shared).apply(x, process_group)
+    return result
+
+
+def leave_group(x: Tensor, process_group: Any, sequence_parallel: bool) -> Tensor:
+    """The sum over ranks of the output of a linear layer whose inputs are split over them."""
+    return reduce_scatter(x, process_group) if sequence_parallel else all_reduce(x, process_group)
+
+
+def sync_shared_params(model: torch.nn.Module, process_group: Any) -> None:
+    """Parameters marked ``_shared_params`` get the values that the first rank has."""
+    source = torch.distributed.get_global_rank(process_group, 0)
+    with torch.no_grad():
+        for _, param in _marked(model, "_shared_params"):
+            torch.distributed.broadcast(param, src=source, group=process_group)
+
+
+def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Any) -> None:
+    """Gradients of parameters marked ``_sequence_parallel`` are summed over all ranks, in place."""
+    with torch.no_grad():
+        for _, param in _marked(model, "_sequence_parallel"):
+            if param.grad is not None:
+                torch.distributed.all_reduce(param.grad, group=process_group)
+
+
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
+    """This rank's share of ``dim`` in units of ``multiple_of``; where it is uneven the first ranks take one more."""
+    each, more = divmod(dim // multiple_of, world_size)
+    return (each + (local_rank < more)) * multiple_of
+
+
+def _marked(model: torch.nn.Module, mark: str) -> list[tuple[str, torch.nn.Parameter]]:
+    # in one order on all ranks, which may have different numbers of parameters
+    return sorted((name, p) for name, p in model.named_parameters() if getattr(p, mark, False))
+
+
+def _renamed(name: str, before: str) -> Any:
+    """A function of torch.distributed by the name that it has since torch 2.13, or the one before."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)

@@ -1,0 +1,236 @@
+"""Names that flash-attn had before 2.0: ``flash_attn_unpadded_*`` and ``flash_attn.flash_attention``.
+
+``causal`` is upper-left in them, as it was there: query i sees the keys 0 ... i of its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..options import FlashArgumentError, FlashOptions, check_layout
+from ..varlen import varlen_attend
+from .padding import pad_input, unpad_input
+
+__all__ = [
+    "FlashAttention",
+    "FlashMHA",
+    "flash_attn_unpadded_func",
+    "flash_attn_unpadded_kvpacked_func",
+    "flash_attn_unpadded_qkvpacked_func",
+    "flash_attn_unpadded_qkvpacked_split_func",
+]
+
+
+def flash_attn_unpadded_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """:func:`~pascal_attn_core.flash_attn.flash_attn_varlen_func` with the causal rule of flash-attn 1.
+
+    Returns:
+        ``[total_q, H, D]``, with ``return_attn_probs`` (that, lse ``[B, H, max_seqlen_q]``, -inf behind the end of each
+        sequence, None).
+    """
+    check_layout("[total, heads, head_dim]", 3, q=q)
+
+    def options(batch: int) -> FlashOptions:
+        given = FlashOptions.of(
+            dropout_p,
+            softmax_scale,
+            causal,
+            (-1, -1),
+            0.0,
+            None,
+            deterministic,
+            batch=batch,
+            heads=q.shape[1],
+        )
+        return replace(given, alignment="upper_left")
+
+    out, lse = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs)
+    if lse is None:
+        return out
+    return out, _padded_lse(lse, cu_seqlens_q, max_seqlen_q), None
+
+
+def flash_attn_unpadded_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """:func:`flash_attn_unpadded_func` with ``kv [total_k, 2, H, D]``."""
+    check_layout("[total, 2, heads, head_dim]", 4, kv=kv)
+    k, v = kv.unbind(1)
+    return flash_attn_unpadded_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        return_attn_probs,
+        deterministic,
+    )
+
+
+def flash_attn_unpadded_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """:func:`flash_attn_unpadded_func` with ``qkv [total, 3, H, D]``."""
+    check_layout("[total, 3, heads, head_dim]", 4, qkv=qkv)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_unpadded_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        return_attn_probs,
+        deterministic,
+    )
+
+
+def flash_attn_unpadded_qkvpacked_split_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen0: int,
+    max_seqlen1: int,
+    batch_size0: int,
+    dropout_p: float,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    deterministic: bool = False,
+) -> Any:
+    """:func:`flash_attn_unpadded_qkvpacked_func`; the split was a matter of speed only."""
+    return flash_attn_unpadded_qkvpacked_func(
+        qkv,
+        cu_seqlens,
+        max(max_seqlen0, max_seqlen1),
+        dropout_p,
+        softmax_scale,
+        causal,
+        return_attn_probs,
+        deterministic,
+    )
+
+
+class FlashAttention(nn.Module):
+    """Self-attention of packed queries, keys and values, with padding."""
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0):
+        super().__init__()
+        self.softmax_scale, self.dropout_p = softmax_scale, attention_dropout
+
+    def forward(
+        self,
+        qkv: Tensor,
+        key_padding_mask: Tensor | None = None,
+        causal: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_s: int | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, None]:
+        """(output, None).
+
+        Args:
+            qkv: ``[B, S, 3, H, D]``, with ``cu_seqlens`` and ``max_s`` ``[total, 3, H, D]``.
+            key_padding_mask: bool ``[B, S]``, True = a token; the output is 0 at padding.
+        """
+        if need_weights:
+            raise FlashArgumentError("need_weights must be False: no matrix of probabilities exists")
+        dropout_p = self.dropout_p if self.training else 0.0
+        options: dict[str, Any] = {"softmax_scale": self.softmax_scale, "causal": causal}
+        if cu_seqlens is not None:
+            longest = qkv.shape[0] if max_s is None else max_s
+            return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, longest, dropout_p, **options), None
+        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
+        batch, tokens = qkv.shape[:2]
+        if key_padding_mask is None:
+            ends = torch.arange(0, (batch + 1) * tokens, max(tokens, 1), dtype=torch.int32, device=qkv.device)
+            packed = flash_attn_unpadded_qkvpacked_func(
+                qkv.flatten(0, 1), ends[: batch + 1], tokens, dropout_p, **options
+            )
+            return packed.unflatten(0, (batch, tokens)), None
+        packed, indices, ends, longest, _ = unpad_input(qkv, key_padding_mask)
+        out = flash_attn_unpadded_qkvpacked_func(packed, ends, longest, dropout_p, **options)
+        return pad_input(out, indices, batch, tokens), None
+
+
+class FlashMHA(nn.Module):
+    """:class:`FlashAttention` with its projections ``Wqkv`` and ``out_proj``."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = True,
+        batch_first: bool = True,
+        attention_dropout: float = 0.0,
+        causal: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not batch_first:
+            raise FlashArgumentError("batch_first must be True, got False")
+        if embed_dim % num_heads:
+            raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
+        self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
+        self.head_dim = embed_dim // num_heads
+        self.Wqkv = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.inner_attn = FlashAttention(attention_dropout=attention_dropout)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """(``[B, S, embed_dim]``, None)."""
+        qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        out, weights = self.inner_attn(qkv, key_padding_mask, self.causal, need_weights=need_weights)
+        return self.out_proj(out.flatten(-2)), weights
+
+
+def _padded_lse(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """``[H, total]`` -> ``[B, H, longest]``."""
+    sizes = cu_seqlens.diff().tolist()
+    parts = lse[:, : sum(sizes)].split(sizes, 1)
+    return torch.stack([nn.functional.pad(part, (0, longest - part.shape[1]), value=-torch.inf) for part in parts])

@@ -1,0 +1,232 @@
+"""Decoding with a cache of keys and values that is written in place: flash-attn's ``flash_attn_with_kvcache``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .varlen import check_block_table, gather_pages
+
+_LAYOUT = "[B, tokens, heads, head_dim]"
+
+
+@dataclass(frozen=True, eq=False)
+class KvCache:
+    """Where the keys of each sequence of a batch lie.
+
+    Attributes:
+        k, v: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
+        lengths: tokens of each sequence before the new ones, left padding included.
+        starts: its first token, behind the left padding.
+        rows: its row in ``k`` and ``v``; None = row b for sequence b.
+        block_table: whole numbers ``[B, pages of a sequence]``, on the device of k.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: list[int]
+    starts: list[int]
+    rows: list[int] | None
+    block_table: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence may have."""
+        tokens = self.k.shape[1]
+        return tokens if self.block_table is None else tokens * self.block_table.shape[1]
+
+    @property
+    def pages(self) -> str:
+        """For messages: where :attr:`capacity` comes from if the cache lies in pages."""
+        if self.block_table is None:
+            return ""
+        return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Neighbouring sequences that lie in the cache as one batch: (first, one past the last)."""
+        first, count = 0, len(self.lengths)
+        apart = self.rows is not None or self.block_table is not None
+        for last in range(1, count + 1):
+            if apart or last == count or self._place(last) != self._place(first):
+                yield first, last
+                first = last
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Put the new tokens ``[B, N, Hkv, D]`` behind those that are there."""
+        for first, last in self.groups():
+            start, tokens = self.lengths[first], k.shape[1]
+            for cache, new in ((self.k, k), (self.v, v)):
+                if self.block_table is not None:
+                    place = torch.arange(start, start + tokens, device=cache.device)
+                    page = self.block_table[first].long()[place // cache.shape[1]]
+                    cache[page, place % cache.shape[1]] = new[first]
+                else:
+                    cache[self._rows(first, last), start : start + tokens] = new[first:last]
+
+    def keys(self, first: int, last: int, new: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of some sequences, ``[b, S, Hkv, D]``: views, of pages copies."""
+        start, end = self.starts[first], self.lengths[first] + new
+        if self.block_table is not None:
+            pages = self.block_table[first]
+            return gather_pages(self.k, pages, end)[None, start:], gather_pages(self.v, pages, end)[None, start:]
+        rows = self._rows(first, last)
+        return self.k[rows, start:end], self.v[rows, start:end]
+
+    def _place(self, sequence: int) -> tuple[int, int]:
+        return self.lengths[sequence], self.starts[sequence]
+
+    def _rows(self, first: int, last: int) -> slice:
+        return slice(first, last) if self.rows is None else slice(self.rows[first], self.rows[first] + 1)
+
+
+def cache_of(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: int,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> KvCache:
+    """The cache of a batch, its tensors of lengths read once.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+    """
+    check_layout(_LAYOUT, 4, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise FlashArgumentError(
+            f"k_cache and v_cache must be alike, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if block_table is not None and other is not None:
+            raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
+    if block_table is not None:
+        check_block_table(block_table, batch)
+        block_table = block_table.to(k_cache.device)
+    rows = None if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
+    starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
+    cache = KvCache(k_cache, v_cache, [], starts, rows, block_table)
+    cache.lengths.extend(
+        [cache.capacity] * batch if cache_seqlens is None else _whole_numbers("cache_seqlens", cache_seqlens, batch)
+    )
+    _check_places(cache, batch)
+    return cache
+
+
+def _check_places(cache: KvCache, batch: int) -> None:
+    num_rows = cache.k.shape[0]
+    if cache.rows is None and cache.block_table is None and num_rows < batch:
+        raise FlashArgumentError(f"k_cache must have a row for each of {batch} sequences, got {num_rows}")
+    if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
+        raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
+    if any(not 0 <= length <= cache.capacity for length in cache.lengths):
+        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}{cache.pages}, got {cache.lengths}")
+    if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
+        raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
+
+
+def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> int:
+    """How many tokens are new; raises TypeError or ValueError where k and v do not fit into the cache."""
+    if k is None and v is None:
+        return 0
+    check_layout(_LAYOUT, 4, k=k, v=v)
+    assert k is not None
+    assert v is not None
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+        raise FlashArgumentError(
+            f"k and v must hold new tokens of {q.shape[0]} sequences, got {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
+        if new.shape[2:] != old.shape[2:] or new.dtype != old.dtype:
+            raise FlashArgumentError(
+                f"{name} must be {old.dtype} [..., {old.shape[2]}, {old.shape[3]}] like its cache, got {new.dtype} "
+                f"{tuple(new.shape)}"
+            )
+    tokens = k.shape[1]
+    if max(cache.lengths, default=0) + tokens > cache.capacity:
+        raise FlashArgumentError(
+            f"the cache must have room for {tokens} new tokens behind {cache.lengths}, got {cache.capacity} in all"
+            f"{cache.pages}"
+        )
+    return tokens
+
+
+def cached_attend(
+    q: Tensor, cache: KvCache, new: int, options: FlashOptions, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of ``q [B, L, Hq, D]`` over its cache: (out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]`` or None)."""
+    outs: list[Tensor] = []
+    all_lse: list[Tensor] = []
+    for first, last in cache.groups():
+        k, v = cache.keys(first, last, new)
+        out, lse = attend(q[first:last], k, v, options.part(first, last), with_lse=with_lse)
+        outs.append(out)
+        if lse is not None:
+            all_lse.append(lse)
+    return _together(outs, q), _together(all_lse, q) if with_lse else None
+
+
+def _together(parts: list[Tensor], q: Tensor) -> Tensor:
+    if not parts:
+        raise FlashArgumentError(f"q must hold at least one sequence, got shape {tuple(q.shape)}")
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rotation(
+    cos: Tensor, sin: Tensor | None, cache: KvCache, q: Tensor, interleaved: bool
+) -> Callable[[Tensor, bool], Tensor]:
+    """Rotary embedding at the places behind those in the cache.
+
+    Args:
+        cos, sin: ``[tokens, rotary_dim / 2]``.
+        interleaved: pairs are neighbours; else those half of rotary_dim apart.
+    Returns:
+        A function of (``[B, N, H, D]``, whether its tokens follow each other: else all are at the first one's place).
+    Raises:
+        TypeError, ValueError: tables that do not fit.
+    """
+    check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
+    assert sin is not None
+    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+        raise FlashArgumentError(
+            f"rotary_cos and rotary_sin must be [tokens, at most {q.shape[-1] // 2}], got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+    first = torch.tensor(cache.lengths, device=q.device)[:, None]
+
+    def rotate(tensor: Tensor, in_turn: bool) -> Tensor:
+        tokens = tensor.shape[1] if in_turn else 1
+        if max(cache.lengths) + tokens > cos.shape[0]:
+            raise FlashArgumentError(f"rotary_cos must have {max(cache.lengths) + tokens} tokens, got {cos.shape[0]}")
+        places = first + torch.arange(tokens, device=q.device)
+        return _rotated(tensor, cos[places][:, :, None], sin[places][:, :, None], interleaved)
+
+    return rotate
+
+
+def _rotated(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """``[B, N, H, D]`` with its first rotary_dim numbers turned, computed in float32 (float64 for float64)."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    half = cos.shape[-1]
+    turned, rest = tensor[..., : 2 * half].to(dtype), tensor[..., 2 * half :]
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    one, two = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    pair = one * cos - two * sin, one * sin + two * cos
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(tensor.dtype), rest], dim=-1)
+
+
+def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
+    if isinstance(given, int) and not isinstance(given, bool):
+        return [given] * batch
+    if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
+        raise TypeError(f"{name} must be whole numbers [{batch}], got {given!r}")
+    if given.shape != (batch,):
+        raise FlashArgumentError(f"{name} must be [{batch}], got {list(given.shape)}")
+    numbers: list[int] = given.tolist()
+    return numbers

@@ -1,0 +1,94 @@
+"""Sequences of different lengths in one launch of the fused kernel, where that is the fastest exact way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..arguments import PLAIN, prepared
+from ..call import AttentionCall, check_call
+from ..config import AttentionConfig, default_config
+from ..routes import fused
+from .options import FlashOptions
+
+# Rows of a sequence and key/value head up to which a batch of few queries, its keys cut into ranges, is faster.
+_FEW_ROWS = 32
+
+
+def packed_attend(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], options: FlashOptions, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Attention within each sequence in one launch, or None where that cannot be or is not the fastest way.
+
+    Args:
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
+        q_ends, k_ends: B + 1 numbers that start at 0, never fall, and end within the tokens there are;
+            B is at least 1.
+    Returns:
+        (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
+    """
+    config = options.config or default_config()
+    if not _is_for_the_kernel(q, options, config):
+        return None
+    call = _checked(q, k, v, options, "upper_left")
+    if config.route == "auto" and not fused.may_win(call, torch_has_a_kernel=True):
+        return None
+    if call.groups * max(q1 - q0 for q0, q1 in itertools.pairwise(q_ends)) <= _FEW_ROWS:
+        return None
+    packed = fused.Packed.of(q_ends, k_ends, q.device, lower_right=True)
+    if fused.why_not(call, config, with_lse=with_lse, packed=packed):
+        return None
+    why = f"{packed.count} sequences of different lengths in one launch"
+    try:
+        out, lse = attention.run_packed(
+            call,
+            packed,
+            with_lse=with_lse,
+            why=why,
+            sequences=lambda: _sequences(q, k, v, q_ends, k_ends, options),
+        )
+    except fused.KernelUnavailable:  # why_not says so from now on
+        return None
+    # squeeze, not [0], whose gradient is a copy
+    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0) if with_lse and lse is not None else None
+
+
+def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
+    """What is seen before the call is checked, which costs time on every other device too."""
+    if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
+        return False
+    if options.alignment != "lower_right":
+        return False
+    return config.route in ("auto", "fused") and fused.takes_device(q.device)
+
+
+def _sequences(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], options: FlashOptions
+) -> Iterator[AttentionCall]:
+    """Every sequence with queries as a call of its own."""
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
+        if q1 > q0:
+            yield _checked(q[q0:q1], k[k0:k1], v[k0:k1], options, "lower_right")
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
+    """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
+    query, key, value, *_ = prepared(query, key, value, None, options.causal, alignment)
+    return check_call(
+        query,
+        key,
+        value,
+        None,
+        options.dropout_p,
+        options.causal,
+        options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        alignment=alignment,
+        window=options.window,
+        softcap=options.softcap,
+    )

@@ -1,0 +1,226 @@
+"""Sequences of different lengths in one tensor, never padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tiled.layout import accumulate_dtype
+from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .packed import packed_attend
+
+_LAYOUT = "[total, heads, head_dim]"
+
+
+class _Run(NamedTuple):
+    """Neighbouring sequences of the same lengths, computed as one batch.
+
+    first, last: number of the first one and of the one behind the last; q_len, k_len: tokens of each.
+    """
+
+    first: int
+    last: int
+    q_len: int
+    k_len: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+
+def varlen_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: Callable[[int], FlashOptions],
+    *,
+    with_lse: bool,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention within each sequence.
+
+    Args:
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``; with ``block_table`` k and v are
+            pages ``[num_pages, page_tokens, Hkv, D]``.
+        cu_seqlens_q, cu_seqlens_k: whole numbers ``[B + 1]``, read once (one synchronisation on a GPU).
+        options: number of sequences -> the options.
+        block_table: ``[B, pages of a sequence]``, which pages hold its keys.
+    Returns:
+        (out ``[total_q, Hq, Dv]``, zero behind the last sequence; lse ``[Hq, total_q]`` or None).
+    """
+    check_layout(_LAYOUT, 3, q=q)
+    if block_table is None:
+        check_layout(_LAYOUT, 3, k=k, v=v)
+    else:
+        check_layout("[pages, page_tokens, heads, head_dim]", 4, k=k, v=v)
+    q_ends, k_ends = _read_lengths(cu_seqlens_q, cu_seqlens_k)
+    capacity = k.shape[0] if block_table is None else None
+    _check_ends("cu_seqlens_q", q_ends, q.shape[0])
+    _check_ends("cu_seqlens_k", k_ends, capacity)
+    runs = list(_runs(q_ends, k_ends, one_by_one=block_table is not None))
+    all_options = options(len(q_ends) - 1)
+    if block_table is None and sum(run.q_len > 0 for run in runs) > 1:
+        result = packed_attend(q, k, v, q_ends, k_ends, all_options, with_lse=with_lse)
+        if result is not None:
+            return result
+    keys = _Slices(k, v, runs) if block_table is None else _Pages(k, v, block_table, len(q_ends) - 1)
+    queries = _split(q, [run.size * run.q_len for run in runs])
+    pieces = (
+        _attend_run(run, part, keys, all_options.part(run.first, run.last), with_lse)
+        for run, part in zip(runs, queries)
+        if run.q_len
+    )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        return _concatenated(list(pieces), q, v.shape[-1], with_lse)
+    return _written(pieces, q, v.shape[-1], with_lse)
+
+
+def _attend_run(
+    run: _Run, q: Tensor, keys: _Slices | _Pages, options: FlashOptions, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of one run."""
+    k, v = keys.of(run)
+    out, lse = attend(q.unflatten(0, (run.size, run.q_len)), k, v, options, with_lse=with_lse)
+    return out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
+
+
+def _concatenated(
+    pieces: list[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The pieces one behind the other, and behind them zeros (lse: -inf) up to ``total_q``; gradients flow."""
+    rest = q.shape[0] - sum(out.shape[0] for out, _ in pieces)
+    if len(pieces) == 1 and not rest:
+        return pieces[0]
+    out = torch.cat([*(out for out, _ in pieces), q.new_zeros(rest, q.shape[1], head_dim_v)])
+    if not with_lse:
+        return out, None
+    return out, torch.cat([*(lse for _, lse in pieces if lse is not None), _without_keys(q, rest)], dim=1)
+
+
+def _written(
+    pieces: Iterator[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`_concatenated`, but never with two copies of the output at once; for calls without gradients."""
+    total, start = q.shape[0], 0
+    out: Tensor | None = None
+    lse = _without_keys(q, total) if with_lse else None
+    for part, part_lse in pieces:
+        end = start + part.shape[0]
+        if end - start == total:
+            return part, part_lse
+        out = part.new_empty(total, *part.shape[1:]) if out is None else out
+        out[start:end] = part
+        if lse is not None and part_lse is not None:
+            lse[:, start:end] = part_lse
+        start = end
+    if out is None:
+        return q.new_zeros(total, q.shape[1], head_dim_v), lse
+    out[start:] = 0
+    return out, lse
+
+
+def _without_keys(q: Tensor, tokens: int) -> Tensor:
+    """lse of tokens without keys, ``[Hq, tokens]``."""
+    return q.new_full((q.shape[1], tokens), -torch.inf, dtype=accumulate_dtype(q.dtype))
+
+
+class _Slices:
+    """Keys and values that lie one behind the other."""
+
+    def __init__(self, k: Tensor, v: Tensor, runs: list[_Run]):
+        sizes = [run.size * run.k_len for run in runs]
+        self.parts = dict(zip(runs, zip(_split(k, sizes), _split(v, sizes))))
+
+    def of(self, run: _Run) -> tuple[Tensor, Tensor]:
+        """``[size, k_len, Hkv, D]`` views."""
+        k, v = (part.unflatten(0, (run.size, run.k_len)) for part in self.parts[run])
+        return k, v
+
+
+class _Pages:
+    """Keys and values in pages; those of one sequence at a time are copied together."""
+
+    def __init__(self, k: Tensor, v: Tensor, block_table: Tensor, batch: int):
+        check_block_table(block_table, batch)
+        self.k, self.v, self.block_table = k, v, block_table
+
+    def of(self, run: _Run) -> tuple[Tensor, Tensor]:
+        """``[1, k_len, Hkv, D]`` copies."""
+        pages = self.block_table[run.first]
+        return gather_pages(self.k, pages, run.k_len)[None], gather_pages(self.v, pages, run.k_len)[None]
+
+
+def check_block_table(block_table: Tensor, batch: int) -> None:
+    """Raises TypeError, ValueError."""
+    check_layout(f"[{batch}, pages of a sequence]", 2, block_table=block_table)
+    if block_table.shape[0] != batch or block_table.is_floating_point():
+        raise FlashArgumentError(
+            f"block_table must be whole numbers [{batch}, pages of a sequence], got {block_table.dtype} "
+            f"{list(block_table.shape)}"
+        )
+
+
+def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
+    """The first ``tokens`` tokens of one sequence.
+
+    Args:
+        cache: ``[num_pages, page_tokens, Hkv, D]``; pages: whole numbers ``[N]``.
+    Returns:
+        ``[tokens, Hkv, D]``, a copy.
+    """
+    page_tokens = cache.shape[1]
+    needed = -(-tokens // page_tokens) if page_tokens else 0
+    if needed > pages.shape[0] or (tokens and not page_tokens):
+        raise FlashArgumentError(
+            f"block_table must name enough pages for {tokens} tokens, got {pages.shape[0]} of {page_tokens} tokens"
+        )
+    return cache.index_select(0, pages[:needed].long()).flatten(0, 1)[:tokens]
+
+
+def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    # one split, not a slice for each: its gradient is one tensor, that of a slice one as large as all of them
+    return tensor.split([*sizes, tensor.shape[0] - sum(sizes)])[: len(sizes)]
+
+
+def _runs(q_ends: list[int], k_ends: list[int], *, one_by_one: bool) -> Iterator[_Run]:
+    lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
+    first = 0
+    for last in range(1, len(lengths) + 1):
+        if one_by_one or last == len(lengths) or lengths[last] != lengths[first]:
+            yield _Run(first, last, *lengths[first])
+            first = last
+
+
+def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
+    check_layout("[B + 1]", 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or not cu_seqlens_q.numel():
+        raise FlashArgumentError(
+            "cu_seqlens_q and cu_seqlens_k must both be [B + 1], got "
+            f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
+        )
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool:
+            raise TypeError(f"{name} must be whole numbers (int32), got {ends.dtype}")
+    q_ends: list[int]
+    k_ends: list[int]
+    if cu_seqlens_q is cu_seqlens_k:
+        q_ends = k_ends = cu_seqlens_q.tolist()
+        return q_ends, k_ends
+    q_ends, k_ends = torch.stack([cu_seqlens_q.long(), cu_seqlens_k.to(cu_seqlens_q.device).long()]).tolist()
+    return q_ends, k_ends
+
+
+def _check_ends(name: str, ends: list[int], total: int | None) -> None:
+    if ends[0] != 0 or sorted(ends) != ends:
+        raise FlashArgumentError(f"{name} must start at 0 and never fall, got {_shown(ends)}")
+    if total is not None and ends[-1] > total:
+        raise FlashArgumentError(f"{name} must end at most at the {total} tokens there are, got {_shown(ends)}")
+
+
+def _shown(ends: list[int]) -> str:
+    return str(ends if len(ends) <= 16 else [*ends[:8], "...", *ends[-8:]])

@@ -1,0 +1,104 @@
+"""Loading and launching cubins through the CUDA driver with ctypes: torch's context, torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .params import Params
+
+_RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed; the message holds its name and the driver's own words."""
+
+
+class Driver:
+    """The CUDA driver's library.
+
+    Raises:
+        OSError: there is none on this machine.
+    """
+
+    def __init__(self, name: str | None = None):
+        self._lib = ctypes.CDLL(name or ("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+        self.call("cuInit", 0)
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the driver.
+
+        Raises:
+            DriverError: it did not return CUDA_SUCCESS.
+        """
+        code = getattr(self._lib, function)(*arguments)
+        if code:
+            words = ctypes.c_char_p()
+            self._lib.cuGetErrorString(code, ctypes.byref(words))
+            raise DriverError(f"{function}: {words.value.decode() if words.value else f'error {code}'}")
+
+    def _context(self, index: int) -> ctypes.c_void_p:
+        """The primary context of a device, which is torch's; retained once."""
+        with self._lock:
+            if index not in self._contexts:
+                device, context = ctypes.c_int(), ctypes.c_void_p()
+                self.call("cuDeviceGet", ctypes.byref(device), index)
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+                self._contexts[index] = context
+            return self._contexts[index]
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """A block in which the device's context is this thread's current one."""
+        self.call("cuCtxPushCurrent_v2", self._context(index))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def load(self, index: int, cubin: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
+        """The functions of a cubin on a device. May be called while a graph is being captured.
+
+        Raises:
+            DriverError: the driver does not take this cubin.
+        """
+        module, handles = ctypes.c_void_p(), {}
+        with self.on(index), self._relaxed_capture():
+            self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+            for name in functions:
+                handles[name] = ctypes.c_void_p()
+                self.call("cuModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
+        return handles
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        # Loading allocates, which a capture in this thread would otherwise forbid.
+        mode = ctypes.c_int(_RELAXED_CAPTURE)
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def launch(
+        self, index: int, function: ctypes.c_void_p, grid: tuple[int, int, int], threads: int, params: Params
+    ) -> None:
+        """Queue a kernel on torch's current stream of a device. The driver copies the parameters."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        with self.on(index):
+            self.call("cuLaunchKernel", function, *grid, threads, 1, 1, 0, stream, pointers, None)
+
+
+@functools.cache
+def driver() -> Driver:
+    """The process's driver; see :class:`Driver` for what it raises."""
+    return Driver()

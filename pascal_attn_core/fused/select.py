@@ -1,0 +1,99 @@
+"""Which calls the fused kernels take: reasons, one sentence each, from shapes, dtypes and strides alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..lazy_mask import LazyMask
+from .launches import UNBOUNDED, table_dim
+from .source import HEAD_DIMS
+
+GRADIENT_HEAD_DIM = 256
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HEADS = 65535  # a grid's second dimension
+# Offsets within a staged chunk are 32-bit numbers.
+_STRIDE = 1 << 26
+
+
+def call_reasons(call: AttentionCall, *, int8: bool = False, with_lse: bool = False) -> list[str]:
+    """Why the kernels cannot take a call, whatever the device; empty = they can."""
+    reasons = [*_kind_reasons(call), *_mask_reasons(call)]
+    if int8:
+        reasons += _int8_reasons(call, with_lse)
+    if not reasons:
+        reasons = _layout_reasons(call)
+    return reasons
+
+
+def _kind_reasons(call: AttentionCall) -> list[str]:
+    reasons = []
+    if torch._C._are_functorch_transforms_active():
+        reasons.append("torch.func transforms need an operator of torch")
+    if call.query.dtype not in _DTYPES:
+        reasons.append(f"the fused kernel takes float32, float16 and bfloat16, got {call.query.dtype}")
+    if call.dropout_p:
+        reasons.append("the fused kernel has no dropout")
+    if call.softcap is not None:
+        reasons.append("the fused kernel has no softcap")
+    if call.sinks is not None:
+        reasons.append("the fused kernel has no attention sinks")
+    if call.is_empty or not call.head_dim:
+        reasons.append("the call is empty")
+    elif table_dim(call.head_dim, call.head_dim_v) is None:
+        reasons.append(f"head_dim {max(call.head_dim, call.head_dim_v)} > {HEAD_DIMS[-1]}")
+    elif call.needs_grad and max(call.head_dim, call.head_dim_v) > GRADIENT_HEAD_DIM:
+        reasons.append(f"its gradients end at head_dim {GRADIENT_HEAD_DIM}, got {max(call.head_dim, call.head_dim_v)}")
+    if call.head_dim % 4 or call.head_dim_v % 4:
+        reasons.append(f"head_dim must be a multiple of 4, got {call.head_dim} and {call.head_dim_v}")
+    if call.num_heads > _HEADS:
+        reasons.append(f"{call.num_heads} heads > {_HEADS}")
+    if max(call.seq_len_q, call.seq_len_kv) >= UNBOUNDED:
+        reasons.append(f"sequences must be shorter than {UNBOUNDED}, got {call.seq_len_q} and {call.seq_len_kv}")
+    return reasons
+
+
+def _mask_reasons(call: AttentionCall) -> list[str]:
+    mask = call.attn_mask
+    if mask is None:
+        return []
+    if isinstance(mask, LazyMask):
+        return ["attn_mask is a rule, not a tensor"]
+    reasons = []
+    if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
+        reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
+    if mask.dtype == torch.bool and call.scale <= 0:
+        reasons.append(f"a bool mask needs a positive scale, got {call.scale:g}")
+    if mask.requires_grad and torch.is_grad_enabled():
+        reasons.append("the fused kernel gives no gradient of attn_mask")
+    if (mask.dim() and max(mask.stride()) >= 1 << 40) or any(s >= _STRIDE for s in mask.stride()[-1:]):
+        reasons.append("the strides of attn_mask are too large")
+    return reasons
+
+
+def _int8_reasons(call: AttentionCall, with_lse: bool) -> list[str]:
+    reasons = []
+    if call.needs_grad:
+        reasons.append("the int8 mode has no gradients")
+    if with_lse:
+        reasons.append("the int8 mode does not return lse")
+    if call.scale <= 0:
+        reasons.append(f"the int8 mode needs a positive scale, got {call.scale:g}")
+    return reasons
+
+
+def _layout_reasons(call: AttentionCall) -> list[str]:
+    reasons = []
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if not rows_are_readable(tensor):
+            reasons.append(f"{name}'s rows must be contiguous and begin at multiples of 4 elements")
+    return reasons
+
+
+def rows_are_readable(tensor: Tensor) -> bool:
+    """Whether the kernels can read a tensor as it lies: four elements at a time."""
+    if tensor.stride(-1) != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
+        return False
+    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]) if size > 1]
+    return all(stride % 4 == 0 for stride in steps) and (not steps or steps[-1] < _STRIDE)

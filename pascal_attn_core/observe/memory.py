@@ -1,0 +1,357 @@
+"""Exact peak memory of a piece of code, and how many operators it launched: the proof of O(N) without a GPU.
+
+As a block, or for one call:
+
+    with PeakMemory("cpu") as peak:
+        out = sdpa(query, key, value)
+    print(peak.peak_bytes, peak.launches)
+
+    measure(sdpa, query, key, value).extra_bytes
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..device import free_bytes
+
+_DispatchKey = torch._C.DispatchKey
+_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
+_LEAVES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")
+# They make no view by their schema and yet move no element: nothing is launched on the device.
+_NO_KERNEL = {
+    "_unsafe_view",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "lift",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "device",
+}
+
+
+class Measurement(NamedTuple):
+    """What :func:`measure` found.
+
+    Attributes:
+        out: what the function returned.
+        extra_bytes: the peak minus the bytes of the output's own storages: what the call needed besides its result.
+        peak_bytes: most bytes alive at once beyond those alive at the start, the output among them.
+        largest_tensor_bytes: the largest single storage that the call created and that is no part of the output.
+        launches: operators that compute something; views and bare allocations are not counted.
+    """
+
+    out: Any
+    extra_bytes: int
+    peak_bytes: int
+    largest_tensor_bytes: int
+    launches: int
+
+
+class PeakMemory:
+    """Measures the most memory that tensors took at once during a ``with`` block, above what they took at its start.
+
+    On a CPU and on ``meta`` every storage is followed from the operator that creates it (or resizes it) until it is
+    freed, so the number is exact (but for scalars made inside kernels, some bytes). On CUDA it is the allocator's own
+    peak, in whole allocator blocks.
+
+    What is seen: each operator of this thread and of the autograd engine working for it, below the composite ones:
+    torch's math attention counts with every matrix it makes, and so does the inside of a custom operator.
+    What is not seen on a CPU: scratch memory that one kernel takes and frees inside itself (torch's fused CPU
+    attention: some MiB), allocations by other libraries, sparse tensors, code compiled by ``torch.compile``; and on
+    ``meta`` the inside of an operator that has a kernel of its own for ``meta``.
+    A tensor from before the block counts as freed if it dies inside it, once an operator has touched it.
+
+    Args:
+        device: whose memory; tensors of other device types are not counted, operators are.
+        follow: False on CUDA asks the allocator only: no cost at all per operator, but neither launches nor largest.
+
+    Attributes:
+        peak_bytes: the peak so far; grows while the block runs and stays readable afterwards.
+        launches: operators that compute something so far; views and bare allocations are not counted.
+        largest_tensor_bytes: the largest single storage created in the block.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
+        self.device = torch.device(device)
+        self._follower = _Follower(self.device.type)
+        self._is_cuda = self.device.type == "cuda"
+        if not (follow or self._is_cuda):
+            raise ValueError(f"follow must be True on {self.device.type}, got False; only CUDA keeps a peak by itself")
+        self._follows = follow
+        self._cuda_start, self._cuda_peak = 0, 0
+        self._running = False
+
+    @property
+    def peak_bytes(self) -> int:
+        if not self._is_cuda:
+            return self._follower.peak
+        if self._running:
+            self._cuda_peak = max(0, torch.cuda.max_memory_allocated(self.device) - self._cuda_start)
+        return self._cuda_peak
+
+    @property
+    def launches(self) -> int:
+        return self._follower.launches
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        return self._follower.largest_without(())
+
+    def __enter__(self) -> PeakMemory:
+        if self._running:
+            raise RuntimeError("PeakMemory must not be entered twice, got a second `with` on the same object")
+        self._follower.reset()
+        if self._is_cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._cuda_start = torch.cuda.memory_allocated(self.device)
+        self._running = True
+        if self._follows:
+            self._follower.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._follows:
+            self._follower.__exit__(kind, error, traceback)
+            self._follower.look_again()
+        _ = self.peak_bytes
+        self._running = False
+
+
+def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
+    """Call ``fn(*args, **kwargs)`` and say what memory it needed and how many operators it launched.
+
+    The device is that of the first tensor among the arguments (CPU if there is none). Gradients count as output only
+    when ``fn`` returns them (``torch.autograd.grad``), not when it leaves them in ``.grad``.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    peak = PeakMemory(tensors[0].device if tensors else "cpu")
+    peak._follower.look(tensors)  # an argument returned as it is, or resized, is not new
+    with peak:
+        out = fn(*args, **kwargs)
+    created, out_bytes = peak._follower.created_storages(out)
+    return Measurement(
+        out=out,
+        extra_bytes=peak.peak_bytes - out_bytes,
+        peak_bytes=peak.peak_bytes,
+        largest_tensor_bytes=peak._follower.largest_without(created),
+        launches=peak.launches,
+    )
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int | None:
+    """Memory that a process may still take, or None where that cannot be told.
+
+    On CUDA what its driver has free plus what torch's allocator holds unused; on Linux the kernel's estimate
+    (``MemAvailable``), or what is left under the limit of a control group if that is less.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free_bytes(device) or 0) + unused
+    if device.type != "cpu":
+        return None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    amounts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return min([amounts.get("MemAvailable", amounts["MemFree"]), *_room_in_control_groups()])
+
+
+def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each limit on this process's control group, or on one above it, leaves; page cache counts as free."""
+    try:
+        paths = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    room = []
+    for _, controllers, path in paths:
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        base = root / "memory" if is_v1 else root
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts) + 1):
+            group = base.joinpath(*parts[:depth])
+            try:
+                limit, used = ((group / name).read_text().strip() for name in names)
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue  # no such group seen from inside a container, or no limits kept here
+            if limit != "max":
+                room.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    return room
+
+
+class _Storage:
+    """One storage being followed: its size when last looked at, and what of it was there before the block."""
+
+    __slots__ = ("is_new", "nbytes", "ref")
+
+    def __init__(self, ref: weakref.ref[Any], nbytes: int, is_new: bool):
+        self.ref, self.nbytes, self.is_new = ref, nbytes, is_new
+
+
+class _Follower(TorchDispatchMode):
+    """Follows storages by their address; a weak reference tells when one dies, before its address can be used again."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str):
+        super().__init__()
+        self.device_type = device_type
+        self.storages: dict[int, _Storage] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.live = self.peak = self.launches = self.largest_dead = 0
+        for storage in self.storages.values():
+            storage.is_new = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any("__tensor_flatten__" in vars(kind) for kind in types):
+            return NotImplemented  # a wrapper around tensors: it unwraps itself and we see what it does with them
+        inputs = list(_tensors(args))
+        if kwargs:
+            inputs += _tensors(kwargs.values())
+        how = _how_to_run(func, inputs[0].device.type if inputs else self.device_type)
+        self.look(inputs, is_new=how.input_is_new)
+        if how.inside is not None:
+            return self._run_inside(func, how, args, kwargs)
+        out = func(*args, **kwargs)
+        self.launches += how.launches
+        self.look(_tensors((out,)), is_new=True)
+        if how.mutates:
+            self.look(inputs)  # it may have resized what it wrote to
+        return out
+
+    def _run_inside(self, func: OpOverload, how: _Run, args: tuple, kwargs: dict) -> Any:
+        before = self.launches
+        with self:
+            out = func._op_dk(how.inside, *args, **kwargs)
+        is_explicit = how.inside is not _DispatchKey.CompositeImplicitAutograd
+        if is_explicit and self.launches == before:  # aten::copy_ does its work without other operators
+            self.launches += how.launches
+        self.look(_tensors((out,)), is_new=True)
+        return out
+
+    def look(self, tensors: Iterable[Tensor], *, is_new: bool = False) -> None:
+        """Take note of the storages of these tensors: of new ones, and of those that changed their size."""
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
+                continue
+            known = self.storages.get(storage._cdata)
+            if known is None:
+                if storage.device.type == self.device_type:
+                    self._follow(storage, is_new)
+            elif (nbytes := storage.nbytes()) != known.nbytes:
+                self._add(nbytes - known.nbytes)
+                known.nbytes = nbytes
+
+    def look_again(self) -> None:
+        """Catch storages that were resized past the dispatcher (``untyped_storage().resize_``)."""
+        for known in list(self.storages.values()):
+            storage = known.ref()
+            if storage is not None and storage.nbytes() != known.nbytes:
+                self._add(storage.nbytes() - known.nbytes)
+                known.nbytes = storage.nbytes()
+
+    def created_storages(self, out: Any) -> tuple[set[int], int]:
+        """Which followed storages these tensors live in, as addresses, and how many bytes of them the block created."""
+        addresses = {leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        known = [self.storages[address] for address in addresses if address in self.storages]
+        return addresses, sum(storage.nbytes for storage in known if storage.is_new)
+
+    def largest_without(self, addresses: Container[int]) -> int:
+        alive = (s.nbytes for address, s in list(self.storages.items()) if s.is_new and address not in addresses)
+        return max(self.largest_dead, max(alive, default=0))
+
+    def _follow(self, storage: Any, is_new: bool) -> None:
+        address, nbytes = storage._cdata, storage.nbytes()
+        self.storages[address] = _Storage(weakref.ref(storage, lambda _: self._freed(address)), nbytes, is_new)
+        if is_new:
+            self._add(nbytes)
+
+    def _freed(self, address: int) -> None:
+        storage = self.storages.pop(address)
+        self.live -= storage.nbytes
+        if storage.is_new:
+            self.largest_dead = max(self.largest_dead, storage.nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+class _Run(NamedTuple):
+    """How the follower treats an operator on one device type."""
+
+    inside: Any  # the dispatch key of a kernel that is made of other operators, None if it does the work itself
+    launches: bool
+    mutates: bool
+    input_is_new: bool
+
+
+@functools.cache
+def _how_to_run(func: Any, device_type: str) -> _Run:
+    if not isinstance(func, OpOverload):  # a higher-order operator: nothing is known of its inside
+        return _Run(None, launches=True, mutates=True, input_is_new=False)
+    name = func._schema.name.partition("::")[2]
+    launches = not func.is_view and name not in _NO_KERNEL
+    inside = _inside_key(func, device_type, launches)
+    return _Run(inside, launches, func._schema.is_mutable, input_is_new=name in ("lift", "lift_fresh"))
+
+
+def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
+    """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
+    operators. Called plainly, they would keep the follower out of their inside."""
+    if _has_kernel(func, "CompositeImplicitAutograd"):
+        return _DispatchKey.CompositeImplicitAutograd
+    backend = _BACKENDS.get(device_type, "")
+    has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
+    if backend and _has_kernel(func, backend) and not has_own_meta:
+        return None if func.namespace in _LEAVES else getattr(_DispatchKey, backend)
+    # Such a kernel hands a number on to its tensor variant as a wrapped tensor, which comes back here as a number.
+    takes_number = any(isinstance(argument.type, torch.NumberType) for argument in func._schema.arguments)
+    if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
+        return _DispatchKey.CompositeExplicitAutograd
+    return None
+
+
+def _has_kernel(func: OpOverload, key: str) -> bool:
+    # not func.has_kernel_for_dispatch_key: that also counts Python kernels, which plain execution never uses
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,139 @@
+"""What ran, by which route and why, for as long as somebody asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..lazy_mask import LazyMask
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CallKey:
+    """Calls of one kind are counted together.
+
+    Attributes:
+        route: the route taken.
+        query, key: shapes of those tensors.
+        dtype: their dtype, ``"float16"``.
+        mask: ``"none"``, or the mask's dtype and shape, and ``causal`` / ``window`` where they apply.
+        why: one sentence: why this route.
+    """
+
+    route: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: str
+    mask: str
+    why: str
+
+
+@dataclass
+class CallStats:
+    """How often calls of one kind ran and what is known of them.
+
+    Attributes:
+        count: number of calls.
+        blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
+            row maximum because their scores are provably bounded.
+        budget_halvings: how often a call of this kind ran out of memory and was tried again with half the budget.
+    """
+
+    count: int = 0
+    blocks: int = 0
+    bounded_blocks: int = 0
+    budget_halvings: int = 0
+
+
+@dataclass
+class Report:
+    """Everything recorded between the start and the end of one :func:`record` block."""
+
+    calls: dict[CallKey, CallStats] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Number of calls seen."""
+        return sum(stats.count for stats in self.calls.values())
+
+    def routes(self) -> dict[str, int]:
+        """How many calls each route took."""
+        counts: dict[str, int] = {}
+        for key, stats in self.calls.items():
+            counts[key.route] = counts.get(key.route, 0) + stats.count
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    def bounded_share(self) -> float | None:
+        """Share of the tiled query blocks that needed no running maximum; None if there were none."""
+        blocks = sum(stats.blocks for stats in self.calls.values())
+        return sum(stats.bounded_blocks for stats in self.calls.values()) / blocks if blocks else None
+
+    def text(self) -> str:
+        """One line per kind of call, most frequent first."""
+        rows = sorted(self.calls.items(), key=lambda item: -item[1].count)
+        lines = [f"{self.total} attention calls: " + ", ".join(f"{n} {route}" for route, n in self.routes().items())]
+        for key, stats in rows:
+            share = f", {stats.bounded_blocks / stats.blocks:.0%} bounded" if stats.blocks else ""
+            halved = f", budget halved {stats.budget_halvings}x" if stats.budget_halvings else ""
+            lines.append(
+                f"{stats.count:6d} x {key.route:5s} q{list(key.query)} k{list(key.key)} {key.dtype} mask {key.mask}"
+                f"{share}{halved}: {key.why}"
+            )
+        return "\n".join(lines)
+
+
+_lock = threading.Lock()
+_active: tuple[Report, ...] = ()
+
+
+@contextmanager
+def record() -> Iterator[Report]:
+    """Count every call of :func:`pascal_attn_core.sdpa` in this process, in any thread, until the block ends.
+
+    with record() as report:
+        pipe(prompt)
+    print(report.text())
+    """
+    global _active
+    report = Report()
+    with _lock:
+        _active = (*_active, report)
+    try:
+        yield report
+    finally:
+        with _lock:
+            _active = tuple(r for r in _active if r is not report)
+
+
+def recording() -> bool:
+    """Whether anybody asks."""
+    return bool(_active)
+
+
+def note(key: CallKey, *, blocks: int = 0, bounded_blocks: int = 0, budget_halvings: int = 0) -> None:
+    """Add one call to every report being recorded."""
+    with _lock:
+        for report in _active:
+            stats = report.calls.setdefault(key, CallStats())
+            stats.count += 1
+            stats.blocks += blocks
+            stats.bounded_blocks += bounded_blocks
+            stats.budget_halvings += budget_halvings
+
+
+def mask_kind(attn_mask: Tensor | LazyMask | None, *, is_causal: bool, left: int | None, right: int | None) -> str:
+    """``"none"``, ``"bool [1, 1, 1, 77]"``, ``"causal"``, ``"float32 [1, 8, 64, 64] window (8, 8)"``."""
+    parts = []
+    if attn_mask is not None:
+        parts.append(f"{str(attn_mask.dtype).removeprefix('torch.')} {list(attn_mask.shape)}")
+    if is_causal:
+        parts.append("causal")
+    if left is not None or (right is not None and not is_causal):
+        parts.append(f"window ({-1 if left is None else left}, {-1 if right is None else right})")
+    return " ".join(parts) or "none"

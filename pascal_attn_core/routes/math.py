@@ -1,0 +1,72 @@
+"""The route ``math``: plain attention with the whole score matrix, for calls so small that nothing is faster, and for
+gradients of gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..lazy_mask import LazyMask
+from ..reference import allowed_keys
+from ..tiled.layout import accumulate_dtype
+
+
+def run_math(call: AttentionCall) -> Tensor:
+    """``[*batch, Hq, L, Dv]``, differentiable any number of times; sums in float32 (float64 for float64). Heads of a
+    group are query rows: K and V are not expanded for them."""
+    dtype = accumulate_dtype(call.query.dtype)
+    query, key, value = (t if t.dim() > 2 else t[None] for t in (call.query, call.key, call.value))
+    lead = (*call.batch, call.num_kv_heads)
+    query = query.expand(*call.batch, call.num_heads, -1, -1).unflatten(-3, (call.num_kv_heads, call.groups))
+    rows = query.flatten(-3, -2).to(dtype) * call.scale
+    scores = torch.matmul(rows, key.to(dtype).transpose(-2, -1)).expand(*lead, -1, -1)
+    scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    probs = _softmax(scores, call)
+    if call.dropout_p:
+        probs = torch.dropout(probs, call.dropout_p, train=True)
+    out = torch.matmul(probs.flatten(-3, -2), value.to(dtype)).unflatten(-2, (call.groups, call.seq_len_q))
+    return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+
+
+def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
+    """Probabilities of ``[*batch, Hkv, G, L, S]``; rows that may look at no key are zero."""
+    mask, allowed = call.attn_mask, None
+    if isinstance(mask, LazyMask):
+        mask = mask.dense()
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            mask = mask.to(scores.dtype)  # before it is expanded: its gradient is summed in this dtype
+        mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
+        mask = mask.unflatten(-3, (call.num_kv_heads, call.groups))
+        if mask.dtype == torch.bool:
+            allowed = mask
+        else:
+            scores = scores + mask
+            allowed = mask.detach() != -math.inf
+    if call.left is not None or call.right is not None:
+        window = (-1 if call.left is None else call.left, -1 if call.right is None else call.right)
+        alignment = "lower_right" if call.offset else "upper_left"
+        band = allowed_keys(call.seq_len_q, call.seq_len_kv, alignment=alignment, window=window, device=scores.device)
+        allowed = band if allowed is None else allowed & band
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        if allowed is None:
+            return scores.softmax(dim=-1)[..., :-1]
+        empty = ~allowed.any(dim=-1, keepdim=True) & (sinks.detach() == -math.inf)
+        return _probabilities(scores, empty)[..., :-1]
+    if allowed is None:
+        return scores.softmax(dim=-1)
+    return _probabilities(scores, ~allowed.any(dim=-1, keepdim=True))
+
+
+def _probabilities(scores: Tensor, empty: Tensor) -> Tensor:
+    """The softmax of the scores, zero in the rows that are ``empty``."""
+    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

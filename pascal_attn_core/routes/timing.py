@@ -1,0 +1,263 @@
+"""Our kernel and torch's timed against each other on the user's own card, once per kind of call.
+
+Which of two exact kernels is the faster one on an old card, with the torch and the driver that are installed there, is
+not a thing to guess: a small call of the same kind is run by both. The answer is kept on disk, so that the same machine
+decides the same way every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import statistics
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, check_call
+from ..config import cache_folder
+from ..device import DeviceInfo, device_info
+from ..fused.launches import variant_of
+from ..fused.source import kernels_digest
+from ..observe.progress import between_blocks
+from ..storage import replace_file
+from ..tiled.layout import without_autocast
+from . import fused
+from .torch_kernel import TorchForm, find_form, run_form
+
+log = logging.getLogger("pascal_attn")
+
+# The timed call is no larger than this: beyond, the time per score no longer depends on the length.
+_TOKENS = 1024
+_KEYS_OF_FEW_QUERIES = 16384
+_ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
+_ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
+_ROUNDS = 3
+_lock = threading.RLock()
+_known: dict[str, dict[Kind, float | None]] = {}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Calls that are taken to be alike. Token and row counts are powers of two, at most those of the timed call.
+
+    Attributes:
+        variant: of the fused kernel: head_dim, dtype, kind of mask.
+        head_dim, head_dim_v: of the call.
+        q_tokens, kv_tokens: of a sequence.
+        groups: query heads per key/value head.
+        rows: query rows of all heads and batches together.
+        mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
+        is_causal, gradients: whether it is, whether it has.
+    """
+
+    variant: str
+    head_dim: int
+    head_dim_v: int
+    q_tokens: int
+    kv_tokens: int
+    groups: int
+    rows: int
+    mask_rows: int
+    is_causal: bool
+    gradients: bool
+
+    def __str__(self) -> str:
+        masks = ("", ", one mask row", ", a mask row per query")[self.mask_rows]
+        words = ", causal" * self.is_causal + ", gradients" * self.gradients
+        groups = f", groups of {self.groups}" if self.groups > 1 else ""
+        return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{groups}{masks}{words}"
+
+    @staticmethod
+    def of(call: AttentionCall) -> Kind:
+        """The kind of a call that the fused kernel takes."""
+        mask = call.attn_mask
+        q_tokens = min(_TOKENS, _power_of_two(call.seq_len_q))
+        most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
+        most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
+        return Kind(
+            variant_of(call, "forward").name,
+            call.head_dim,
+            call.head_dim_v,
+            q_tokens,
+            min(most_keys, _power_of_two(call.seq_len_kv)),
+            call.groups,
+            min(most_rows, _power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+            0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
+            call.is_causal,
+            call.needs_grad,
+        )
+
+
+def timed_on(info: DeviceInfo) -> dict[Kind, float]:
+    """What has been timed on cards like this one: our kernel's time in units of torch's."""
+    return {kind: ratio for kind, ratio in _known_on(info).items() if ratio is not None}
+
+
+def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
+    """How long our kernel takes, in units of torch's time, for calls of this kind on this call's device.
+
+    Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the same
+    card, torch and kernels.
+
+    Args:
+        call: one that the fused route takes, and torch's kernel as it is or rewritten.
+        budget_bytes: extra memory that torch's route may use.
+    Returns:
+        The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or cannot
+        be now (a graph is being captured).
+    """
+    info = device_info(call.query.device)
+    kind, known = Kind.of(call), _known_on(info)
+    if kind in known:
+        return known[kind]
+    if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    with _lock:
+        if kind not in known:
+            known[kind] = _timed(call, kind, budget_bytes)
+            _save(info, known)
+        return known[kind]
+
+
+def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
+    device = call.query.device
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    try:
+        with (
+            on_device,
+            between_blocks(None),
+            without_autocast(call.query),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(kind.gradients),
+        ):
+            sample = sample_call(call, kind)
+            form = find_form(sample, budget_bytes)
+            if not isinstance(form, TorchForm):
+                return None
+            ours, theirs = median_times(
+                [
+                    _with_gradients(sample, lambda: fused.run(sample, with_lse=False)[0]),
+                    _with_gradients(sample, lambda: run_form(sample, form)),
+                ],
+                device,
+            )
+    except (fused.KernelUnavailable, torch.cuda.OutOfMemoryError):
+        return None
+    log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, ours, theirs, kind)
+    return ours / theirs
+
+
+def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
+    """A call of this kind on the same device: random numbers, and as many heads as make the kind's rows. Without
+    gradients all heads share the memory of one."""
+    kv_heads = max(1, kind.rows // (kind.q_tokens * kind.groups))
+    device = call.query.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(heads: int, tokens: int, head_dim: int) -> Tensor:
+        own_heads = heads if kind.gradients else 1
+        drawn = torch.randn((1, own_heads, tokens, head_dim), generator=generator, device=device)
+        return drawn.to(call.query.dtype).expand(1, heads, -1, -1).requires_grad_(kind.gradients)
+
+    mask = None
+    if isinstance(call.attn_mask, Tensor):
+        rows = kind.q_tokens if kind.mask_rows == 2 else 1
+        mask = torch.zeros((1, 1, rows, kind.kv_tokens), dtype=call.attn_mask.dtype, device=device)
+        mask = ~mask if mask.dtype == torch.bool else mask
+    return check_call(
+        numbers(kv_heads * kind.groups, kind.q_tokens, call.head_dim),
+        numbers(kv_heads, kind.kv_tokens, call.head_dim),
+        numbers(kv_heads, kind.kv_tokens, call.head_dim_v),
+        mask,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=kind.groups > 1,
+    )
+
+
+def _with_gradients(call: AttentionCall, forward: Callable[[], Tensor]) -> Callable[[], Any]:
+    if not call.needs_grad:
+        return forward
+
+    def both() -> Any:
+        out = forward()
+        return torch.autograd.grad(out, (call.query, call.key, call.value), out.detach())
+
+    return both
+
+
+def median_times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Median milliseconds of each, timed in turn, after one run of each that is not timed."""
+    for attempt in attempts:
+        attempt()
+    times: list[list[float]] = [[] for _ in attempts]
+    for _ in range(_ROUNDS):
+        for attempt, its_times in zip(attempts, times):
+            its_times.append(_milliseconds(attempt, device))
+    return [statistics.median(its_times) for its_times in times]
+
+
+def _milliseconds(attempt: Callable[[], Any], device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(torch.cuda.current_stream(device))
+    attempt()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+# ---- kept on disk ----------------------------------------------------------------------------------------------------
+
+
+def _known_on(info: DeviceInfo) -> dict[Kind, float | None]:
+    name = file_name(info)
+    known = _known.get(name)
+    if known is None:
+        with _lock:
+            known = _known.setdefault(name, dict(_load(cache_folder() / name)))
+    return known
+
+
+@functools.lru_cache(maxsize=16)
+def file_name(info: DeviceInfo) -> str:
+    """The file of a card, with this torch and these kernels."""
+    return f"timings-{hashlib.sha256(json.dumps(_conditions(info)).encode()).hexdigest()[:16]}.json"
+
+
+def _conditions(info: DeviceInfo) -> dict[str, str]:
+    return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
+
+
+def _load(path: Path) -> dict[Kind, float]:
+    """The file's content; one that cannot be read counts as empty."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["fused_over_torch"]
+        return {Kind(**row["kind"]): float(row["ratio"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _save(info: DeviceInfo, known: dict[Kind, float | None]) -> None:
+    """Write what is known. What another process has written stands, so that both decide the same way."""
+    folder, name = cache_folder(), file_name(info)
+    known |= _load(folder / name)
+    rows = [{"kind": asdict(kind), "ratio": round(ratio, 4)} for kind, ratio in known.items() if ratio is not None]
+    text = json.dumps({**_conditions(info), "fused_over_torch": rows}, indent=1) + "\n"
+    try:
+        replace_file(folder / name, text.encode())
+    except OSError as error:
+        log.info("the timings could not be stored in %s: %s", folder, error)
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest one that is not below ``count``."""
+    return 1 << max(0, count - 1).bit_length()

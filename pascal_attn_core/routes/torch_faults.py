@@ -1,0 +1,205 @@
+"""Known faults of torch's fused kernels, as data: which calls each concerns, and a small call that shows it.
+
+A call that a fault concerns does not go to torch's function, as long as the torch that is installed shows the fault:
+the small call is made once per process, device and dtype, when a call that needs to know comes first. A torch that is
+mended is therefore used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..lazy_mask import LazyMask
+from ..tiled.layout import distinct, may_read, worth_looking
+
+log = logging.getLogger("pascal_attn")
+
+# The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
+torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
+
+# The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
+_SWALLOWS = 1e3
+_WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of torch's kernels.
+
+    Attributes:
+        reason: the sentence for errors and reports; ``{call}`` is the call.
+        concerns: whether it could make the result or the gradients of a call wrong.
+        probe: makes a small call of the kind with torch's function on a device, in a dtype: whether it is wrong.
+    """
+
+    name: str
+    reason: str
+    concerns: Callable[[AttentionCall], bool]
+    probe: Callable[[torch.device, torch.dtype], bool]
+
+
+def fault_reasons(call: AttentionCall) -> list[str]:
+    """Why torch's kernels would compute this call wrongly, one sentence per fault."""
+    return [
+        fault.reason.format(call=call)
+        for fault in FAULTS
+        if fault.concerns(call) and is_shown(fault, call.query.device, call.query.dtype)
+    ]
+
+
+_shown: dict[tuple[str, torch.device, torch.dtype], bool] = {}
+
+
+def is_shown(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the torch that is installed shows a fault. True while that cannot be tried."""
+    key = (fault.name, device, dtype)
+    shown = _shown.get(key)
+    if shown is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return True
+        shown = _try(fault, device, dtype)
+        if shown is None:
+            return True
+        _shown[key] = shown
+        log.info("torch %s on %s in %s: %s: %s", torch.__version__, device, dtype, fault.name, shown)
+    return shown
+
+
+def _try(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool | None:
+    """In a thread of its own, which has none of the caller's modes, transforms, autocast and inference settings; None =
+    there was no memory for it."""
+    answer: list[bool | None] = []
+
+    def run() -> None:
+        try:
+            with torch.enable_grad():
+                answer.append(fault.probe(device, dtype))
+        except torch.cuda.OutOfMemoryError:
+            answer.append(None)
+        except Exception:  # a kernel that raises does not serve either
+            answer.append(True)
+
+    thread = threading.Thread(target=run, name=f"pascal_attn probe: {fault.name}")
+    thread.start()
+    thread.join()
+    return answer[0] if answer else None
+
+
+# ---- the faults ----------------------------------------------------------------------------------------------------
+
+
+def _has_swallowing_rows(call: AttentionCall) -> bool:
+    """A float mask of which some row's largest value is so large, of either sign, that the denominator's logarithm is
+    lost beside it; assumed where looking would cost more than another route."""
+    mask = call.attn_mask
+    if mask is None or isinstance(mask, LazyMask) or mask.dtype == torch.bool or not call.needs_grad or call.is_empty:
+        return False
+    if not (may_read(call) and worth_looking(call)):
+        return call.query.device.type != "meta"
+    top = distinct(mask.detach()).amax(dim=-1).abs()
+    return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
+
+
+def _loses_the_denominator(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value = _inputs(device, dtype)
+    mask = torch.zeros(_TOKENS, _TOKENS, dtype=dtype, device=device)
+    mask[:8] = torch.finfo(dtype).min
+    return _is_wrong(query, key, value, mask, with_gradients=True)
+
+
+def _has_no_positive_scale(call: AttentionCall) -> bool:
+    return call.scale <= 0
+
+
+def _scales_too_late(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value = _inputs(device, dtype)
+    keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device).tril_()
+    return any(
+        _is_wrong(query * size, key * size, value, mask, scale=scale, is_causal=causal)
+        for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
+        for mask, causal in ((None, False), (None, True), (keep, False))
+    )
+
+
+def _mixes_float_types(call: AttentionCall) -> bool:
+    mask = call.attn_mask
+    return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
+
+
+def _misreads_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value = _inputs(device, dtype)
+    twice = _wave((2 * _TOKENS, _TOKENS), device, torch.float32)  # as float64 torch reads on behind the mask
+    return _is_wrong(query, key, value, twice[:_TOKENS])
+
+
+FAULTS = (
+    Fault(
+        "float masks that fill rows with large numbers",
+        "the gradients of torch's fused kernels are wrong where a row of a float mask holds very large numbers only",
+        _has_swallowing_rows,
+        _loses_the_denominator,
+    ),
+    Fault(  # they take the maximum, or mask with -inf, before they scale
+        "scales that are not positive",
+        "torch's fused kernels need a positive scale, got {call.scale:g}",
+        _has_no_positive_scale,
+        _scales_too_late,
+    ),
+    Fault(  # the CPU's kernel reads the mask as if it were float64
+        "float32 masks of float64 queries",
+        "torch's fused kernels misread masks of another float type: "
+        "attn_mask is {call.attn_mask.dtype} and query {call.query.dtype}",
+        _mixes_float_types,
+        _misreads_float32,
+    ),
+)
+
+_TOKENS, _HEAD_DIM = 64, 64
+
+
+def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step: float = 0.7) -> Tensor:
+    """Numbers between -1 and 1 that do not touch anybody's random numbers."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, device=device, dtype=torch.float64) * step).view(shape).to(dtype)
+
+
+def _inputs(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    return [_wave((1, 1, _TOKENS, _HEAD_DIM), device, dtype, step) for step in (0.7, 1.3, 1.9)]
+
+
+def _is_wrong(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float = 0.125,
+    is_causal: bool = False,
+    with_gradients: bool = False,
+) -> bool:
+    """Whether torch's function is far from plain attention, in its output or in its gradients."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    own, plain = (
+        [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
+    )
+    results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
+    scores = plain[0] @ plain[1].mT * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+    expected = [scores.softmax(dim=-1) @ plain[2]]
+    if with_gradients:
+        weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
+        results += torch.autograd.grad((results[0] * weight).sum(), own)
+        expected += torch.autograd.grad((expected[0] * weight.to(wide)).sum(), plain)
+    # A comparison with NaN is false.
+    return not all(bool((r.to(wide) - e).norm() <= _WRONG * e.norm()) for r, e in zip(results, expected))

@@ -1,0 +1,302 @@
+"""The route ``torch``: torch's own fused attention, after the call has been made acceptable to it.
+
+Whether a fused kernel takes a call is asked of torch itself, for the very tensors, never guessed from a version. Where
+the answer is no, the call is rewritten without changing its result, and asked again:
+
+* grouped heads: with few queries the heads of a group become query rows (a view); otherwise key/value heads become
+  the batch, and K and V are viewed once per query head with stride 0. Neither copies K or V.
+* bfloat16 that this card has no kernel for: converted to float32 a few heads at a time, within the budget.
+* rows that are not contiguous or overlap: copied, if that fits the budget.
+* a mask that torch would copy densely: a range of queries at a time, so that the copy fits the budget.
+
+Where torch's kernels are known to be wrong (:mod:`.torch_faults`), they do not take the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..lazy_mask import LazyMask
+from ..observe.progress import current_checkpoint
+from ..tiled.layout import empty_output, is_matrix
+from .torch_faults import fault_reasons, torch_sdpa
+
+_MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
+
+
+@dataclass(frozen=True, eq=False)
+class TorchForm:
+    """A call as torch's fused kernel takes it: ``[B, H, L, D]`` tensors and how they are walked.
+
+    Attributes:
+        fold: "" as they are (grouped heads if torch takes them), "rows" heads of a group as query rows, "heads"
+            key/value heads as batch.
+        upcast: convert each step to float32.
+        heads_step, q_step: key/value heads and query tokens per step; 0 = all at once, in one call.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    fold: str = ""
+    upcast: bool = False
+    heads_step: int = 0
+    q_step: int = 0
+
+    @property
+    def is_one_call(self) -> bool:
+        return not (self.fold or self.upcast or self.q_step)
+
+    def words(self) -> str:
+        """What was done to the call, for a reader."""
+        parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
+        extra = ["bfloat16 in float32"] if self.upcast else []
+        if self.q_step:
+            extra.append(f"{self.q_step} queries at a time")
+        return ", ".join(filter(None, [parts, *extra]))
+
+
+def find_form(call: AttentionCall, budget_bytes: int, *, with_lse: bool = False) -> TorchForm | list[str]:
+    """How torch's fused attention can take the call, or the reasons why it cannot."""
+    reasons = _refusals(call, with_lse)
+    if reasons:
+        return reasons
+    form = _as_four_dimensions(call)
+    if isinstance(form, str):
+        return [form]
+    form = _with_matrix_strides(form, budget_bytes)
+    if isinstance(form, str):
+        return [form]
+    q_step = _query_step(call, form.attn_mask, budget_bytes)
+    if call.needs_grad and q_step:
+        return ["its gradient would keep a dense copy of the mask"]
+    if fused_takes(call, form.query, form.key, form.value, form.attn_mask):
+        return replace(form, q_step=q_step)
+    if call.groups > 1:
+        folded = _folded(call, form, q_step, budget_bytes)
+        if folded is not None:
+            return folded
+    if call.query.dtype == torch.bfloat16 and not call.needs_grad and not q_step:
+        return _upcast(call, form, budget_bytes)
+    kind = "GQA or " if call.groups > 1 else ""
+    return [f"torch has no fused kernel for {kind}this call on this device"]
+
+
+def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
+    reasons = []
+    if with_lse:
+        reasons.append("torch's function does not return lse")
+    if call.left is not None or (call.right is not None and not call.is_causal):
+        reasons.append("torch's function has no sliding window")
+    elif call.is_causal and not call.plain_causal:
+        reasons.append("torch's is_causal is upper-left only")
+    if call.softcap is not None:
+        reasons.append("torch's function has no softcap")
+    if call.sinks is not None:
+        reasons.append("torch's function has no attention sinks")
+    mask = call.attn_mask
+    if isinstance(mask, LazyMask):
+        return [*reasons, "attn_mask is a rule, not a tensor"]
+    if mask is not None:
+        if call.is_causal:
+            reasons.append("torch takes attn_mask or is_causal, not both")
+        if mask.requires_grad and torch.is_grad_enabled():
+            reasons.append("torch's fused kernels give no gradient of attn_mask")
+        if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
+            reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
+    if call.is_empty:
+        reasons.append("the call is empty")
+    return reasons or fault_reasons(call)
+
+
+def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
+    """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
+    mask = call.attn_mask
+    assert not isinstance(mask, LazyMask)
+    query, key, value = call.query, call.key, call.value
+    lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
+    if mask is None and query.dim() == key.dim() == value.dim() == 4:
+        query, key, value = (
+            t if t.shape[:-2] == shape else t.expand(*shape, *t.shape[-2:])
+            for t, shape in zip((query, key, value), lead)
+        )
+        return TorchForm(query, key, value, None)
+    try:
+        four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in zip((query, key, value), lead)]
+        if mask is not None:
+            mask = mask[(None,) * (len(call.batch) + 3 - mask.dim())]
+            batch = mask.shape[:1] if len(call.batch) == 1 else call.batch
+            mask = _merge_batch(mask.expand(*batch, *mask.shape[-3:]))
+    except RuntimeError:
+        return "its leading dimensions cannot be merged without a copy"
+    return TorchForm(four[0], four[1], four[2], mask)
+
+
+def _merge_batch(tensor: Tensor) -> Tensor:
+    return tensor.view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:]) if tensor.dim() != 4 else tensor
+
+
+def _with_matrix_strides(form: TorchForm, budget_bytes: int) -> TorchForm | str:
+    """Copies of the tensors whose rows are not contiguous or overlap: torch's kernels give the strides to products of
+    matrices, which then raise, or leave their result as it was."""
+    bad = [t for t in (form.query, form.key, form.value) if not is_matrix(t)]
+    if not bad:
+        return form
+    needed = sum(t.numel() * t.element_size() for t in bad)
+    if needed > budget_bytes:
+        return f"its rows are not contiguous or overlap and a copy ({needed >> 20} MiB) exceeds the budget"
+    query, key, value = (t if is_matrix(t) else t.contiguous() for t in (form.query, form.key, form.value))
+    return replace(form, query=query, key=key, value=value)
+
+
+def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> int:
+    """Query tokens per call so that the dense copy torch makes of the mask fits the budget; 0 = all of them."""
+    if mask is None or mask.shape[-2] == 1:
+        return 0
+    # Bool masks become floats. CUDA's kernel also copies a float mask whose rows are not 16-byte aligned.
+    copied = mask.dtype == torch.bool or (mask.device.type == "cuda" and (call.seq_len_kv % 8 or mask.stride(-1) != 1))
+    if not copied:
+        return 0
+    row_bytes = mask.numel() // mask.shape[-2] * call.query.element_size()
+    step = max(1, budget_bytes // max(1, row_bytes))
+    return 0 if step >= call.seq_len_q else step
+
+
+def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Torch's own answer: is there a fused kernel for exactly this call?"""
+    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
+    try:
+        choice = torch._fused_sdp_choice(
+            query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped
+        )
+    except (TypeError, NotImplementedError, RuntimeError):
+        return False
+    return choice > _MATH
+
+
+def _folded(call: AttentionCall, form: TorchForm, q_step: int, budget_bytes: int) -> TorchForm | None:
+    """Grouped heads without grouping, K and V as they are."""
+    query, key, mask = form.query, form.key, form.attn_mask
+    step_heads = _heads_within(call, budget_bytes, call.query.element_size(), with_inputs=False)
+    row_like = mask is None or (call.seq_len_q == 1 and mask.shape[1] == 1)
+    rows = _rows_view(query[:1], call) if row_like and not call.is_causal else None
+    if rows is not None and fused_takes(call, rows, key[:1], form.value[:1], None if mask is None else mask[:1]):
+        return replace(form, fold="rows", heads_step=max(1, step_heads))
+    if call.needs_grad:
+        return None  # the gradient of a stride-0 view is as large as K and V expanded
+    head_query, head_key, head_value, head_mask = _heads_view(form, call, 0, slice(0, 1), slice(None))
+    if fused_takes(call, head_query, head_key, head_value, head_mask):
+        return replace(form, fold="heads", heads_step=max(1, step_heads), q_step=q_step)
+    return None
+
+
+def _rows_view(query: Tensor, call: AttentionCall) -> Tensor | None:
+    """``[B, Hq, L, D]`` as ``[B, Hkv, G * L, D]``, or None where that is no view."""
+    batch, heads, tokens, head_dim = query.shape
+    try:
+        return query.view(batch, heads // call.groups, call.groups * tokens, head_dim)
+    except RuntimeError:
+        return None
+
+
+def _heads_view(
+    form: TorchForm, call: AttentionCall, batch: int, heads: slice, queries: slice
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Some key/value heads of one batch element as batch: K and V ``[h, G, S, D]`` with stride 0 over G."""
+    groups = call.groups
+    query = form.query[batch].unflatten(0, (-1, groups))[heads, :, queries]
+    key, value = (t[batch, heads, None].expand(-1, groups, -1, -1) for t in (form.key, form.value))
+    mask = form.attn_mask
+    if mask is not None:
+        mask = mask[batch if mask.shape[0] > 1 else 0]
+        mask = mask[None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, groups))[heads]
+        mask = mask[:, :, queries] if mask.shape[2] > 1 else mask
+    return query, key, value, mask
+
+
+def _heads_within(call: AttentionCall, budget_bytes: int, element_size: int, *, with_inputs: bool) -> int:
+    """Key/value heads whose output (and, converted, whose inputs) fit the budget together; 0 if not one does."""
+    rows = call.groups * call.seq_len_q
+    elements = rows * call.head_dim_v
+    if with_inputs:
+        elements += rows * call.head_dim + call.seq_len_kv * (call.head_dim + call.head_dim_v)
+    lse_bytes = rows * 4  # its kernels return one whether it is wanted or not
+    return min(call.num_kv_heads, budget_bytes // max(1, elements * element_size + lse_bytes))
+
+
+def _upcast(call: AttentionCall, form: TorchForm, budget_bytes: int) -> TorchForm | list[str]:
+    mask = form.attn_mask
+    if mask is not None and mask.dtype == torch.bfloat16:
+        return ["torch has no fused bfloat16 kernel on this device, and its mask would have to be converted"]
+    query, key, value, mask = _heads_view(form, call, 0, slice(0, 1), slice(0, 1))
+    query, key, value = (t[..., :1, :].float() for t in (query, key, value))
+    if not fused_takes(call, query, key, value, None if mask is None else mask[..., :1]):
+        return ["torch has no fused kernel for this call on this device, in bfloat16 or float32"]
+    heads = _heads_within(call, budget_bytes, 4, with_inputs=True)
+    if not heads:
+        return ["one head of it in float32 exceeds the budget"]
+    return replace(form, fold="heads", upcast=True, heads_step=heads)
+
+
+def run_as_it_is(call: AttentionCall) -> Tensor:
+    """The call by torch's function, whichever kernel that takes."""
+    assert not isinstance(call.attn_mask, LazyMask)
+    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)
+
+
+def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
+    """The call by torch's fused kernel. Shapes and dtypes as in :func:`pascal_attn_core.sdpa`."""
+    if form.is_one_call:
+        out = _call_torch(call, form.query, form.key, form.value, form.attn_mask)
+        return out if out.shape == call.out_shape else out.view(call.out_shape)
+    if call.needs_grad and form.fold == "rows":
+        rows = _rows_view(form.query, call)
+        assert rows is not None
+        folded = _call_torch(call, rows, form.key, form.value, form.attn_mask)
+        return folded.reshape(call.out_shape)
+    out = empty_output(call)
+    four = out.view(form.query.shape[0], *out.shape[-3:]) if out.dim() != 4 else out
+    heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q
+    firsts = [(b, h) for b in range(four.shape[0]) for h in range(0, call.num_kv_heads, heads_step)]
+    checkpoint, done = current_checkpoint(), 0
+    total = len(firsts) * (1 if form.fold == "rows" else -(-call.seq_len_q // q_step))
+    for batch, first in firsts:
+        for _ in _run_heads(call, form, four[batch], batch, slice(first, first + heads_step)):
+            done += 1
+            if checkpoint is not None:
+                checkpoint(done, total)
+    return out
+
+
+def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, heads: slice) -> Iterator[None]:
+    """Fill the output of some heads of one batch element; stops after each call of torch's function."""
+    target = out.unflatten(0, (-1, call.groups))[heads]
+    if form.fold == "rows":
+        query = form.query[batch].unflatten(0, (-1, call.groups))[heads].flatten(1, 2)
+        mask = form.attn_mask
+        mask = None if mask is None else mask[batch : batch + 1] if mask.shape[0] > 1 else mask
+        part = _call_torch(call, query[None], form.key[batch, heads][None], form.value[batch, heads][None], mask)
+        target.copy_(part[0].unflatten(1, (call.groups, -1)))
+        yield
+        return
+    step = form.q_step or call.seq_len_q
+    for first in range(0, call.seq_len_q, step):
+        queries = slice(first, first + step)
+        query, key, value, mask = _heads_view(form, call, batch, heads, queries)
+        if form.upcast:
+            key, value = (t[:, :1].float().expand(t.shape) for t in (key, value))
+            query = query.float()
+        target[:, :, queries].copy_(_call_torch(call, query, key, value, mask))
+        yield
+
+
+def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
+    return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)

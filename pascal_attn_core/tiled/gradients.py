@@ -1,0 +1,305 @@
+"""Gradients of tiled attention in O(N) memory: every tile's probabilities are computed again from the saved lse.
+
+With P the probabilities of a tile, Z the dropout mask divided by 1 - dropout_p, and dO the gradient of the output:
+
+    P  = exp(scores - lse)                     dV += (P * Z)^T dO
+    dP = (dO V^T) * Z                          delta = rowsum(dO * O) - dlse
+    dS = P * (dP - delta)                      dQ += dS K * scale,  dK += dS^T Q * scale,  dmask += dS
+
+(Dao et al., "FlashAttention", 2022, appendix B; delta holds with dropout, since O already contains it.) The heads of a
+group are rows of one product, so their contributions to dK and dV are summed inside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from .forward import LOG2_E, TileMath
+from .layout import Units, accumulate_dtype, distinct, unit_views
+from .masks import Band, Rule, Rules
+from .schedule import block_schedule, lazy_tiles, unit_spans
+from .tiles import TilePlan, even_ranges
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients in the shapes of the inputs; that of attn_mask only where it was wanted."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+
+
+@torch.no_grad()
+def tiled_backward(
+    call: AttentionCall,
+    plan: TilePlan,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    log_sum: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    seed: Tensor | None = None,
+    wants_mask: bool = False,
+    trim_masks: bool = True,
+    readable: bool = True,
+) -> Gradients:
+    """Gradients of :func:`pascal_attn_core.tiled.forward.tiled_forward`.
+
+    Args:
+        plan: planned with ``backward=True``.
+        grad_out, out: ``[*batch, Hq, L, Dv]``; lse, log_sum, grad_lse: ``[*batch, Hq, L]``.
+        seed: that of the forward pass, if the call has dropout.
+        wants_mask: also return the gradient of a float mask, in the mask's shape.
+    """
+    sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
+    if call.num_scores:
+        tile_math = GradientMath(call, plan, seed)
+        per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
+        for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
+            look = readable and trim_masks and plan.scans_mask
+            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look, lazy=lazy_tiles(call, units))
+            for u0, u1 in unit_spans(units, call, 1 if sums.units_share else plan.units):
+                _UnitRange(units, u0, u1, tile_math, call, plan).run(rules)
+    return sums.result()
+
+
+class _Sums:
+    """The gradients while they are being made."""
+
+    def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
+        self.call = call
+        heads = () if call.query.dim() == 2 else (call.num_heads,)
+        # Every element of the query's gradient is written once; where queries broadcast, copies are summed at the end.
+        self.query = call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim))
+        lead = (*call.batch, call.num_kv_heads)
+        self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
+        self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
+        self.mask = self.mask_view = None
+        if wants_mask and isinstance(call.attn_mask, Tensor):
+            self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
+            self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
+        # Units that share an element of a sum must not be added to it in one step.
+        self.units_share = any(
+            stride == 0 and size > 1
+            for view in (self.key_view, self.value_view)
+            for stride, size in zip(view.stride()[:-2], view.shape[:-2])
+        )
+
+    def result(self) -> Gradients:
+        call = self.call
+        if call.num_scores == 0:
+            self.query.zero_()
+        query = self.query if self.query.shape == call.query.shape else self.query.sum_to_size(call.query.shape)
+        mask = None
+        if self.mask is not None and call.attn_mask is not None:
+            mask = self.mask.to(call.attn_mask.dtype)
+        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Rows of one query block, views ``[u, rows, ...]``; part of them along a causal diagonal."""
+
+    query: Tensor
+    grad_out: Tensor
+    shift: Tensor
+    log_sum_bits: Tensor | None
+    delta: Tensor
+    grad_query: Tensor
+    code: Tensor | None
+
+    def part(self, first: int, last: int) -> _Block:
+        cut = slice(first, last)
+        return _Block(
+            self.query[:, cut],
+            self.grad_out[:, cut],
+            self.shift[:, cut],
+            None if self.log_sum_bits is None else self.log_sum_bits[:, cut],
+            self.delta[:, cut],
+            self.grad_query[:, cut],
+            None if self.code is None else self.code[:, cut],
+        )
+
+
+class GradientMath(TileMath):
+    """The buffers of one backward pass, and what is done to one tile."""
+
+    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
+        super().__init__(call, plan, seed, for_backward=True)
+        rows = plan.units * plan.q_block * call.groups
+        self.grad_probs = torch.empty_like(self.scores)
+        self.kept_factor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1 else 0.0
+        self.tanh = self.buffer(self.scores.numel() if call.softcap is not None else 0)
+        self.query_sum = self.buffer(rows * call.head_dim)
+        self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
+        self.products = self.buffer(rows * call.head_dim_v)
+        self.value_tile = self.buffer(plan.units * plan.kv_block * call.head_dim_v if self.copies_kv else 0)
+
+    def add_tile(
+        self,
+        block: _Block,
+        key: Tensor,
+        value: Tensor,
+        rule: Rule,
+        j0: int,
+        key_sum: Tensor,
+        value_sum: Tensor,
+        mask_sum: Tensor | None,
+    ) -> None:
+        """Add one tile to all sums: ``mask_sum`` is a view of the mask's gradient ``[u, G, tokens, keys]``."""
+        key = self.converted(key)
+        if self.copies_kv:
+            value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
+        probs = self._probs(block, key, rule)
+        grad_probs = self.grad_probs[: probs.numel()].view(probs.shape)
+        torch.bmm(block.grad_out, value.transpose(1, 2), out=grad_probs)
+        coins = self.coins(probs.shape, block.code, j0)
+        if coins is not None:
+            grad_probs.mul_(coins).mul_(self.kept_factor)
+        grad_probs.sub_(block.delta).mul_(probs)
+        if coins is not None:
+            probs.mul_(coins).mul_(self.kept_factor)
+        torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
+        # From here on the gradient of the scores.
+        if mask_sum is not None:
+            _add_to_mask(mask_sum, self.by_head(grad_probs))
+        if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
+            tanh = self.tanh[: probs.numel()].view(probs.shape)
+            grad_probs.mul_(tanh.square_().neg_().add_(1.0))
+        torch.baddbmm(block.grad_query, grad_probs, key, alpha=self.scale, out=block.grad_query)
+        torch.baddbmm(key_sum, grad_probs.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
+
+    def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
+        """exp(scores - lse), ``[u, rows, keys]``."""
+        scores = self.product(block.query, key, self.factor(self.unit), converted=True)
+        if self.softcap is not None:
+            self.tanh[: scores.numel()].view(scores.shape).copy_(scores.tanh_())
+            scores.mul_(self.softcap * self.unit)
+        if rule.mask is not None and rule.mask.dtype != torch.bool:
+            self.masks.add(scores, rule.mask)
+        scores.sub_(block.shift)
+        if block.log_sum_bits is not None:
+            scores.mul_(LOG2_E).sub_(block.log_sum_bits)
+        scores.exp2_()
+        self.masks.forbid(scores, rule, 0.0)
+        return scores
+
+    def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
+        """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` in a buffer, or as a view where that is possible."""
+        if not self.copies_query:
+            return part[:, 0] if self.groups == 1 else part[:, :, 0]
+        tokens_first = part.transpose(1, 2)
+        copied = buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first)
+        return copied.view(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
+
+
+class _UnitRange:
+    """Some units that share every step: all of their query blocks against all of their keys."""
+
+    def __init__(self, units: Units, u0: int, u1: int, tile_math: GradientMath, call: AttentionCall, plan: TilePlan):
+        self.span, self.first_unit = (u0, u1), units.index + u0
+        self.math, self.call, self.plan = tile_math, call, plan
+        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
+        grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
+        assert grad_query is not None
+        assert grad_out is not None
+        assert out is not None
+        assert lse is not None
+        assert key_sum is not None
+        assert value_sum is not None
+        self.grad_query, self.grad_out, self.out, self.lse = (t[u0:u1] for t in (grad_query, grad_out, out, lse))
+        self.mask_sum, self.log_sum, self.grad_lse = (
+            None if t is None else t[u0:u1] for t in (mask_sum, log_sum, grad_lse)
+        )
+        self.results = (key_sum[u0:u1], value_sum[u0:u1])
+
+    def run(self, rules: Rules) -> None:
+        """Add these units to all gradients."""
+        # 16-bit gradients are summed in float32, for the units at hand.
+        dtype = self.math.dtype
+        sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
+        for q0, q1 in even_ranges(0, self.call.seq_len_q, self.plan.q_block):
+            block = self._block(q0, q1)
+            self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
+            self.grad_query[:, :, q0:q1].copy_(self.math.by_head(block.grad_query))
+        for result, total in zip(self.results, sums):
+            if total is not result:
+                result.copy_(total)
+
+    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules, key_sum: Tensor, value_sum: Tensor) -> None:
+        groups = self.call.groups
+        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.math.copies_kv):
+            part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
+            for j0, j1 in ranges:
+                rule = rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
+                if rule is None:
+                    continue
+                key, value = self.key[:, j0:j1], self.value[:, j0:j1]
+                mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
+                sums = key_sum[:, j0:j1], value_sum[:, j0:j1]
+                self.math.add_tile(part, key, value, rule, j0, *sums, mask_sum)
+
+    def _block(self, q0: int, q1: int) -> _Block:
+        grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
+        query = self.math.block_query(self.query[:, :, q0:q1])
+        stat = (query.shape[0], query.shape[1], 1)
+        grad_rows = self.math.rows(grad_out, self.math.grad_rows)
+        products = self.math.products[: out.numel()].view(grad_rows.shape)
+        by_token = self.math.masks.by_token(products)
+        by_token.copy_(out.transpose(1, 2)).mul_(self.math.masks.by_token(grad_rows))
+        delta = products.sum(dim=-1, keepdim=True)
+        if self.grad_lse is not None:
+            delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
+        shift = lse.transpose(1, 2).reshape(stat) * (1.0 if self.log_sum is not None else LOG2_E)
+        log_sum_bits = None
+        if self.log_sum is not None:
+            log_sum = self.log_sum[:, :, q0:q1].transpose(1, 2).reshape(stat)
+            shift, log_sum_bits = shift.sub_(log_sum), log_sum * LOG2_E
+            log_sum_bits.masked_fill_(log_sum_bits == -math.inf, math.inf)
+        shift.masked_fill_(~(shift > -math.inf), math.inf)  # a row without keys: every probability is zero
+        grad_query = self.math.query_sum[: query.numel()].view(query.shape).zero_()
+        code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
+        return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
+
+
+def sinks_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
+
+    grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``; without Hq where query is ``[L, D]``.
+    """
+    assert call.sinks is not None
+    if call.query.dim() == 2:  # no dimension of heads
+        grad_out, out, lse = grad_out[None], out[None], lse[None]
+        grad_lse = None if grad_lse is None else grad_lse[None]
+    sinks, grads = call.sinks.detach().to(lse.dtype), []
+    for head in range(call.num_heads):
+        rows = (..., head, slice(None), slice(None)), (..., head, slice(None))
+        delta = (grad_out[rows[0]].to(lse.dtype) * out[rows[0]]).sum(dim=-1)
+        delta = delta if grad_lse is None else delta - grad_lse[rows[1]]
+        # Below every score and in a row without keys a sink at -inf has the probability 0.
+        shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
+        grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
+    return torch.stack(grads).to(call.sinks.dtype) if grads else torch.zeros_like(call.sinks)
+
+
+def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:
+    """Add ``[u, G, tokens, keys]`` to a view of the mask's gradient, summed over what the mask broadcasts."""
+    own = distinct(target)
+    repeated = [d for d in range(4) if own.shape[d] == 1 and grad_scores.shape[d] > 1]
+    own.add_(grad_scores.sum(dim=repeated, keepdim=True) if repeated else grad_scores)
+
+
+def _sum_like(tensor: Tensor, lead: tuple[int, ...], acc_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(zeros in the shape of an input, the same as ``[*lead, S, X]``): units that share an input share its sum."""
+    shape = (*lead, *tensor.shape[-2:])
+    repeats = math.prod(shape) != tensor.numel()
+    total = torch.zeros(tensor.shape, dtype=acc_dtype if repeats else tensor.dtype, device=tensor.device)
+    return total, total.expand(shape)

@@ -1,0 +1,185 @@
+"""Views of a call as units: one key/value head of one batch element together with the query heads that share it.
+
+Nothing is copied here. Leading dimensions that cannot be merged into one (a head-inside-token layout, an expanded
+batch) are walked one index at a time instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..device import CPU_LIKE
+
+
+@dataclass(slots=True)
+class Units:
+    """Tensors that belong together, one entry of the first dimension per unit.
+
+    query ``[U, G, L, D]``, key ``[U, S, D]``, value ``[U, S, Dv]``, mask ``[U, G, L, S]`` (expanded view) or None;
+    ``extra`` holds further tensors given to :func:`unit_views`, each ``[U, ...]``.
+    ``index`` is the number of the first unit, counting batch-major over the whole call.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    extra: tuple[Tensor | None, ...]
+    index: int = 0
+
+    def __len__(self) -> int:
+        return self.key.shape[0]
+
+
+def empty_output(call: AttentionCall) -> Tensor:
+    """``[*batch, Hq, L, Dv]`` with the memory layout of the query: heads inside tokens stay heads inside tokens, so
+    that the caller's ``transpose(1, 2).flatten(2)`` is free."""
+    query, shape = call.query, call.out_shape
+    if query.dim() == 4 and len(shape) == 4 and query.stride(1) < query.stride(2) and shape[1] > 1:
+        batch, heads, tokens, head_dim_v = shape
+        return query.new_empty(batch, tokens, heads, head_dim_v).transpose(1, 2)
+    return query.new_empty(shape)
+
+
+def unit_views(
+    call: AttentionCall, per_query: tuple[Tensor | None, ...] = (), per_key: tuple[Tensor, ...] = ()
+) -> Iterator[Units]:
+    """The call cut into as few :class:`Units` as its strides allow.
+
+    Args:
+        per_query: tensors ``[*batch, Hq, L, ...]`` (output, lse, gradients of query) to view as ``[U, G, L, ...]``.
+        per_key: tensors ``[*batch, Hkv, S, ...]`` to view as ``[U, S, ...]``.
+    """
+    heads, groups = (call.num_kv_heads, call.groups)
+    lead = (*call.batch, heads)
+    query = _grouped(_with_lead(call.query, (*call.batch, call.num_heads)), groups)
+    key, value = _with_lead(call.key, lead), _with_lead(call.value, lead)
+    mask = None
+    if isinstance(call.attn_mask, Tensor):
+        full = (*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
+        mask = _grouped(call.attn_mask.expand(full), groups)
+    queries = [None if t is None else _grouped_rest(t, call, groups) for t in per_query]
+    keys = [t if t.dim() > 2 else t[None] for t in per_key]
+    index = 0
+    for tensors in _merged([query, key, value, mask, *queries, *keys], len(lead)):
+        merged_query, merged_key, merged_value, merged_mask, *extra = tensors
+        assert merged_query is not None
+        assert merged_key is not None
+        assert merged_value is not None
+        units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
+        index += len(units)
+        yield units
+
+
+def _with_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    shape = (*lead, *tensor.shape[-2:])
+    return tensor if tensor.shape == shape else tensor.expand(shape)
+
+
+def _grouped(tensor: Tensor, groups: int) -> Tensor:
+    """``[..., Hq, L, X]`` as ``[..., Hkv, G, L, X]``."""
+    return tensor.unsqueeze(-3) if groups == 1 else tensor.unflatten(-3, (-1, groups))
+
+
+def _grouped_rest(tensor: Tensor, call: AttentionCall, groups: int) -> Tensor:
+    """Like :func:`_grouped` for tensors with any number of dimensions after the tokens."""
+    if call.query.dim() == 2:
+        tensor = tensor[None]
+    head_dim = len(call.batch)
+    return tensor.unflatten(head_dim, (-1, groups))
+
+
+def _merged(tensors: list[Tensor | None], num_lead: int) -> Iterator[list[Tensor | None]]:
+    """Each tensor with its leading dimensions merged into one; split over the first of them where strides forbid."""
+    if num_lead == 1:
+        yield tensors
+        return
+    lead = next(t for t in tensors if t is not None).shape[:num_lead]
+    if all(t is None or _mergeable(t, num_lead) for t in tensors):
+        units = math.prod(lead)
+        yield [None if t is None else t.view(units, *t.shape[num_lead:]) for t in tensors]
+        return
+    for i in range(lead[0]):
+        yield from _merged([None if t is None else t[i] for t in tensors], num_lead - 1)
+
+
+def _mergeable(tensor: Tensor, num_lead: int) -> bool:
+    sizes, strides = tensor.shape, tensor.stride()
+    inner = None
+    for dim in reversed(range(num_lead)):
+        if sizes[dim] == 1:
+            continue
+        if inner is not None and strides[dim] != sizes[inner] * strides[inner]:
+            return False
+        inner = dim
+    return True
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """The tensor without its repetitions: every expanded (stride 0) dimension cut to length 1."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores, row statistics and sums are float32, float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether the last two dimensions can go to a matrix product as they are: rows that do not overlap, each
+    contiguous. Anything else torch would copy behind our back."""
+    rows, columns = tensor.shape[-2:]
+    return (columns == 1 or tensor.stride(-1) == 1) and (rows == 1 or tensor.stride(-2) >= columns)
+
+
+def rows_overlap(tensor: Tensor) -> bool:
+    """Whether elements of the last two dimensions share memory, as ``as_strided`` and ``expand`` make them."""
+    row, column = tensor.stride()[-2:]
+    if column == 1 and row >= tensor.shape[-1]:
+        return False  # nearly all
+    steps = sorted((stride, size) for stride, size in zip((row, column), tensor.shape[-2:]) if size > 1)
+    if not steps or steps[0][0] == 0:
+        return bool(steps)
+    return len(steps) > 1 and steps[1][0] <= steps[0][0] * (steps[0][1] - 1)
+
+
+def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
+    """(query, key and value, output): whether a block of each has to be copied to or from a buffer."""
+    converts = call.query.dtype != accumulate_dtype(call.query.dtype)
+    folds = call.groups > 1 and call.seq_len_q > 1
+    kv = converts or not (is_matrix(call.key) and is_matrix(call.value))
+    return converts or folds or not is_matrix(call.query), kv, converts or folds
+
+
+def autocast_on(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    kind = tensor.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast would cast inside the products, whose results have a place already: off for the block."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
+
+
+def may_read(call: AttentionCall) -> bool:
+    """Whether values on the call's device may be read by the host now."""
+    device = call.query.device
+    if device.type == "meta":
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def worth_looking(call: AttentionCall) -> bool:
+    """On a GPU a look at the values waits for the device: worth it for large calls only."""
+    return call.query.device.type in CPU_LIKE or call.num_scores >= 1 << 26

@@ -1,0 +1,106 @@
+"""Writing a mask into a tile of scores, in place and without a temporary of the tile's size.
+
+On a CPU ``torch.where`` and ``masked_fill_`` with a bool mask run element by element, up to twenty times slower than
+the exponentials beside them. There the mask is widened to words, a few rows at a time, and combined with the
+bits of the scores as integers, which is exact for every value, NaN included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..device import CPU_LIKE
+from .masks import Rule, band_keep
+from .tiles import MASK_WORDS
+
+_WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
+_NEG_INF_BITS = {torch.float32: 0xFF800000 - (1 << 32), torch.float64: 0xFFF0000000000000 - (1 << 64)}
+
+
+class MaskWriter:
+    """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids.
+
+    Scores come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group.
+    """
+
+    def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, masked: bool, max_scores: int):
+        """
+        Args:
+            masked: the call has a mask or a band; max_scores: of one tile.
+        """
+        self.groups, self.dtype, self.device = groups, dtype, device
+        on_cpu = device.type in CPU_LIKE
+        count = min(MASK_WORDS, max_scores) if masked and on_cpu else 0
+        self.words = torch.empty(count, dtype=_WORD[dtype], device=device) if on_cpu else None
+        self.fills = {value: torch.full((), value, dtype=dtype, device=device) for value in (0.0, -math.inf)}
+        self._keep: tuple[tuple, Tensor] | None = None
+
+    def forbid(self, scores: Tensor, rule: Rule, value: float) -> None:
+        """Put ``value`` (0 or -inf) where the rule's band or bool mask forbids to look."""
+        if rule.upper is not None or rule.lower is not None:
+            self._forbid_band(scores, rule, value)
+        if rule.mask is not None and rule.mask.dtype == torch.bool:
+            self._write(scores, rule.mask.transpose(1, 2), value)
+
+    def add(self, scores: Tensor, bias: Tensor) -> None:
+        """Add a float mask ``[u, G, tokens, keys]`` of any float dtype."""
+        by_token, bias = self.by_token(scores), bias.transpose(1, 2)
+        if self.words is None or bias.dtype == self.dtype:
+            by_token.add_(bias)
+            return
+        for part, room, (span, tokens, keys) in self._parts(by_token, self.words.view(self.dtype)):
+            part.add_(room.copy_(bias.expand(by_token.shape)[span, tokens, :, keys]))
+
+    def by_token(self, scores: Tensor) -> Tensor:
+        """``[u, rows, keys]`` as ``[u, tokens, G, keys]``."""
+        return scores.view(scores.shape[0], scores.shape[1] // self.groups, self.groups, scores.shape[2])
+
+    def _forbid_band(self, scores: Tensor, rule: Rule, value: float) -> None:
+        if self.groups == 1 and self.words is not None and value == 0.0:
+            if rule.upper is not None:
+                scores.tril_(rule.upper)
+            if rule.lower is not None:
+                scores.triu_(rule.lower)
+            return
+        keep = self._band_keep(scores.shape[1] // self.groups, scores.shape[2], rule)
+        self._write(scores, keep[None, :, None, :], value)
+
+    def _band_keep(self, tokens: int, keys: int, rule: Rule) -> Tensor:
+        """Tiles along a diagonal are alike: the last one is kept."""
+        name = (tokens, keys, rule.upper, rule.lower)
+        if self._keep is None or self._keep[0] != name:
+            self._keep = None
+            self._keep = (name, band_keep(tokens, keys, rule.upper, rule.lower, self.device))
+        return self._keep[1]
+
+    def _write(self, scores: Tensor, keep: Tensor, value: float) -> None:
+        """``keep`` broadcasts to ``[u, tokens, G, keys]``."""
+        by_token = self.by_token(scores)
+        if self.words is None:
+            torch.where(keep, by_token, self.fills[value], out=by_token)
+            return
+        bits, ones = by_token.view(_WORD[self.dtype]), keep.expand(by_token.shape)
+        for part, words, (span, tokens, keys) in self._parts(bits, self.words):
+            # The bits times one or zero: copied from bool, since a True that came by view() may be any byte but 0.
+            part.mul_(words.copy_(ones[span, tokens, :, keys]))
+            if value:
+                part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
+
+    def _parts(self, tile: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[slice, slice, slice]]]:
+        """Parts of ``[u, tokens, G, keys]`` that fit the buffer, each with as much of it, and its slices of units,
+        tokens and keys: all units or one, some of their tokens, and where one token is too long some of its keys."""
+        units, tokens, groups, keys = tile.shape
+        room = buffer.numel()
+        together = units * groups * keys <= room
+        spans = [slice(0, units)] if together else [slice(u, u + 1) for u in range(units)]
+        step = max(1, room // ((units if together else 1) * groups * keys))
+        key_step = keys if groups * keys <= room else max(1, room // groups)
+        for span in spans:
+            for token in (slice(t, t + step) for t in range(0, tokens, step)):
+                for key in (slice(j, j + key_step) for j in range(0, keys, key_step)):
+                    part = tile[span, token, :, key]
+                    yield part, buffer[: part.numel()].view(part.shape), (span, token, key)

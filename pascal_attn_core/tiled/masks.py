@@ -1,0 +1,271 @@
+"""Who may look at whom: the causal rule and sliding window (:class:`Band`), and masks read tile by tile."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..device import CPU_LIKE
+from ..lazy_mask import LazyMask
+from .layout import distinct
+from .tiles import even_ranges
+
+# A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
+# units, (60 + 60 + 150) * ln 2 = 187.2, rounded up) below the largest bias of its row therefore has weight zero; for
+# float64 the same with 2^-1075.
+_SWALLOWS = 1e4
+NEGLIGIBLE = {torch.float32: 200.0, torch.float64: 840.0}
+
+
+class Band(NamedTuple):
+    """Query i sees keys ``i + offset - left ... i + offset + right``; None = no bound on that side."""
+
+    left: int | None
+    right: int | None
+    offset: int
+
+    @staticmethod
+    def of(call: AttentionCall) -> Band:
+        return Band(call.left, call.right, call.offset)
+
+    @property
+    def is_everything(self) -> bool:
+        return self.left is None and self.right is None
+
+    def key_range(self, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
+        """First and one-past-last key that any query of ``q0 ... q1 - 1`` sees; empty if last <= first."""
+        first, last = 0, seq_len_kv
+        if self.left is not None:
+            first = max(0, min(seq_len_kv, q0 + self.offset - self.left))
+        if self.right is not None:
+            last = max(0, min(seq_len_kv, q1 + self.offset + self.right))
+        return first, last
+
+    def diagonals(self, q0: int, q1: int, j0: int, j1: int) -> tuple[int | None, int | None]:
+        """(upper, lower) arguments of ``tril_`` and ``triu_`` for one tile; None where that side cuts nothing."""
+        upper = lower = None
+        if self.right is not None and j1 - 1 > q0 + self.offset + self.right:
+            upper = q0 + self.offset + self.right - j0
+        if self.left is not None and j0 < q1 - 1 + self.offset - self.left:
+            lower = q0 + self.offset - self.left - j0
+        return upper, lower
+
+
+def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device: torch.device) -> Tensor:
+    """Bool ``[rows, keys]``, True inside the band."""
+    keep = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if upper is not None:
+        keep.tril_(upper)
+    if lower is not None:
+        keep.triu_(lower)
+    return keep
+
+
+class TileState(Enum):
+    """What a mask does to one tile."""
+
+    EMPTY = 0  # no query of the tile may look at any of its keys
+    FULL = 1  # the mask changes nothing here
+    MIXED = 2
+
+
+class MaskTiles:
+    """One mask ``[U, G, L, S]`` (an expanded view), read tile by tile.
+
+    Args:
+        mask: bool (True = takes part) or float (added).
+        readable: values may be looked at; a mask that is the same for all rows (key padding) then is, once.
+        look_at_tiles: other masks may be looked at too, tile by tile (not on a GPU, which would wait every time).
+    """
+
+    def __init__(self, mask: Tensor, *, readable: bool, look_at_tiles: bool):
+        self.mask, self.is_bool = mask, mask.dtype == torch.bool
+        sizes, strides = mask.shape, mask.stride()
+        self.same_for_rows = sizes[2] == 1 or strides[2] == 0
+        self.same_for_units = sizes[0] == 1 or strides[0] == 0
+        # Looking at a tile costs one pass over it: only where that serves several heads.
+        reuse = (sizes[0] if self.same_for_units else 1) * (sizes[1] if strides[1] == 0 else 1)
+        self._look_at_keys = readable and self.same_for_rows
+        self._look_at_tiles = readable and look_at_tiles and reuse > 1 and not self.same_for_rows
+        self._states: dict[tuple[int, ...], TileState] = {}
+        self._ranges: dict[tuple[int, int], tuple[int, int, bool]] = {}
+
+    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
+        """``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
+        return self.mask[u0:u1, :, q0:q1, j0:j1]
+
+    def key_range(self, u0: int, u1: int) -> tuple[int, int]:
+        """First and one-past-last key that the mask leaves to any query of these units. Only a mask that is the same
+        for all rows is looked at; for the others the answer is everything."""
+        return self._keys(u0, u1)[:2]
+
+    def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
+        """What the mask does to one tile of keys within :meth:`key_range`; MIXED where it is not looked at."""
+        if self._look_at_keys:
+            return TileState.FULL if self._keys(u0, u1)[2] else TileState.MIXED
+        if not self._look_at_tiles:
+            return TileState.MIXED
+        units = (0, 1) if self.same_for_units else (u0, u1)
+        key = (*units, q0, q1, j0, j1)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _read(distinct(self.tile(*key)))
+        return state
+
+    def _keys(self, u0: int, u1: int) -> tuple[int, int, bool]:
+        """Key range of these units, and whether the mask changes nothing within it."""
+        if not self._look_at_keys:
+            return 0, self.mask.shape[-1], False
+        units = (0, 1) if self.same_for_units else (u0, u1)
+        found = self._ranges.get(units)
+        if found is None:
+            rows = distinct(self.mask[units[0] : units[1], :, :1])
+            first, last, full = _key_range(rows.flatten(0, 2))
+            if rows.shape[-1] < self.mask.shape[-1]:  # one value for all keys
+                last = self.mask.shape[-1] if last else 0
+            found = self._ranges[units] = first, last, full
+        return found
+
+
+def _key_range(rows: Tensor) -> tuple[int, int, bool]:
+    """Of a mask ``[N, S]``: first and one-past-last key that any row takes, and whether all rows take all between."""
+    is_bool = rows.dtype == torch.bool
+    allowed = (rows if is_bool else rows != -torch.inf).any(dim=0).view(torch.uint8)
+    first, last = int(allowed.argmax()), len(allowed) - int(allowed.flip(0).argmax())
+    if not allowed[first]:
+        return 0, 0, True
+    inside = rows[:, first:last]
+    return first, last, bool((inside if is_bool else inside == 0).all())
+
+
+def _read(tile: Tensor) -> TileState:
+    if tile.dtype == torch.bool:
+        low, high = (bool(x) for x in torch.aminmax(tile.view(torch.uint8)))
+        return TileState.FULL if low else TileState.MIXED if high else TileState.EMPTY
+    least, most = (float(x) for x in torch.aminmax(tile))
+    if least == most == 0.0:
+        return TileState.FULL
+    return TileState.EMPTY if most == -torch.inf else TileState.MIXED
+
+
+def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A float key-padding mask (0 and something very negative) as a bool mask, for scores known to be bounded.
+
+    Args:
+        mask: float ``[U, G, L, S]``.
+        dtype: the dtype of the sums, float32 or float64.
+    Returns:
+        (bool ``[U, G, L, S]`` view, bias ``[U, G, 1]`` view of the keys that take part), or None if the mask differs
+        between rows or the keys that matter do not all have the same bias.
+    Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is
+    zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row share, changes no output.
+    """
+    if mask.shape[2] > 1 and mask.stride(2) != 0:
+        return None
+    rows = distinct(mask[:, :, :1]).to(dtype)
+    top = rows.amax(dim=-1, keepdim=True)
+    keep = (rows >= top - NEGLIGIBLE[dtype]) & (rows != -torch.inf)
+    # Where even the largest bias is so low that it swallows the scores' digits, plain arithmetic sees equal scores.
+    swallowed = (top.abs() > _SWALLOWS) & (top != -torch.inf)
+    if bool(((rows != top) & keep | top.isnan() | swallowed).any()):
+        return None
+    return keep.expand(mask.shape), top[..., 0].expand(*mask.shape[:2], 1)
+
+
+class Rule(NamedTuple):
+    """What restricts one tile.
+
+    upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
+    ``[u, G, tokens, keys]``, bool or float. None = nothing.
+    """
+
+    upper: int | None
+    lower: int | None
+    mask: Tensor | None
+
+
+class LazyTiles:
+    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element."""
+
+    def __init__(self, mask: LazyMask, num_kv_heads: int, groups: int, first_unit: int):
+        self.mask, self.num_kv_heads, self.groups, self.first_unit = mask, num_kv_heads, groups, first_unit
+
+    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
+        """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says."""
+        batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
+        batch %= self.mask.shape[0]  # of several leading dimensions the mask has the last one
+        heads = head * self.groups, (head + u1 - u0) * self.groups
+        return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.groups))
+
+
+class Rules:
+    """The band and one mask together, asked tile by tile."""
+
+    def __init__(
+        self, band: Band, mask: Tensor | None, dtype: torch.dtype, *, look: bool, lazy: LazyTiles | None = None
+    ):
+        """
+        Args:
+            mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
+            lazy: a mask that is a rule, instead.
+        """
+        self.band, self.dtype, self.look = band, dtype, look
+        self.lazy, self.mask = lazy, None
+        if mask is not None:
+            self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
+
+    def prepare(self, spans: list[tuple[int, int]]) -> None:
+        """Look at what is looked at once, before a call's buffers are there."""
+        if self.mask is not None:
+            for span in spans:
+                self.mask.key_range(*span)
+
+    def key_range(self, u0: int, u1: int, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
+        """First and one-past-last key worth visiting for these units and queries."""
+        first, last = self.band.key_range(q0, q1, seq_len_kv)
+        if self.mask is not None:
+            low, high = self.mask.key_range(u0, u1)
+            first, last = max(first, low), min(last, high)
+        return first, last
+
+    def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
+        """What restricts this tile, or None if nobody may look at any of its keys."""
+        upper, lower = self.band.diagonals(q0, q1, j0, j1)
+        if self.lazy is not None:
+            tile = self.lazy.tile(u0, u1, q0, q1, j0, j1)
+            if self.look and tile.device.type in CPU_LIKE and _read(distinct(tile)) is TileState.EMPTY:
+                return None
+            return Rule(upper, lower, tile)
+        if self.mask is None:
+            return Rule(upper, lower, None)
+        state = self.mask.state(u0, u1, q0, q1, j0, j1)
+        if state is TileState.EMPTY:
+            return None
+        if state is TileState.FULL:
+            return Rule(upper, lower, None)
+        return Rule(upper, lower, self.mask.tile(u0, u1, q0, q1, j0, j1))
+
+
+def diagonal_schedule(
+    band: Band, q0: int, q1: int, first: int, last: int, kv_block: int, sub_tokens: int, sub_keys: int
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then
+    those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` so that little is computed in vain.
+
+    ``sub_tokens = 0``: the whole block at once. ``sub_keys``: the most keys a sub-block's tile may have.
+    """
+    tokens, whole_end = q1 - q0, last
+    if band.right is not None and 0 < sub_tokens < tokens:
+        seen_by_all = min(last, q0 + band.offset + band.right + 1)
+        whole_end = first + max(0, seen_by_all - first) // 64 * 64
+    schedule = [(0, tokens, even_ranges(first, whole_end, kv_block))]
+    if whole_end < last and band.right is not None:
+        for t0 in range(0, tokens, sub_tokens):
+            t1 = min(t0 + sub_tokens, tokens)
+            end = min(last, q0 + t1 + band.offset + band.right)
+            schedule.append((t0, t1, even_ranges(whole_end, end, sub_keys)))
+    return schedule

@@ -1,0 +1,285 @@
+"""Tile shapes: pure arithmetic on (device facts, shapes, memory budget). No tensor, no driver call.
+
+A step works on ``units`` key/value heads x (``q_block`` query tokens x G query heads) rows x ``kv_block`` keys. What
+decides its speed:
+
+* Shape, not size. Both matrix products run at full speed on about 1024 rows x 512 keys; rows about twice the keys is
+  the best use of a given budget, since each step reads the keys' slice of K and V once for all its rows.
+* CPU: the scores of a step should stay in the cache near the core, and one unit at a time does that until a step gets
+  so small that the cost of calling operators shows.
+* GPU: an operator in eager PyTorch costs some microseconds to launch, so a step must be large (millions of scores),
+  and the second product (rows x Dv) needs enough rows in flight to occupy every multiprocessor. The budget is spent on
+  rows first, then on keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device import MIB, DeviceInfo
+from .dropout import BYTES_PER_SCORE
+
+# Scalars (maxima of norms, 0-dim constants) that a step holds beside its buffers.
+_SCALAR_BYTES = 512
+# Elements of the buffer through which a bool mask is written over scores on a CPU.
+MASK_WORDS = 1 << 17
+_ROW_STATS = 6  # row_max, row_sum, and at most four temporaries of one element per row
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of one call as far as tiles depend on them.
+
+    Attributes:
+        units: batch size x num_kv_heads; at most this many share a step.
+        groups: query heads per key/value head.
+        acc_size: bytes per element of scores and sums (4, or 8 for float64).
+        copies_query, copies_kv, copies_out: blocks that have to be copied to or from a buffer, because they are of
+            another dtype than the sums or cannot be viewed as one matrix.
+        writes_mask: a mask, or a band, is written over the scores through a buffer.
+        has_band: a causal rule or window.
+        mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
+        dropout, causal, softcap: whether they apply.
+        window: number of keys a query sees at most, None without a window.
+        backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
+        mask_grad: the gradient of a float mask is wanted.
+    """
+
+    units: int
+    groups: int
+    seq_len_q: int
+    seq_len_kv: int
+    head_dim: int
+    head_dim_v: int
+    acc_size: int = 4
+    copies_query: bool = False
+    copies_kv: bool = False
+    copies_out: bool = False
+    writes_mask: bool = False
+    has_band: bool = False
+    mask_keys: int = 0
+    dropout: bool = False
+    causal: bool = False
+    softcap: bool = False
+    window: int | None = None
+    backward: bool = False
+    mask_grad: bool = False
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Tile shape of one call: units x q_block tokens (x groups) x kv_block tokens, and the bytes that takes.
+
+    ``scans_mask``: whether the budget allows to look at the values of the mask.
+    """
+
+    units: int
+    q_block: int
+    kv_block: int
+    extra_bytes: int
+    scans_mask: bool = True
+
+    def rows(self, groups: int) -> int:
+        return self.q_block * groups
+
+
+def scan_bytes(work: Workload) -> int:
+    """Extra memory in bytes of looking at a key-padding mask: copies of it as bool, and flags per key."""
+    return 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0
+
+
+def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
+    """Extra memory in bytes of steps of this shape, everything together."""
+    rows, acc = units * work.groups * q_block, work.acc_size
+    scores = rows * kv_block
+    per_score = acc + (BYTES_PER_SCORE if work.dropout else 0)
+    total = scores * per_score + q_block * kv_block * work.has_band
+    if work.writes_mask:
+        total += acc * min(MASK_WORDS, scores)
+    total += _ROW_STATS * rows * acc + _SCALAR_BYTES
+    if work.dropout:
+        # 64-bit numbers and codes of rows and keys; a causal diagonal's tiles may be wider than the others.
+        total += 8 * 5 * (rows + max(kv_block, q_block * kv_block // 128))
+    widest = max(work.head_dim, work.head_dim_v)
+    if work.backward:
+        total += scores * acc * (1 + work.mask_grad + work.softcap) + 3 * rows * acc
+        copied = work.copies_query * (work.head_dim + work.head_dim_v)
+        total += rows * (copied + work.head_dim + work.head_dim_v) * acc
+        total += units * kv_block * (work.head_dim + work.head_dim_v) * acc * work.copies_kv
+        return total
+    total += rows * acc * (work.head_dim * work.copies_query + work.head_dim_v * work.copies_out)
+    total += units * kv_block * acc * (widest * work.copies_kv + 1)  # and the norms of as many keys
+    return total
+
+
+def plan_tiles(
+    info: DeviceInfo,
+    work: Workload,
+    budget_bytes: int | None = None,
+    *,
+    q_block: int | None = None,
+    kv_block: int | None = None,
+) -> TilePlan:
+    """The tile shape for one call.
+
+    Args:
+        info: the device, real or made by hand.
+        work: the call's sizes.
+        budget_bytes: upper bound of the extra memory; None = the device's default.
+        q_block, kv_block: tokens per tile if the caller wants to decide them.
+    Raises:
+        ValueError: not even the smallest tile, or not the tile asked for, fits the budget.
+    """
+    budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
+    scan = scan_bytes(work)
+    scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
+    if scans_mask:
+        budget -= scan
+    shape = _gpu_shape(info, work, budget) if info.is_gpu else _cpu_shape(work, budget)
+    units, rows, keys = shape
+    if q_block is not None:
+        units, rows = 1, min(q_block, work.seq_len_q)
+    if kv_block is not None:
+        keys = min(kv_block, work.seq_len_kv)
+    units, rows, keys = _fit(work, budget, units, rows, keys, q_block is not None, kv_block is not None)
+    needed = step_bytes(work, units, rows, keys)
+    if needed > budget:
+        what = "the gradients in tiles" if work.backward else "tiles"
+        raise ValueError(
+            f"budget_mib must be at least {needed / MIB:.3f} for {what} of {rows} x {keys} tokens with head_dim "
+            f"{work.head_dim}, got {budget / MIB:.3f}"
+        )
+    return TilePlan(units, rows, keys, needed + scan * scans_mask, scans_mask)
+
+
+def _fit(
+    work: Workload, budget: int, units: int, q_block: int, kv_block: int, keep_q: bool, keep_kv: bool
+) -> tuple[int, int, int]:
+    """Halve units, then the longer side, until the step fits; a side the caller chose stays."""
+    while step_bytes(work, units, q_block, kv_block) > budget:
+        rows = q_block * work.groups
+        if units > 1:
+            units = (units + 1) // 2
+        elif not keep_q and q_block > 1 and (rows >= 2 * kv_block or keep_kv or kv_block == 1):
+            q_block = (q_block + 1) // 2
+        elif not keep_kv and kv_block > 1:
+            kv_block = (kv_block + 1) // 2
+        elif not keep_q and q_block > 1:
+            q_block = (q_block + 1) // 2
+        else:
+            break
+    return units, q_block, kv_block
+
+
+_CPU_ROWS, _CPU_KEYS = 1024, 512
+_SHORT_KEYS = 1024  # up to here all keys fit one tile: no running maximum, no second pass over the sums
+_SMALL_STEP = 1 << 17  # scores; below it the operators' call cost shows, and units are batched
+
+
+def _cpu_shape(work: Workload, budget: int) -> tuple[int, int, int]:
+    tokens_q, tokens_kv, groups = max(1, work.seq_len_q), max(1, work.seq_len_kv), work.groups
+    rows, keys = _CPU_ROWS, _CPU_KEYS
+    if work.window is not None:
+        # A tile of R rows covers R + window keys, of which window are useful to each row.
+        rows = min(rows, max(128, _power_of_two_below(work.window)))
+    while step_bytes(work, 1, max(1, rows // groups), keys) > budget and rows * keys > 1024:
+        if rows >= 2 * keys:
+            rows //= 2
+        else:
+            keys //= 2
+    q_block = max(1, min(tokens_q, rows // groups))
+    if tokens_kv <= _SHORT_KEYS and step_bytes(work, 1, q_block, tokens_kv) <= budget:
+        keys = tokens_kv
+    elif q_block * groups < rows:
+        keys = max(keys, rows * keys // (q_block * groups) // 64 * 64)
+    keys = min(keys, tokens_kv)
+    units = 1
+    if q_block * groups * keys < _SMALL_STEP:
+        units = max(1, min(work.units, budget // 2 // step_bytes(work, 1, q_block, keys)))
+    return units, q_block, keys
+
+
+_GEMM_TILE_ROWS = 128
+_GPU_STEP = 1 << 22  # scores; less does not pay for the launches of a step
+
+
+def _gpu_shape(info: DeviceInfo, work: Workload, budget: int) -> tuple[int, int, int]:
+    tokens_q, tokens_kv, groups = max(1, work.seq_len_q), max(1, work.seq_len_kv), work.groups
+    all_rows = max(1, work.units) * groups * tokens_q
+    # Two waves of blocks of 128 rows each for the second product, whose output is only head_dim_v wide; with few keys
+    # as many rows as make a step large.
+    rows_wanted = max(info.num_sms * 2 * _GEMM_TILE_ROWS, _GPU_STEP // tokens_kv)
+    rows_wanted = max(_GEMM_TILE_ROWS, min(all_rows, rows_wanted))
+    if work.window is not None:
+        rows_wanted = min(rows_wanted, max(1, work.units) * groups * max(128, _power_of_two_below(work.window)))
+    # Few rows: let several units share the step. Many: as many tokens of few units as make up the rows.
+    q_block = max(1, min(tokens_q, max(rows_wanted // groups, 1)))
+    units = max(1, min(work.units, rows_wanted // (q_block * groups)))
+    score_bytes = budget * 3 // 4
+    keys = score_bytes // (work.acc_size * units * q_block * groups)
+    if keys >= tokens_kv:
+        return units, q_block, tokens_kv
+    return units, q_block, min(tokens_kv, max(128, keys // 128 * 128))
+
+
+def even_ranges(first: int, last: int, longest: int, align: int = 64) -> list[tuple[int, int]]:
+    """``first ... last`` cut into the fewest ranges of at most ``longest``, about equally long, so that no short
+    remainder costs a step of its own; boundaries are multiples of ``align`` from the start where that fits."""
+    total = last - first
+    if total <= 0:
+        return []
+    count = -(-total // longest)
+    length = -(-total // count)
+    length = min(longest, -(-length // align) * align)
+    return [(i, min(i + length, last)) for i in range(first, last, length)]
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def recommended_tile_size_for(l2_bytes: int, *, batch: int = 4, num_heads: int = 32, acc_size: int = 4) -> int:
+    """64, 128 or 256: the largest square tile whose float32 scores of ``batch`` x ``num_heads`` heads fit the L2.
+
+    ``batch * num_heads * tile^2 * acc_size <= l2_bytes``, with the 4 x 32 heads for which pascal-attn states its
+    sizes. 0 (unknown, a CPU) gives 256.
+    """
+    if l2_bytes <= 0:
+        return 256
+    for tile in (256, 128):
+        if batch * num_heads * tile * tile * acc_size <= l2_bytes:
+            return tile
+    return 64
+
+
+def describe_plan(
+    info: DeviceInfo,
+    *,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    seq_len_q: int,
+    seq_len_kv: int,
+    head_dim: int,
+    acc_size: int = 4,
+    converts: bool = False,
+    budget_mib: float | None = None,
+) -> str:
+    """The plan for a shape in words: ``"1 kv head x 1024 tokens x 512 keys, 2.3 MiB"``."""
+    groups = num_heads // num_kv_heads
+    work = Workload(
+        batch * num_kv_heads,
+        groups,
+        seq_len_q,
+        seq_len_kv,
+        head_dim,
+        head_dim,
+        acc_size,
+        copies_query=groups > 1 or converts,
+        copies_kv=converts,
+        copies_out=groups > 1 or converts,
+    )
+    plan = plan_tiles(info, work, None if budget_mib is None else int(budget_mib * MIB))
+    heads = f"{plan.units} kv head{'' if plan.units == 1 else 's'}"
+    group = f" x {groups} query heads" if groups > 1 else ""
+    return f"{heads}{group} x {plan.q_block} tokens x {plan.kv_block} keys, {plan.extra_bytes / MIB:.1f} MiB"

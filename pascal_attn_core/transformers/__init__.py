@@ -1,0 +1,213 @@
+"""Transformers: ``register_with_transformers()`` makes this package an attention implementation by name.
+
+    from pascal_attn_core.transformers import register_with_transformers
+    register_with_transformers()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="pascal_chunked")
+
+It registers the attention **and** its mask function: without the second one Transformers passes no mask at all, and
+padding and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither scores nor a mask of L*S
+elements are stored, except where the model itself asks for one: a position bias (T5), a 4-D mask passed by hand,
+``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces.
+Models that compute attention by themselves go on doing so: see :func:`unsupported_reason`. Continuous batching
+(``model.generate_batch``, paged caches) is served, its requests as sequences of different lengths. CUDA graphs cannot
+hold those: where a version of Transformers captures them unasked, pass ``use_cuda_graph=False``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import sdpa, sdpa_with_lse
+from ..config import default_config
+from ..patching import Patch, PatchGroup
+from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
+from .mask import HostMask, asks_interface, pascal_mask
+from .paged import adds_prefix, paged_attend, serve_batching
+
+__all__ = ["make_hf_attention_fn", "pascal_mask", "register_with_transformers", "unsupported_reason"]
+
+# Transformers treats names with these parts in a way of its own.
+_RESERVED = ("sdpa", "flash", "flex_attention", "paged|", "/")
+
+
+def register_with_transformers(tile_size: int | str | None = "auto", name: str = "pascal_chunked") -> Patch:
+    """Make ``attn_implementation=name`` (also ``model.set_attn_implementation(name)``) run through this package.
+
+    Args:
+        tile_size: see :func:`make_hf_attention_fn`.
+        name: must not be "eager" nor contain "sdpa", "flash", "flex_attention", "paged|" or "/", which mean something
+            to Transformers. Registering a name again replaces what it meant.
+    Returns:
+        A Patch; ``remove()`` unregisters the name, or restores what it meant before. Models that still carry the name
+        then cannot be run until another implementation is set.
+    Raises:
+        ImportError: Transformers is missing or older than 4.53.
+        ValueError, TypeError: an unusable name or tile_size.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {name!r}")
+    if not name or name == "eager" or any(part in name for part in _RESERVED):
+        raise ValueError(f"name must not be 'eager' nor contain any of {list(_RESERVED)}, got {name!r}")
+    attention = make_hf_attention_fn(tile_size)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return pascal_mask(*args, **kwargs)  # an object of its own for each registration, as the attention is
+
+    with PatchGroup(f"Transformers attention {name!r}") as group:
+        for interface, function in zip(_interfaces(), (attention, mask)):
+            group.add(_register(interface, name, function))
+            if adds_prefix():
+                group.add(_register(interface, f"paged|{name}", function))
+        group.add(serve_batching(name))
+    return group.patch()
+
+
+def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function alone, by the convention of ``AttentionInterface``::
+
+        fn(module, query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], attention_mask, scaling, ...)
+            -> (output [B, L, Hq, Dv], None, or the weights [B, Hq, L, S] if output_attentions=True is passed)
+
+    Args:
+        tile_size: None or "auto" = the fastest route, with tiles chosen from device, shapes and budget. A number forces
+            tiles of so many tokens. pascal-attn's default is 64; the tile does not change the result, only the time
+            (64 is several times slower), so that code which leaves it out gets "auto" here.
+    Raises:
+        ValueError, TypeError: tile_size is neither a positive whole number, None nor "auto".
+    """
+    if isinstance(tile_size, str) and tile_size != "auto":
+        raise ValueError(f"tile_size must be a whole number, None or 'auto', got {tile_size!r}")
+    config = None
+    if tile_size is not None and not isinstance(tile_size, str):
+        config = replace(default_config(), route="tiled", q_block=tile_size, kv_block=tile_size)
+
+    def pascal_attention_forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | HostMask | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        refuse_what_we_do_not_know(kwargs)
+        if kwargs.get("cache") is not None:
+            paged = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
+            return paged_attend(module, query, key, value, kwargs, **paged), None
+        sinks = kwargs.get("sinks")
+        masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
+        options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap, "config": config}
+        options["sinks"] = None if s_aux is None else s_aux.flatten()
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        tensors = (query, masked.key, masked.value, masked.mask, dropout)
+        if sinks is None:
+            out = sdpa(*tensors, **options)
+        else:
+            out = with_query_sinks(sdpa_with_lse(*tensors, **options), sinks)
+        if kwargs.get("head_mask") is not None:  # a factor of a head's probabilities is one of its output
+            out = out * kwargs["head_mask"]
+        probs = None
+        if kwargs.get("output_attentions"):
+            probs = weights(query, key, masked, scaling, softcap, s_aux, sinks)
+        return out.transpose(1, 2).contiguous(), probs
+
+    return pascal_attention_forward
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Why attention of this model, or of a part of it, does not come to a registered function; None if it does.
+
+    Some model classes keep attention code of their own (BERT and T5 before Transformers 5, Reformer, ...): they stay
+    on it whatever ``attn_implementation`` says. Others choose keys by an indexer, which Transformers turns into a mask
+    for "eager" and "sdpa" only.
+    """
+    if not callable(getattr(model, "modules", None)):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    modules = list(model.modules())
+    if not any(hasattr(module, "config") for module in modules):
+        return f"{type(model).__name__} is no model of Transformers: it has no config"
+    for module in modules:
+        if hasattr(module, "indexer"):
+            return f"{type(module).__name__} chooses its keys by an indexer, for 'eager' and 'sdpa' only"
+    for cls in {type(module) for module in modules}:
+        if not asks_interface(cls.__module__) or ("Attention" in cls.__name__ and _computes_by_itself(cls)):  # type: ignore[arg-type]
+            return f"{cls.__name__} computes attention by itself and does not use AttentionInterface"
+    return None
+
+
+# ---- registering ---------------------------------------------------------------------------------------------------
+
+
+def _interfaces() -> tuple[Any, Any]:
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(f"transformers must be installed, 4.53 or newer ({error})") from error
+    return AttentionInterface, AttentionMaskInterface
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One registration of ours: what the name meant before, and whether this one is still wanted."""
+
+    function: Any
+    before: Any
+    active: bool = True
+
+
+_entries: dict[tuple[Any, str], list[_Entry]] = {}
+
+
+def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str]]:
+    """Put a function behind a name; returns what takes it back."""
+    entry = _Entry(function, interface._global_mapping.get(name))
+    ours = _entries.setdefault((interface, name), [])
+    ours.append(entry)
+    interface.register(name, function)
+
+    def undo() -> list[str]:
+        entry.active = False
+        left = []
+        # Registrations of ours that were removed while another one lay on top of them go together with it.
+        while ours and not ours[-1].active:
+            top = ours.pop()
+            current = interface._global_mapping.get(name)
+            if current is not top.function:
+                left.append(f"{name!r} in {interface.__name__} was registered anew by somebody else: left in place")
+            elif top.before is None:
+                del interface._global_mapping[name]
+            else:
+                interface.register(name, top.before)
+        return left
+
+    return undo
+
+
+@functools.lru_cache(maxsize=1024)
+def _computes_by_itself(cls: type) -> bool:
+    """Whether an attention class has a softmax of its own and never asks AttentionInterface."""
+    if not cls.__module__.startswith("transformers.models."):
+        return False
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # no source to read
+        return False
+    parents = [base for base in cls.__bases__ if base.__module__.startswith("transformers.models.")]
+    if "def forward" not in source and parents:
+        return any(_computes_by_itself(base) for base in parents)
+    own = re.search(r"softmax|scaled_dot_product_attention", source, re.IGNORECASE)
+    return own is not None and "key" in source and "ALL_ATTENTION_FUNCTIONS" not in source

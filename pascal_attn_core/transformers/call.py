@@ -1,0 +1,194 @@
+"""One attention call of Transformers in the words of :func:`pascal_attn_core.sdpa`.
+
+Transformers says what restricts a call in four ways: no mask and ``is_causal``, a tensor, a position bias, or the mask
+object that our own mask function returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionOutput
+from ..lazy_mask import LazyMask
+from ..reference import allowed_keys
+from .mask import HostMask
+
+log = logging.getLogger("pascal_attn")
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """Keys, values and everything that restricts them, in the words of :func:`sdpa`."""
+
+    key: Tensor
+    value: Tensor
+    mask: Any = None
+    is_causal: bool = False
+    alignment: str = "upper_left"
+    window: tuple[int, int] | None = None
+    first_key: int = 0
+
+    @staticmethod
+    def of(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool | None
+    ) -> Masked:
+        """From what Transformers passes: None and causal means that query 0 sees key 0."""
+        seq_len_q, seq_len_kv = query.shape[2], key.shape[2]
+        if mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if seq_len_q == 1 or not causal:
+                return Masked(key, value)
+            return Masked(key[:, :, :seq_len_q], value[:, :, :seq_len_q], is_causal=True)
+        if mask.shape[-1] > seq_len_kv:  # a mask made for a longer cache than this layer's
+            mask = mask[..., :seq_len_kv]
+        if isinstance(mask, HostMask):
+            return _from_host_mask(query, key, value, mask if mask.device == query.device else mask.to(query.device))
+        if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+            mask = mask[:, :, :1]
+        return Masked(key, value, mask)
+
+    def options(self) -> dict[str, Any]:
+        """Causal rule and window as keywords of :func:`sdpa`."""
+        return {"is_causal": self.is_causal, "alignment": self.alignment, "window": self.window}
+
+    def with_bias(self, bias: Tensor | None) -> Masked:
+        """The same with a float bias ``[B or 1, Hq, L, S]`` added to the scores."""
+        if bias is None:
+            return self
+        bias = bias[..., self.first_key : self.first_key + self.key.shape[2]]
+        if self.mask is None:
+            return replace(self, mask=bias)
+        return replace(self, mask=_add_bias(bias, self.mask))
+
+
+def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -> Masked:
+    """The band as causal rule and window where a band of sdpa says the same, the rest per tile."""
+    seq_len_q = query.shape[2]
+    if mask.shape[2:] != (seq_len_q, key.shape[2]):
+        raise ValueError(
+            f"attention_mask must be made for (L, S) = {(seq_len_q, key.shape[2])}, got {tuple(mask.shape[2:])}"
+        )
+    # Keys that no query sees: a static cache's end, the start before a window.
+    first, last = mask.band.key_range(0, seq_len_q, key.shape[2])
+    last = max(first, last)
+    key, value, mask = key[:, :, first:last], value[:, :, first:last], mask.part((0, seq_len_q), (first, last))
+    seq_len_kv, (left, right, offset) = last - first, mask.band
+    if left is not None and seq_len_q - 1 + offset - left <= 0:
+        left = None
+    if right is not None and offset + right >= seq_len_kv - 1:
+        right = None
+    alignment = "upper_left" if offset == 0 else "lower_right"
+    said = offset in (0, seq_len_kv - seq_len_q) or (left is None and right is None)
+    rest = _lazy(mask, mask.rest if said else mask.rule, query)
+    if not said:
+        return Masked(key, value, rest, first_key=first)
+    is_causal = right == 0
+    window = (-1 if left is None else left, -1 if right is None or is_causal else right)
+    return Masked(
+        key,
+        value,
+        rest,
+        is_causal,
+        alignment if left is not None or right is not None else "upper_left",
+        None if window == (-1, -1) else window,
+        first,
+    )
+
+
+def _lazy(mask: HostMask, rule: Callable[..., Tensor], query: Tensor) -> Any:
+    """What a rule of the mask says, as sdpa takes it: nothing, padding ``[B, 1, 1, S]``, or a lazy mask (a tensor
+    while a graph is traced)."""
+    if rule == mask.rest and not mask.pattern.rest:
+        return None if mask.padding is None else mask.padding[:, None, None, :]
+    if _is_traced(query):
+        sizes = (mask.batch_size, 1, mask.seq_len_q, mask.seq_len_kv)
+        return rule(*_indices(sizes, query.device)).expand(sizes)
+    return LazyMask(shape=tuple(mask.shape), rule=rule, device=query.device, dtype=torch.bool)
+
+
+def _add_bias(bias: Tensor, mask: Any) -> Any:
+    """A float bias and a mask of any kind together."""
+    sizes = torch.broadcast_shapes(bias.shape, tuple(mask.shape))
+    if (bias.requires_grad and torch.is_grad_enabled()) or _is_traced(bias):
+        # Gradients of the bias need a tensor; the bias itself is one of that size.
+        allowed = mask.dense() if isinstance(mask, LazyMask) else mask
+        return torch.where(allowed, bias, -torch.inf) if allowed.dtype == torch.bool else bias + allowed
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        indices = (batch, head, query, key)
+        part = _pick(bias, indices)
+        allowed = mask.rule(*indices) if isinstance(mask, LazyMask) else _pick(mask, indices)
+        return torch.where(allowed, part, -torch.inf) if allowed.dtype == torch.bool else part + allowed
+
+    return LazyMask(shape=tuple(sizes), rule=rule, device=bias.device, dtype=bias.dtype)
+
+
+def _pick(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
+    """The elements at these indices of a tensor that may have size 1 where the indices go further."""
+    return tensor[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(indices, tensor.shape))]
+
+
+def _indices(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
+
+
+def with_query_sinks(result: AttentionOutput, sinks: Tensor) -> Tensor:
+    """Attention with one more logit per query ``[B, Hq, L, 1]`` that takes part in the softmax's denominator only."""
+    share = torch.sigmoid(result.lse.unsqueeze(-1) - sinks.to(result.lse.dtype))
+    return result.out * share.to(result.out.dtype)
+
+
+def refuse_what_we_do_not_know(kwargs: dict[str, Any]) -> None:
+    for name in ("indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"the model selects keys by {name}: set attn_implementation='sdpa' or 'eager'")
+
+
+def _is_traced(query: Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(query) not in _PLAIN
+
+
+def weights(
+    query: Tensor,
+    all_keys: Tensor,
+    masked: Masked,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention weights ``[B, Hq, L, S]`` before dropout: what a caller wants to see who asks for them."""
+    _say_weights_are_stored()
+    groups = query.shape[1] // masked.key.shape[1]
+    scores = query.float() @ masked.key.float().repeat_interleave(groups, dim=1).transpose(-1, -2)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    (seq_len_q, seq_len_kv), mask = scores.shape[2:], masked.mask
+    if isinstance(mask, LazyMask):
+        mask = mask.dense()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    band = allowed_keys(seq_len_q, seq_len_kv, **masked.options(), device=query.device)
+    scores = scores.masked_fill(~band, -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=-1)
+    probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :seq_len_kv].to(query.dtype)
+    after = all_keys.shape[2] - masked.first_key - seq_len_kv
+    return torch.nn.functional.pad(probs, (masked.first_key, after))
+
+
+@functools.lru_cache(maxsize=1)
+def _say_weights_are_stored() -> None:
+    log.warning("output_attentions=True stores weights of L*S elements for every layer, and computes them once more")

@@ -1,0 +1,393 @@
+"""The mask that Transformers asks for: a description of who may look at whom, evaluated tile by tile.
+
+Transformers describes masks as functions of indices, ``f(batch, head, query, key) -> bool``, built from a few parts
+(causal, sliding window, chunks, packed sequences, padding), and asks the attention's *mask function* for the result.
+Its own answer is a tensor of L*S elements. Ours is a :class:`HostMask`, which keeps the parts:
+
+- causal rule and sliding window as numbers (a band), so that tiles outside are never visited;
+- padding as ``[B, S]``;
+- anything else as the function itself, called for one tile at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tiled.masks import Band
+from .pattern import MaskFunction, Pattern, made_by, read_pattern
+
+log = logging.getLogger("pascal_attn")
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class HostMask:
+    """Bool ``[B, 1, L, S]``, True = takes part, of which nothing but its parts is stored.
+
+    It behaves as Transformers needs: it has a tensor's shape, is contiguous, moves between devices, can be cut along
+    queries and keys, and comes back from the mask function as itself. Anything else that a model does to it turns it
+    into the tensor it stands for, which is right, but takes L*S elements; the log says so once. Added to scores, by
+    attention code that is a model's own, it is the float mask that such code expects.
+
+    Args:
+        band: for absolute positions (its offset is 0): query position q sees keys q - left ... q + right.
+        q_offset, kv_offset: the absolute positions of the first query and the first key.
+        rest: functions of absolute positions that all have to allow a key; use_vmap: they take single indices only.
+        padding: bool ``[B, S]``, or None.
+    """
+
+    ndim = 4
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        offsets: tuple[int, int],
+        pattern: Pattern,
+        padding: Tensor | None,
+        device: torch.device,
+        *,
+        use_vmap: bool = False,
+        home: torch.device | None = None,
+    ):
+        self.batch_size, self.seq_len_q, self.seq_len_kv = shape
+        self.q_offset, self.kv_offset = offsets
+        self.pattern, self.padding = pattern, padding
+        self.device, self.use_vmap, self.home = device, use_vmap, device if home is None else home
+
+    # ---- what it says ----------------------------------------------------------------------------------------------
+
+    @property
+    def band(self) -> Band:
+        """Causal rule and window for this mask's own indices."""
+        return Band(self.pattern.left, self.pattern.right, self.q_offset - self.kv_offset)
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether it lets every query see every key, as far as its parts tell."""
+        last_of_first = self.band.key_range(0, 1, self.seq_len_kv)[1]
+        first_of_last = self.band.key_range(self.seq_len_q - 1, self.seq_len_q, self.seq_len_kv)[0]
+        all_keys = first_of_last <= 0 and last_of_first >= self.seq_len_kv
+        return all_keys and self.padding is None and not self.pattern.rest
+
+    def rest(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """What the mask says beside its band, for indices ``[b,1,1,1], [1,h,1,1], [1,1,q,1], [1,1,1,k]``."""
+        device = query.device
+        allowed = query.new_ones((), dtype=torch.bool)
+        if self.padding is not None:
+            allowed = self.padding[batch, key]
+        if self.pattern.rest:
+            indices = [t.to(self.home) for t in (batch, head, query + self.q_offset, key + self.kv_offset)]
+            for function in self.pattern.rest:
+                evaluate = functools.partial(_one_by_one, function) if self.use_vmap else function
+                allowed = allowed & evaluate(*indices).to(device)
+        return allowed
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """All that the mask says, for the same indices."""
+        allowed = self.rest(batch, head, query, key)
+        left, right, offset = self.band
+        if left is not None:
+            allowed = allowed & (key >= query + (offset - left))
+        if right is not None:
+            allowed = allowed & (key <= query + (offset + right))
+        return allowed
+
+    def dense(self) -> Tensor:
+        """The tensor it stands for."""
+        sizes = (self.batch_size, 1, self.seq_len_q, self.seq_len_kv)
+        views = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
+        indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(sizes, views)]
+        return self.rule(*indices).expand(sizes)
+
+    # ---- what Transformers asks of it ------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.batch_size, 1, self.seq_len_q, self.seq_len_kv))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return 4
+
+    def contiguous(self) -> HostMask:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """On another device; with a dtype the tensor it stands for."""
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, (torch.dtype, Tensor)) or "dtype" in kwargs or "other" in kwargs or len(args) > 1:
+            return self._stored("to").to(*args, **kwargs)
+        device = self.device if target is None else torch.device(target)
+        padding = None if self.padding is None else self.padding.to(device)
+        return self._with(padding=padding, device=device)
+
+    def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> HostMask:
+        """Rows and keys of it, each from the first to before the last."""
+        padding = None if self.padding is None else self.padding[:, keys[0] : keys[1]]
+        shape = (self.batch_size, rows[1] - rows[0], keys[1] - keys[0])
+        return self._with(shape, (self.q_offset + rows[0], self.kv_offset + keys[0]), padding)
+
+    def _with(
+        self,
+        shape: tuple[int, int, int] | None = None,
+        offsets: tuple[int, int] | None = None,
+        padding: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> HostMask:
+        return HostMask(
+            shape or (self.batch_size, self.seq_len_q, self.seq_len_kv),
+            offsets or (self.q_offset, self.kv_offset),
+            self.pattern,
+            padding,
+            device or self.device,
+            use_vmap=self.use_vmap,
+            home=self.home,
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        """``mask[:, :, rows, keys]`` and ``mask[..., rows, keys]`` with plain slices stay lazy."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if parts and parts[0] is Ellipsis:
+            parts = (slice(None),) * (5 - len(parts)) + parts[1:]
+        if len(parts) <= 4 and all(isinstance(p, slice) and p.step in (None, 1) for p in parts):
+            parts = (*parts, *(slice(None),) * (4 - len(parts)))
+            spans = [p.indices(n)[:2] for p, n in zip(parts, self.shape)]
+            if spans[0] == (0, self.batch_size) and spans[1] == (0, 1):
+                rows, keys = ((first, max(first, last)) for first, last in spans[2:])
+                return self.part(rows, keys)
+        return self._stored("indexing")[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "batch_size" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._stored(name), name)
+
+    def _stored(self, what: str) -> Tensor:
+        if not torch.compiler.is_compiling():
+            _say_stored(what)
+        return self.dense()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils._pytree import tree_leaves, tree_map
+
+        name = getattr(func, "__name__", str(func))
+        if name in _ADDITIONS and len(args) == 2 and not kwargs:
+            return func(*cls._for_addition(*args))
+        # Beside a float mask it has to be one.
+        others = [t for t in tree_leaves(args) if isinstance(t, Tensor)] if name in ("cat", "concat") else []
+        dtype = next((t.dtype for t in others if t.is_floating_point()), None)
+
+        def stored(x: Any) -> Any:
+            if not isinstance(x, cls):
+                return x
+            return x._stored(name) if dtype is None else additive(x._stored(name), dtype)
+
+        args, kwargs = tree_map(stored, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _for_addition(cls, one: Any, other: Any) -> tuple[Any, Any]:
+        """The two with the mask as a float mask: 0 where a key takes part, the lowest number where it does not."""
+        mask, scores = (one, other) if isinstance(one, cls) else (other, one)
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            raise TypeError(f"a mask can be added to scores only, got {type(scores).__name__}")
+        added = additive(mask._stored("addition"), scores.dtype)
+        return (added, other) if mask is one else (one, added)
+
+    def __add__(self, scores: Any) -> Tensor:
+        return torch.add(*self._for_addition(self, scores))
+
+    __radd__ = __add__
+
+    def __repr__(self) -> str:
+        rest = [getattr(function, "__qualname__", "?") for function in self.pattern.rest]
+        return f"HostMask({list(self.shape)}, {self.band}, padding={self.padding is not None}, rest={rest})"
+
+
+def _as_stored(name: str) -> Callable[..., Any]:
+    def operate(self: HostMask, *others: Any) -> Any:
+        return getattr(self._stored(name), name)(*others)
+
+    return operate
+
+
+for _operator in ("invert", "and", "rand", "or", "ror", "xor", "mul", "rmul", "eq", "ne", "lt", "gt"):
+    setattr(HostMask, f"__{_operator}__", _as_stored(f"__{_operator}__"))
+HostMask.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as Transformers' float mask: 0 where a key takes part, the lowest number where it does not."""
+    return torch.where(allowed, torch.zeros((), dtype=dtype, device=allowed.device), torch.finfo(dtype).min)
+
+
+_ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+
+
+@functools.lru_cache(maxsize=64)
+def _say_stored(what: str) -> None:
+    log.warning("a model works on its attention mask itself (%s): a mask of L*S elements is stored for it", what)
+
+
+def _one_by_one(function: MaskFunction, *indices: Tensor) -> Tensor:
+    """A function of four single indices for all of them, ``[b, h, q, k]``."""
+    try:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    except ImportError:  # torch before 2.5
+        TransformGetItemToIndex = nullcontext  # type: ignore[assignment,misc]
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        function = torch.vmap(function, in_dims=dims)
+    with TransformGetItemToIndex():
+        return function(*(t.flatten() for t in indices))
+
+
+# ---- the mask function ---------------------------------------------------------------------------------------------
+
+
+def pascal_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask function to register beside the attention; the arguments of ``transformers.masking_utils.sdpa_mask``.
+
+    A model that computes attention by itself can still be loaded under a registered name, and then asks for masks: it
+    gets the float masks of "eager", which its code is written for. All others get :func:`lazy_mask`'s.
+    """
+    config = kwargs.get("config")
+    if config is not None and not asks_interface(type(config).__module__):
+        from transformers.masking_utils import eager_mask
+
+        return eager_mask(*args, **kwargs)
+    return lazy_mask(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def asks_interface(module: str) -> bool:
+    """Whether the model file beside this configuration module (or this model file) gets its attention from
+    AttentionInterface; True where there is none to read."""
+    return _file_asks_interface(module.replace(".configuration_", ".modeling_"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_asks_interface(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if ".modeling_" not in module or not module.startswith("transformers.models.") or file is None:
+        return True
+    with open(file, encoding="utf-8") as source:
+        text = source.read()
+    asks = "ALL_ATTENTION_FUNCTIONS" in text or re.search(r"^class \w*Attention", text, re.MULTILINE) is None
+    if not asks:
+        log.warning("%s computes attention by itself: the registered attention is not used there", module)
+    return asks
+
+
+def lazy_mask(
+    batch_size: int,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool | None = None,
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
+    dtype: torch.dtype = torch.bool,
+    **others: Any,
+) -> Any:
+    """A mask in parts; the arguments of ``transformers.masking_utils.sdpa_mask``.
+
+    Transformers 4.53 to 4.57 pass ``cache_position`` in place of ``q_length``, ``q_offset`` and ``device``.
+
+    Returns:
+        None where every query sees every key; else a :class:`HostMask`. For a single query of which Transformers wants
+        a mask in any case (a static cache's compiled step) a float tensor ``[B, 1, 1, S]``, whose shape does not
+        change from step to step. While a graph is traced, what band and padding cannot say is a tensor of L*S bytes.
+    """
+    if isinstance(attention_mask, HostMask):
+        return attention_mask
+    if cache_position is not None:
+        q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
+    if device is None:
+        device = attention_mask.device if attention_mask is not None else "cpu"
+    padding = _padding(attention_mask, batch_size, kv_length, kv_offset)
+    traced = _is_traced(q_offset, padding)
+    if traced:
+        pattern = _read_traced(mask_function, q_offset)
+    else:
+        pattern, q_offset = Pattern(right=0) if mask_function is None else read_pattern(mask_function), int(q_offset)
+    if use_vmap is None:
+        use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
+    # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
+    mask = HostMask(
+        (batch_size, q_length, kv_length),
+        (q_offset, kv_offset),  # type: ignore[arg-type]
+        pattern,
+        padding,
+        torch.device(device),
+        use_vmap=use_vmap,
+    )
+    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    if q_length == 1 and not may_skip:
+        return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()
+    answer = _without_reading(mask) if traced else _simplified(mask)
+    return None if may_skip and isinstance(answer, HostMask) and answer.is_everything else answer
+
+
+_INDEXED = ("chunked_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence")
+
+
+def _simplified(mask: HostMask) -> HostMask:
+    """The same without parts that change nothing."""
+    first, last = mask.band.key_range(0, mask.seq_len_q, mask.seq_len_kv)
+    if mask.padding is not None and bool(mask.padding[:, first:last].all()):
+        mask = mask._with(padding=None)
+    if mask.seq_len_q == 1 and mask.pattern.rest and bool(mask.dense().all()):
+        mask.pattern = Pattern()
+    return mask
+
+
+def _without_reading(mask: HostMask) -> HostMask | Tensor:
+    """The same, or the tensor it stands for where its parts cannot be carried through a graph."""
+    return mask if isinstance(mask.q_offset, int) and not mask.pattern.rest else mask.dense()
+
+
+def _read_traced(mask_function: MaskFunction | None, q_offset: int | Tensor) -> Pattern:
+    """While a graph is traced functions cannot be taken apart: the two plain ones are known by identity."""
+    from transformers import masking_utils
+
+    if mask_function is None or mask_function is masking_utils.causal_mask_function:
+        return Pattern(right=0)
+    if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return Pattern()
+    return Pattern(rest=(mask_function,))
+
+
+def _padding(attention_mask: Tensor | None, batch_size: int, kv_length: int, kv_offset: int) -> Tensor | None:
+    """Bool ``[B, S]`` of the keys that are there; keys beyond the end of the host's mask are not."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask.to(torch.bool)
+    missing = kv_length + kv_offset - padding.shape[-1]
+    if missing > 0:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    return padding[:, kv_offset : kv_offset + kv_length].expand(batch_size, -1)
+
+
+def _is_traced(*values: Any) -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return any(isinstance(v, Tensor) and (type(v) not in _PLAIN or v.device.type == "meta") for v in values)

@@ -1,0 +1,242 @@
+"""Continuous batching of Transformers: the tokens of many requests in one row, their keys in pages of one cache.
+
+The host's manager writes new keys into its paged cache, collects those of each request, and says by cumulative lengths
+which tokens belong to which request. Its own "sdpa" gets a mask of all queries by all keys for that; here the requests
+are computed as sequences of different lengths, so that no such mask is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..config import AttentionConfig
+from ..flash_attn.options import FlashOptions
+from ..flash_attn.varlen import varlen_attend
+from ..outputs import AttentionOutput
+from .call import with_query_sinks
+
+
+# As the cache itself, whose views of one tensor torch.compile would copy at every write.
+@torch.compiler.disable
+def paged_attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    *,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    config: AttentionConfig | None,
+) -> Tensor:
+    """Attention of the requests of one step, each causal over its own keys.
+
+    Args:
+        query: ``[1, Hq, total_q, D]``; key, value: the new tokens, ``[1, Hkv, total_q, D]``.
+        kwargs: what the host passes beside: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, and what the cache needs.
+    Returns:
+        ``[1, total_q, Hq, Dv]``; zero behind the last request, where the host pads a step.
+    Raises:
+        NotImplementedError: a form of continuous batching that is not served.
+    """
+    _refuse(query, kwargs)
+    cache, layer = kwargs["cache"], module.layer_idx
+    keys, values = _update(cache, key, value, layer, kwargs)
+    ends_q, ends_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    window = _window(cache, layer, kwargs)
+    if isinstance(ends_k, dict):  # versions before 5.23 leave the choice to the attention
+        ends_k = ends_k["full_attention" if window is None else "sliding_attention"]
+    options = FlashOptions(
+        dropout,
+        scaling,
+        causal=True,
+        window=None if window is None else (window - 1, -1),
+        softcap=softcap,
+        config=config,
+    )
+    out, lse = varlen_attend(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        _on_cpu(ends_q),
+        _on_cpu(ends_k),
+        lambda batch: options,
+        with_lse=s_aux is not None,
+    )
+    if s_aux is not None and lse is not None:
+        heads_first = AttentionOutput(out.transpose(0, 1), lse)
+        out = with_query_sinks(heads_first, s_aux.flatten()[:, None, None]).transpose(0, 1)
+    return out[None].contiguous()
+
+
+def _refuse(query: Tensor, kwargs: dict[str, Any]) -> None:
+    missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is None]
+    if missing or not hasattr(kwargs["cache"], "update") or query.shape[0] != 1:
+        what = f"a {type(kwargs['cache']).__name__}" + (f" without {' and '.join(missing)}" if missing else "")
+        raise NotImplementedError(
+            "cache must be the paged cache of continuous batching, with cu_seq_lens_q and cu_seq_lens_k and one row of "
+            f"tokens, got {what} and {query.shape[0]} rows: set attn_implementation='sdpa'"
+        )
+    if kwargs.get("block_table") is not None:
+        raise NotImplementedError(
+            "decoding by block_table is for flash attention's own kernels: set max_blocks_per_request=0 in the "
+            "ContinuousBatchingConfig"
+        )
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "the lengths of the requests are read at every step, which a CUDA graph cannot hold: set "
+            "use_cuda_graph=False in the ContinuousBatchingConfig"
+        )
+
+
+def _update(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Write the new tokens, and the keys and values of all requests one behind the other: ``[total_k, Hkv, D]``."""
+    cache_class: type = type(cache)
+    if _takes_kwargs(cache_class):  # 5.23 and newer; it puts this layer's lengths into kwargs
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    else:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(key, value, layer, **indices)
+    if key.dim() == 4:
+        key, value = (t[0].transpose(0, 1) for t in (key, value))
+    return key, value
+
+
+@functools.lru_cache(maxsize=16)
+def _takes_kwargs(cache_class: Any) -> bool:
+    parameter = inspect.signature(cache_class.update).parameters.get("kwargs")
+    return parameter is not None and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+
+
+def _window(cache: Any, layer: int, kwargs: dict[str, Any]) -> int | None:
+    """Keys that a query of this layer sees, itself among them; None = all. What the cache keeps decides, as in the
+    masks that the host builds from it."""
+    if hasattr(cache, "layer_to_allocator"):
+        return getattr(cache.layer_to_allocator[layer], "sliding_window", None)
+    if hasattr(cache, "sliding_windows"):
+        window = cache.sliding_windows[layer]
+        return None if window == 1 else window  # 1 is the host's word for none
+    return kwargs.get("sliding_window")
+
+
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _on_cpu(ends: Tensor) -> Tensor:
+    """The same numbers on the CPU; the tensor of one step is read once for all of its layers."""
+    if ends.device.type == "cpu":
+        return ends
+    if ends.is_inference():  # nobody can tell whether it was written to
+        return ends.cpu()
+    version, numbers = _read.get(ends, (None, ends))
+    if version != ends._version:
+        version, numbers = ends._version, ends.cpu()
+        _read[ends] = version, numbers
+    return numbers
+
+
+# ---- the manager ---------------------------------------------------------------------------------------------------
+
+_served: Counter[str] = Counter()
+
+
+def serve_batching(name: str) -> Callable[[], list[str]]:
+    """Let the manager of continuous batching leave models on the implementation ``name``; returns what ends that.
+
+    Newer versions accept names of their own only, and plan memory for a mask that is not built for ``name``.
+    """
+    _served[name] += 1
+    undos = [wrapped.use() for wrapped in _WRAPPED]
+
+    def undo() -> list[str]:
+        _served[name] -= 1
+        if not _served[name]:
+            del _served[name]
+        return [sentence for undo_one in undos for sentence in undo_one()]
+
+    return undo
+
+
+def adds_prefix() -> bool:
+    """Whether this version's manager looks for ``"paged|" + name``."""
+    manager = _class_of("continuous_api", "ContinuousBatchingManager")
+    return manager is not None and not hasattr(manager, "switch_to_cb_friendly_attn")
+
+
+def _class_of(module: str, name: str) -> Any:
+    try:
+        found = importlib.import_module(f"transformers.generation.continuous_batching.{module}")
+    except ImportError:
+        return None
+    return getattr(found, name, None)
+
+
+class _Wrapped:
+    """A method of the host that gives ``answer`` for models on a name we serve, as long as somebody uses this.
+
+    Args:
+        module, owner, method: where it is; nothing is changed where a version has no such method.
+        config_of: the method's arguments -> the model's config.
+    """
+
+    def __init__(self, module: str, owner: str, method: str, config_of: Callable[..., Any], answer: Any):
+        self.module, self.owner, self.method = module, owner, method
+        self.config_of, self.answer = config_of, answer
+        self.users = 0
+        self.original: Any = None
+        self.ours: Any = None
+
+    def use(self) -> Callable[[], list[str]]:
+        """Put ours in place; returns what takes it back with the last user."""
+        owner = _class_of(self.module, self.owner)
+        current = getattr(owner, self.method, None)
+        if current is None:
+            return list
+        self.users += 1
+        if self.users == 1 and current is not self.ours:
+            self.original, self.ours = current, self._over(current)
+            setattr(owner, self.method, self.ours)
+        return functools.partial(self._leave, owner)
+
+    def _over(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if self.config_of(*args, **kwargs)._attn_implementation in _served:
+                return self.answer
+            return original(*args, **kwargs)
+
+        return method
+
+    def _leave(self, owner: Any) -> list[str]:
+        self.users -= 1
+        if self.users:
+            return []
+        if getattr(owner, self.method) is not self.ours:
+            return [f"{self.owner}.{self.method} was replaced since: ours stays below, doing nothing"]
+        setattr(owner, self.method, self.original)
+        return []
+
+
+def _model_config(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.config
+
+
+def _handler_config(handler: Any, *args: Any, **kwargs: Any) -> Any:
+    return handler.config
+
+
+_WRAPPED = (
+    _Wrapped("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn", _model_config, None),
+    _Wrapped("cache", "PagedAttentionMemoryHandler", "attention_mask_bytes", _handler_config, 0),
+)

@@ -1,0 +1,65 @@
+"""The emulated kernels under the address sanitizer: every tensor has forbidden memory around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attn_support.fused.emulation import GXX
+
+ROOT = Path(__file__).resolve().parents[3]
+_HEAD = """
+import sys, types
+sys.path.insert(0, {root!r})
+support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support
+import torch
+from attn_support.fused_cases import backward, forward
+from attn_support.fused_emulation import ADDRESS_SANITIZER
+how = {{"flags": ADDRESS_SANITIZER}}
+def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
+"""
+_RUN = """
+for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1, 131, 75) > 0.5, {}),
+                           (36, torch.randn(131, 75), {"window": (9, 4)})):
+    inputs = [numbers(2, 131, dim), numbers(1, 75, dim), numbers(1, 75, dim), mask]
+    result = forward(inputs, {"enable_gqa": True, **options}, **how)
+    backward(result, torch.randn_like(result.out), **how)
+query, key = numbers(4, 3, 64), numbers(2, 331, 64)
+forward([query, key, key, None], {"enable_gqa": True}, parts=True, **how)
+print("clean")
+"""
+
+
+_ONE_KEY_TOO_MANY = """
+from attn_support.fused_cases import CARD, forward_launches, check_call
+from attn_support.fused_emulation import emulate
+query, key = numbers(1, 131, 64), numbers(1, 75, 64)
+(launch,) = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, CARD, may_split=False)
+launch.params.lk += 1
+emulate([launch], **how)
+"""
+
+
+def _run(code: str) -> subprocess.CompletedProcess:
+    found = subprocess.run([GXX or "g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+    library = found.stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip("g++ has no address sanitizer")
+    code = _HEAD.format(root=str(ROOT), support=str(ROOT / "tests" / "support")) + code
+    environment = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PATH": "/usr/bin:/bin",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_no_kernel_touches_memory_outside_of_its_tensors() -> None:
+    done = _run(_RUN)
+    assert done.stdout.strip() == "clean", done.stderr[-3000:]
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_a_key_behind_the_last_one_is_noticed() -> None:
+    done = _run(_ONE_KEY_TOO_MANY)
+    assert "heap-buffer-overflow" in done.stderr

@@ -1,0 +1,216 @@
+"""The route ``fused`` through the public functions, its kernels emulated on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import GXX
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.table import GRADIENT_TABLE, TABLE, Case
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
+from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.launches_int8 import error_bound
+from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8")
+
+
+@pytest.fixture(autouse=True)
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    return emulated_card(monkeypatch)
+
+
+def _takes(case: Case) -> bool:
+    inputs, options = case.build()
+    return not call_reasons(check_call(*inputs, **options))
+
+
+def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_calls_are_answered_or_refused(case: Case, queued: list[Launch]) -> None:
+    inputs, options = case.build()
+    if not _takes(case):
+        with pytest.raises(UnsupportedAttention, match="route 'fused' cannot take this call"):
+            sdpa(*inputs, **options, config=FUSED)
+        assert not queued
+        return
+    out, lse = sdpa_with_lse(*inputs, **options, config=FUSED)
+    oracle, oracle_lse = exact(inputs, options)
+    similar, similar_lse = plain(inputs, options, plain_dtype(case.dtype))
+    assert_close(out, oracle, similar, "out", dtype=case.dtype)
+    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=case.dtype)
+    assert queued
+
+
+@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if _takes(case)][::2], ids=lambda case: case.name)
+def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
+    inputs, options = case.build(requires_grad=True)
+    if len(inputs) > 3 and inputs[3] is not None:
+        inputs[3] = inputs[3].detach()
+    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(case.dtype, as_torch=True)))
+    oracle, lse = reference_sdpa(*wide, **options)
+    outs = (sdpa(*inputs, **options, config=FUSED), oracle, reference_sdpa(*narrow, **options)[0])
+    grad_out = torch.randn(oracle.shape, dtype=torch.float64).to(case.dtype).double()
+    answers = [gradients(out, some[:3], grad_out.to(out.dtype)) for out, some in zip(outs, (inputs, wide, narrow))]
+    assert [grad.shape for grad in answers[0]] == [t.shape for t in inputs[:3]]
+    assert_gradients_close(*answers, lse.detach(), case.dtype)
+
+
+def test_inputs_that_broadcast_get_gradients_of_their_own_shapes() -> None:
+    leaves = _leaves((2, 4, 40, 64), (1, 2, 50, 64), (2, 2, 50, 64))
+    actual = torch.autograd.grad(sdpa(*leaves, enable_gqa=True, config=FUSED).square().sum(), leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    out, _ = reference_sdpa(wide[0], wide[1].expand(2, -1, -1, -1), wide[2], enable_gqa=True)
+    for a, e in zip(actual, torch.autograd.grad(out.square().sum(), wide)):
+        torch.testing.assert_close(a.double(), e, atol=1e-4, rtol=1e-4)
+
+
+def test_lse_has_gradients_and_out_may_have_none() -> None:
+    leaves = _leaves((1, 2, 40, 64), (1, 2, 50, 64), (1, 2, 50, 64))
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    out, lse = sdpa_with_lse(*leaves, config=FUSED)
+    _, expected = reference_sdpa(*wide)
+    actual = torch.autograd.grad(lse.square().sum(), leaves, retain_graph=True)
+    oracle = torch.autograd.grad(expected.square().sum(), wide, materialize_grads=True)
+    for a, e in zip(actual, oracle):
+        torch.testing.assert_close(a.double(), e, atol=1e-4, rtol=1e-4)
+    assert torch.autograd.grad(out.sum(), leaves[2])[0].isfinite().all()  # the gradient of a sum has stride 0
+
+
+def test_gradients_of_gradients_are_refused_by_name() -> None:
+    (leaf,) = _leaves((1, 1, 8, 64))
+    out = sdpa(leaf, leaf, leaf, config=FUSED)
+    (plain,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
+    (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    assert torch.equal(grad, plain)
+    with pytest.raises(RuntimeError, match=r"gradients of gradients must be taken with route='math', got a fused call"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_many_gradients_at_once(create_graph: bool) -> None:
+    leaves = _leaves((1, 2, 40, 64), (1, 2, 50, 64), (1, 2, 50, 64))
+    out, lse = sdpa_with_lse(*leaves, config=FUSED)
+    grad_outs = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
+    batched = torch.autograd.grad(
+        (out, lse), leaves, grad_outs, retain_graph=True, is_grads_batched=True, create_graph=create_graph
+    )
+    for i in range(3):
+        single = torch.autograd.grad((out, lse), leaves, [g[i] for g in grad_outs], retain_graph=True)
+        assert all(torch.equal(many[i], one) for many, one in zip(batched, single))
+
+
+def test_the_output_is_laid_out_as_the_query_is() -> None:
+    tokens_first = [torch.randn(2, 40, 4, 64) for _ in range(3)]
+    out = sdpa(*(t.transpose(1, 2) for t in tokens_first), config=FUSED)
+    assert out.transpose(1, 2).is_contiguous()
+    flash = flash_attn_func(*tokens_first)
+    torch.testing.assert_close(out.transpose(1, 2), flash, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_compiled_call_and_its_gradients_are_the_same(is_causal: bool, queued: list[Launch]) -> None:
+    leaves = _leaves((1, 2, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64))
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return sdpa(*tensors, is_causal=is_causal, config=FUSED)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    outs = compiled(*leaves), attend(*leaves)
+    torch.testing.assert_close(*outs, atol=0, rtol=0)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs)):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+    kinds = [launch.function for launch in queued]
+    assert kinds == ["pa_forward"] * 2 + ["pa_delta", "pa_grad_query", "pa_grad_key_value"] * 2
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves), outs[1], atol=0, rtol=0)
+
+
+def test_recomputation_in_the_backward_pass_changes_no_bit() -> None:
+    leaves = _leaves((1, 2, 40, 64), (1, 2, 40, 64), (1, 2, 40, 64))
+    plainly = sdpa(*leaves, config=FUSED)
+    again = checkpoint(lambda *t: sdpa(*t, config=FUSED), *leaves, use_reentrant=False)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (plainly, again))):
+        assert torch.equal(a, b)
+
+
+def test_autocast_means_what_it_means_for_torchs_function() -> None:
+    leaves = _leaves((1, 2, 40, 64), (1, 2, 40, 64), (1, 2, 40, 64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sdpa(*leaves, config=FUSED)
+        grads = torch.autograd.grad(out.float().square().sum(), leaves)
+    narrow = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    expected = sdpa(*narrow, config=FUSED)
+    assert torch.equal(out, expected)
+    for a, b in zip(grads, torch.autograd.grad(expected.float().square().sum(), narrow)):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b.float())
+
+
+def test_auto_takes_it_for_what_torch_has_no_kernel_for() -> None:
+    query = torch.randn(1, 2, 600, 64)
+    with record() as report:
+        out = sdpa(query, query, query, window=(64, 0))
+    assert report.routes() == {"fused": 1}
+    assert explain(query, query, query, window=(64, 0)).startswith(
+        "route fused: torch's function has no sliding window"
+    )
+    torch.testing.assert_close(out, reference_sdpa(query, query, query, window=(64, 0))[0], atol=1e-5, rtol=1e-5)
+
+
+def test_few_queries_are_spread_over_the_card(queued: list[Launch]) -> None:
+    query, key, value = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 900, 64), torch.randn(1, 2, 900, 64)
+    out, lse = sdpa_with_lse(query, key, value, enable_gqa=True, config=FUSED)
+    expected, expected_lse = reference_sdpa(query, key, value, enable_gqa=True)
+    assert [launch.function for launch in queued] == ["pa_forward_split", "pa_combine"]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_of_few_queries_takes_one_part(queued: list[Launch]) -> None:
+    query, key, value = (torch.randn(40, heads, n, 64) for heads, n in ((4, 3), (2, 70), (2, 70)))
+    out = sdpa(query, key, value, is_causal=True, enable_gqa=True, config=FUSED)
+    assert [(launch.function, launch.params.splits) for launch in queued] == [
+        ("pa_forward_split", 1),
+        ("pa_combine", 1),
+    ]
+    expected, _ = reference_sdpa(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
+    query, key, value = (torch.randn(2, 2, n, 64) for n in (70, 90, 90))
+    out = sdpa(query, key, value, config=INT8)
+    expected = exact([query, key, value], {})[0]
+    assert not torch.equal(out.double(), expected)
+    assert ((out.double() - expected).abs().amax(-1) <= error_bound(query, key, value, 64**-0.5)).all()
+    with pytest.raises(UnsupportedAttention, match="the int8 mode does not return lse"):
+        sdpa_with_lse(query, key, value, config=INT8)
+    with pytest.raises(UnsupportedAttention, match="the int8 mode has no gradients"):
+        sdpa(query.requires_grad_(), key, value, config=INT8)
+    assert "fused-int8" not in explain(query, key, value)
+
+
+def test_long_launches_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, queued: list[Launch]) -> None:
+    from pascal_attn_core.fused import kernels
+
+    leaves = _leaves((3, 2, 300, 64), (3, 2, 200, 64), (3, 2, 200, 64))
+    whole = sdpa(*leaves, config=FUSED)
+    grads = torch.autograd.grad(whole.square().sum(), leaves)
+    launches = len(queued)
+    monkeypatch.setattr(kernels, "_WORK_PER_SM", 1 << 17)
+    parts = sdpa(*leaves, config=FUSED)
+    assert torch.equal(whole, parts)
+    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(parts.square().sum(), leaves)))
+    assert len(queued) > 3 * launches

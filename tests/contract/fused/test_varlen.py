@@ -1,0 +1,160 @@
+"""Sequences of different lengths in one launch, packed one behind the other, in the emulation, against each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.packed import each_alone, ends_of, poisoned_memory, stand_in_for_a_card
+from attn_support.oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
+from torch import Tensor
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.flash_attn import flash_attn_varlen_func
+from pascal_attn_core.fused import kernels
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.launches_packed import Packed
+from pascal_attn_core.observe import report
+from pascal_attn_core.routes import fused as route
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+
+# Among them one without queries, one without keys, and one of a single token.
+Q_LENGTHS, K_LENGTHS = [5, 130, 0, 1, 77, 20], [9, 200, 30, 1, 0, 64]
+# Sums over so many keys, and over so many queries, are moved to the outputs on the way.
+LONG = [9, 1300, 70], [5, 70, 1300]
+RULES: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "alignment": "upper_left"},
+    {"is_causal": True, "alignment": "lower_right"},
+    {"window": (30, 7), "alignment": "upper_left"},
+    {"window": (30, 7), "alignment": "lower_right"},
+]
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """The launches of packed calls, which the emulation has run."""
+    return stand_in_for_a_card(monkeypatch, lambda launch: emulate([launch]))
+
+
+def _inputs(
+    head_dim: int,
+    dtype: torch.dtype,
+    lengths: tuple[list[int], list[int]] = (Q_LENGTHS, K_LENGTHS),
+    *,
+    spare: int = 3,
+    requires_grad: bool = False,
+) -> list[Tensor]:
+    """Query, key and value ``[1, heads, total, head_dim]``, two query heads per key head, heads inside tokens;
+    ``spare`` tokens behind the last sequence, full of NaN."""
+    made = []
+    for heads, some in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])):
+        tokens = torch.randn(1, sum(some), heads, head_dim)
+        tokens = torch.cat([tokens, torch.full((1, spare, heads, head_dim), torch.nan)], dim=1)
+        made.append(tokens.to(dtype).transpose(1, 2).requires_grad_(requires_grad))
+    return made
+
+
+def _run(
+    inputs: list[Tensor],
+    lengths: tuple[list[int], list[int]] = (Q_LENGTHS, K_LENGTHS),
+    alignment: str = "upper_left",
+    **rule: Any,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = inputs
+    packed = Packed.of(*map(ends_of, lengths), query.device, lower_right=alignment == "lower_right")
+    call = check_call(query, key, value, enable_gqa=True, **rule)
+    with poisoned_memory():
+        out, lse = route.run_packed(call, packed, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _check(inputs: list[Tensor], lengths: tuple[list[int], list[int]], **rule: Any) -> None:
+    """Output, lse and gradients against the definition of each sequence alone."""
+    dtype = inputs[0].dtype
+    finite = [t.detach().nan_to_num().requires_grad_() for t in inputs]
+    wide, narrow, rounded = (
+        [cast(t, d) for t in finite] for d in (torch.float64, plain_dtype(dtype), plain_dtype(dtype, as_torch=True))
+    )
+    out, lse = _run(inputs, lengths, **rule)
+    exact, plain, similar = (each_alone(*some, *lengths, **rule) for some in (wide, narrow, rounded))
+    assert_close(out, exact[0], plain[0], "out", dtype=dtype)
+    assert_close(lse, exact[1], plain[1], "lse", dtype=dtype)
+    grad_out = torch.randn(out.shape).to(dtype).double()
+    with poisoned_memory():
+        actual = gradients(out, inputs, grad_out, lse)
+    oracle, by_plain = (gradients(o, some, grad_out, s) for some, (o, s) in ((wide, exact), (rounded, similar)))
+    assert_gradients_close(actual, oracle, by_plain, exact[1].detach(), dtype)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 60])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_each_sequence_gets_the_answer_and_the_gradients_it_has_alone(
+    queued: list[Launch], dtype: torch.dtype, head_dim: int, rule: dict[str, Any]
+) -> None:
+    _check(_inputs(head_dim, dtype, requires_grad=True), (Q_LENGTHS, K_LENGTHS), **rule)
+    assert [launch.function for launch in queued] == ["pa_forward", "pa_delta", "pa_grad_query", "pa_grad_key_value"]
+
+
+def test_long_sums_do_too(queued: list[Launch]) -> None:
+    _check(_inputs(40, torch.float32, LONG, requires_grad=True), LONG)
+
+
+def test_launches_in_parts_give_the_same_bits(queued: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _inputs(64, torch.float32, spare=0, requires_grad=True)
+    rule = {"is_causal": True, "alignment": "lower_right"}
+    answers, counts = [], []
+    for work in (1 << 39, 30_000_000, 2_000_000):
+        monkeypatch.setattr(kernels, "_WORK_PER_SM", work // 28)
+        queued.clear()
+        out, lse = _run(inputs, **rule)
+        answers.append([out, *gradients(out, inputs, torch.ones_like(out), lse)])
+        counts.append(len(queued))
+    assert counts[0] == 4
+    assert counts[0] < counts[1] < counts[2]
+    assert any(launch.params.first_tile for launch in queued)
+    assert any(launch.params.first_batch for launch in queued)
+    for others in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], others))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_flash_attn_varlen_func_takes_the_whole_batch_at_once(queued: list[Launch], requires_grad: bool) -> None:
+    inputs = _inputs(64, torch.float32, spare=2, requires_grad=requires_grad)
+    ends = [torch.tensor(ends_of(lengths)) for lengths in (Q_LENGTHS, K_LENGTHS)]
+    tokens = [t[0].transpose(0, 1) for t in inputs]
+    with report.record() as seen, poisoned_memory():
+        out, lse, _ = flash_attn_varlen_func(
+            *tokens, *ends, causal=True, window_size=(40, 0), deterministic=True, return_attn_probs=True
+        )
+    assert [launch.function for launch in queued] == ["pa_forward"]
+    ((key, stats),) = seen.calls.items()
+    assert (key.route, stats.count, key.query) == ("fused", 1, (1, 4, sum(Q_LENGTHS) + 2, 64))
+    assert key.why == "6 sequences of different lengths in one launch"
+    assert out.is_contiguous()
+    leaves = [t.detach().nan_to_num().double().requires_grad_(requires_grad) for t in inputs]
+    expected, expected_lse = each_alone(
+        *leaves, Q_LENGTHS, K_LENGTHS, is_causal=True, window=(40, 0), alignment="lower_right"
+    )
+    torch.testing.assert_close(out.double(), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse[0], atol=1e-5, rtol=1e-5)
+    if requires_grad:
+        grad_out = torch.randn(out.shape)
+        with poisoned_memory():
+            actual = gradients(out, inputs, grad_out)
+        wanted = gradients(expected, leaves, grad_out.double().transpose(0, 1)[None])
+        for a, w in zip(actual, wanted):
+            torch.testing.assert_close(a.double(), w, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_gradients_are_refused(queued: list[Launch]) -> None:
+    inputs = _inputs(64, torch.float32, spare=0, requires_grad=True)
+    out, _ = _run(inputs)
+    (grad, *_) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients must be taken with route='math'"):
+        grad.sum().backward()

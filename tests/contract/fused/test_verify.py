@@ -1,0 +1,68 @@
+"""The check at a kernel's first use: right kernels pass it, wrong ones do not."""
+
+from __future__ import annotations
+
+import datetime
+import random
+
+import pytest
+import torch
+from attn_support.fused.emulation import GXX, emulate
+
+from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, source
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+VARIANTS = (
+    Variant("forward", 64, "float32"),
+    Variant("forward", 128, "float16", "bool"),
+    Variant("forward", 160, "float32", "float", True),
+    Variant("split", 80, "bfloat16", "float"),
+    Variant("grad_query", 40, "float32", "float"),
+    Variant("grad_key_value", 64, "float16", "bool"),
+    Variant("int8", 72, "float32"),
+)
+# One number or sign of the source made wrong.
+WRONG = {
+    "forward": ("sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"),
+    "split": ("out = fmaf(p.part_out", "out = fmaf(-p.part_out"),
+    "grad_query": ("S[i][j] *= dP[i][j] - delta[i]", "S[i][j] *= dP[i][j] + delta[i]"),
+    "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
+    "int8": ("largest / 127.f", "largest / 100.f"),
+}
+
+
+def _tolerance(variant: Variant) -> float:
+    return verify._INT8_TOLERANCE if variant.kind == "int8" else verify._TOLERANCE[variant.dtype]
+
+
+def _drawn(count: int) -> list[Variant]:
+    """Of all variants that a call can ask for, others every day."""
+    draw = random.Random(datetime.date.today().toordinal())
+    found: list[Variant] = []
+    while len(found) < count:
+        variant = Variant(*map(draw.choice, (KINDS, HEAD_DIMS, DTYPES, MASKS, (False, True))))
+        has_none = (
+            variant.head_dim > 256 if variant.kind.startswith("grad") else variant.kind == "int8" and variant.padded
+        )
+        found += [] if has_none else [variant]
+    return found
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_kernel_drawn_for_today_is_right(place: int) -> None:
+    variant = _drawn(8)[place]
+    assert verify.largest_error(variant, torch.device("cpu"), emulate) <= _tolerance(variant) / 4, variant.name
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
+    tolerance = _tolerance(variant)
+    error = verify.largest_error(variant, torch.device("cpu"), emulate)
+    assert error <= tolerance / 4
+    right, wrong = WRONG[variant.kind]
+    text = source(variant.kind)
+    assert right in text
+    mutated = {variant.kind: text.replace(right, wrong)}
+    error = verify.largest_error(variant, torch.device("cpu"), lambda some: emulate(some, mutated=mutated))
+    assert error > tolerance

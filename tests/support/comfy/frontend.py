@@ -1,0 +1,144 @@
+"""ComfyUI's own front end in a headless browser."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from attn_support.comfy.browser import Browser
+from attn_support.comfy.server import ComfyServer
+
+READY = "return !!(window.app?.canvas && (app.rootGraph ?? app.graph) && app.extensionManager?.command)"
+# Settings of a user who has seen the first-run pages.
+SEEN = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.0.0", "Comfy.Graph.CanvasInfo": False}
+
+
+def open_page(browser: Browser, server: ComfyServer, **settings: Any) -> None:
+    """The front end with an empty graph, nothing in front of it."""
+    server.request("/settings", {**SEEN, **settings})
+    browser.open(f"http://127.0.0.1:{server.port}/")
+    browser.wait_for(READY)
+    browser.wait_for("return !document.querySelector('.p-progressspinner') && document.body.innerText.includes('Run')")
+
+
+def run_command(browser: Browser, name: str) -> None:
+    """A command of the front end, ``"Comfy.BrowseTemplates"``."""
+    browser.script("return app.extensionManager.command.execute(arguments[0]).then(() => true)", name)
+
+
+def open_template(browser: Browser, name: str) -> float:
+    """Search a template of our pack in the template browser and click it; the zoom at which it opens."""
+    run_command(browser, "Comfy.BrowseTemplates")
+    browser.fill(browser.find("[role=dialog] input[type=text], .p-dialog input"), name)
+    card = f"[data-testid='template-workflow-{name}'] img"
+    browser.find(card)
+    time.sleep(0.5)  # the list is drawn once more when the search is over
+    browser.click(browser.find(card))
+    browser.wait_for("return !document.querySelector('[role=dialog], .p-dialog')")
+    time.sleep(1.5)  # it moves to its place
+    return browser.script("return app.canvas.ds.scale")
+
+
+def show(browser: Browser, workflow: dict[str, Any]) -> None:
+    """Open a workflow as if its file had been dropped on the page."""
+    browser.script("return app.loadGraphData(arguments[0]).then(() => true)", workflow)
+
+
+def prompt_of_page(browser: Browser) -> dict[str, Any]:
+    """What the Run button would send, in API format."""
+    return browser.script("return app.graphToPrompt().then(p => p.output)")
+
+
+def red_nodes(browser: Browser) -> list[str]:
+    """The nodes that ComfyUI does not know (drawn red), or that it marks as faulty."""
+    code = """return app.graph.nodes.filter(n => n.has_errors ||
+              (!LiteGraph.registered_node_types[n.type] && n.type !== 'MarkdownNote')).map(n => n.type)"""
+    return browser.script(code)
+
+
+def screen_points(browser: Browser, node_type: str) -> dict[str, tuple[float, float]]:
+    """Where ``title``, ``input <name>``, ``output <number>`` and ``widget <name>`` of a node are in the viewport."""
+    code = """
+      const node = app.graph.nodes.find(n => n.type === arguments[0]), ds = app.canvas.ds, found = {};
+      const put = (name, x, y) => found[name] = [(x + ds.offset[0]) * ds.scale, (y + ds.offset[1]) * ds.scale];
+      put('title', node.pos[0] + node.size[0] / 2, node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT / 2);
+      node.inputs.forEach((slot, i) => slot.widget || put('input ' + slot.name, ...node.getInputPos(i)));
+      node.outputs.forEach((slot, i) => put('output ' + i, ...node.getOutputPos(i)));
+      for (const w of node.widgets ?? [])
+        if (w.y && w.type !== 'button') put('widget ' + w.name, node.pos[0] + node.size[0] / 3, node.pos[1] + w.y + 10);
+      return found"""
+    return {name: (x, y) for name, (x, y) in browser.script(code, node_type).items()}
+
+
+def look_at(browser: Browser, node_type: str, width: int = 1600, height: int = 1000) -> None:
+    """Move the canvas so that one node fills the middle of the viewport."""
+    code = """
+      const [type, width, height] = arguments, ds = app.canvas.ds;
+      const node = app.graph.nodes.find(n => n.type === type);
+      ds.scale = Math.min(1.5, 0.6 * height / (node.size[1] + 30), 0.6 * width / node.size[0]);
+      ds.offset[0] = width / 2 / ds.scale - node.pos[0] - node.size[0] / 2;
+      ds.offset[1] = height / 2 / ds.scale - node.pos[1] - node.size[1] / 2;
+      app.canvas.setDirty(true, true)"""
+    browser.script(code, node_type, width, height)
+    time.sleep(0.3)
+
+
+def select(browser: Browser, node_type: str) -> None:
+    code = "app.canvas.selectNode(app.graph.nodes.find(n => n.type === arguments[0])); app.canvas.setDirty(true, true)"
+    browser.script(code, node_type)
+
+
+def fit(browser: Browser, margin: int = 24) -> None:
+    """Scale and move the canvas so that the whole graph fills the viewport."""
+    code = """
+      const margin = arguments[0], title = LiteGraph.NODE_TITLE_HEIGHT, boxes = [];
+      for (const n of app.graph.nodes) boxes.push([n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);
+      for (const g of app.graph.groups) boxes.push([...g.pos, ...g.size]);
+      const left = Math.min(...boxes.map(b => b[0])), top = Math.min(...boxes.map(b => b[1]));
+      const right = Math.max(...boxes.map(b => b[0] + b[2])), bottom = Math.max(...boxes.map(b => b[1] + b[3]));
+      const width = window.innerWidth - 2 * margin, height = window.innerHeight - 2 * margin;
+      const scale = Math.min(width / (right - left), height / (bottom - top));
+      const ds = app.canvas.ds;
+      ds.scale = scale;
+      ds.offset[0] = (margin + (width - scale * (right - left)) / 2) / scale - left;
+      ds.offset[1] = (margin + (height - scale * (bottom - top)) / 2) / scale - top;
+      app.canvas.setDirty(true, true);
+      return [right - left, bottom - top]"""
+    browser.script(code, margin)
+    time.sleep(0.5)
+
+
+def graph_size(browser: Browser) -> tuple[float, float]:
+    """Width and height of the graph in its own units."""
+    code = """
+      const title = LiteGraph.NODE_TITLE_HEIGHT;
+      const boxes = app.graph.nodes.map(n => [n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);
+      for (const g of app.graph.groups) boxes.push([...g.pos, ...g.size]);
+      return [Math.max(...boxes.map(b => b[0] + b[2])) - Math.min(...boxes.map(b => b[0])),
+              Math.max(...boxes.map(b => b[1] + b[3])) - Math.min(...boxes.map(b => b[1]))]"""
+    width, height = browser.script(code)
+    return width, height
+
+
+def picture(browser: Browser, path: Path, zoom: float = 1.0, margin: int = 24) -> Path:
+    """The graph alone, without the menus around it, as a PNG of ``zoom`` pixels per unit of the graph."""
+    size = (round(side * zoom) + 2 * margin for side in graph_size(browser))
+    browser.resize(*size)
+    browser.script(_ADD_STYLE, _ONLY_THE_GRAPH)
+    fit(browser, margin)
+    time.sleep(1.0)
+    browser.screenshot(path)
+    browser.script("document.getElementById('picture').remove()")
+    return path
+
+
+_ADD_STYLE = """
+const style = document.createElement('style');
+style.id = 'picture';
+style.textContent = arguments[0];
+document.head.append(style)"""
+_ONLY_THE_GRAPH = """
+body * { visibility: hidden; }
+#graph-canvas, .dom-widget, .dom-widget *, .lg-node, .lg-node * { visibility: visible; }
+"""

@@ -1,0 +1,156 @@
+"""Many checks in one process of the host: it takes ten seconds to import, each of them less.
+
+A file of checks (``comfy_vae_checks``) runs inside the host; the test file in front of it lists the names and asks for
+the outcome of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MARKER = "CHECKS "
+
+
+def names_in(path: Path) -> list[str]:
+    """The checks of a file, without importing it."""
+    return re.findall(r"^@check\ndef (\w+)\(", path.read_text(), re.MULTILINE)
+
+
+def outcomes(output: str) -> dict[str, list[str]]:
+    """What ``run_checks`` printed: by check, ``["passed", ""]``, ``["skipped", why]`` or ``["failed", traceback]``."""
+    line = next(line for line in reversed(output.splitlines()) if line.startswith(MARKER))
+    return json.loads(line.removeprefix(MARKER))
+
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+class Skip(Exception):
+    """This host cannot do it; the message says why."""
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks() -> None:
+    """Each in inference mode, as the host executes nodes, and each from a clean host."""
+    import torch
+
+    found: dict[str, list[str]] = {}
+    for name, function in CHECKS.items():
+        with torch.inference_mode():
+            try:
+                function()
+                found[name] = ["passed", ""]
+            except Skip as reason:
+                found[name] = ["skipped", str(reason)]
+            except BaseException:
+                found[name] = ["failed", traceback.format_exc()]
+        clean_up()
+    print(MARKER + json.dumps(found))
+
+
+def clean_up() -> None:
+    import comfy.model_management
+
+    comfy.model_management.interrupt_current_processing(False)
+    gc.collect()
+    pack("engine.runs").forget()
+
+
+def pack(module: str) -> Any:
+    """A module of the pack's folder ``nodes``, or with ``core.`` in front one of the core, as the host loaded it."""
+    import nodes
+
+    package = nodes.NODE_CLASS_MAPPINGS["PascalVAEAttention"].__module__.rpartition(".nodes.")[0]
+    inner = f"pascal_attn_core.{module.removeprefix('core.')}" if module.startswith("core.") else f"nodes.{module}"
+    return importlib.import_module(f"{package}.{inner}")
+
+
+@contextlib.contextmanager
+def runs() -> Iterator[list]:
+    """The pack's runs of the block, in order; complete when it is left."""
+    pack("engine.runs").forget()
+    found: list = []
+    yield found
+    found.extend(pack("engine.runs").remembered())
+    assert all(run.finished for run in found), "a run was not ended"
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def cancel_at(call: int) -> Iterator[list[int]]:
+    """The user presses Cancel at the ``call``-th time that the pack looks; the list counts how often it looked."""
+    import comfy.model_management
+
+    host = pack("comfy.host")
+    look, looked = host.throw_if_interrupted, [0]
+
+    def counting() -> None:
+        looked[0] += 1
+        if looked[0] == call:
+            comfy.model_management.interrupt_current_processing()
+        look()
+
+    with replaced(host, "throw_if_interrupted", counting):
+        yield looked
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What the pack logs in the block."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pascal_attn")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def raises(kind: type[BaseException], function: Callable[[], Any]) -> BaseException:
+    try:
+        function()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def close(ours: Any, stock: Any, rounding: float = 2e-5) -> None:
+    """Equal within rounding, in parts of the largest value."""
+    assert ours.shape == stock.shape, (ours.shape, stock.shape)
+    difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-30))
+    assert difference <= rounding, difference
+
+
+def unload() -> None:
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()

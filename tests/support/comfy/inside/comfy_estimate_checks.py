@@ -1,0 +1,212 @@
+"""Pascal Memory Estimate inside the host: see ``comfy_checks``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import comfy.model_base
+import comfy.model_patcher
+import comfy.sample
+import comfy.supported_models
+import torch
+from comfy_checks import Skip, check, pack, replaced, run_checks, unload
+from comfy_inproc import LATENTS, conditioning, load_lora, load_model, load_pack
+
+NODE = load_pack()["PascalMemoryEstimate"]
+OVERRIDE = "optimized_attention_override"
+SINGLE = ("flux", "hunyuan_video")  # sampled with cfg 1
+FLUX = {"image_model": "flux", "guidance_embed": True, "in_channels": 16, "out_channels": 16, "vec_in_dim": 768,
+        "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
+        "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
+        "txt_ids_dims": []}  # fmt: skip
+
+__all__ = ["run_checks"]
+
+
+def texts(name):
+    found = [conditioning(name, seed) for seed in (1, 2)]
+    for text in found if name == "ltxv" else ():
+        text[0][1]["attention_mask"] = torch.ones(1, text[0][0].shape[1], dtype=torch.int64)
+    return found
+
+
+def real_calls(model, name, cfg):
+    """Shapes of the attention and feed-forward calls of one real evaluation, as an override and hooks see them."""
+    layout, trace = pack("comfy.layout"), pack("estimate.trace")
+    attention, ffn = [], []
+
+    def override(func, *args, **kwargs):
+        call = layout.HostCall.of(args, kwargs)
+        shapes = (tuple(tensor.shape) for tensor in (call.query, call.key, call.value))
+        attention.append(trace.AttentionShape(*shapes, call.query.dtype, call.mask is not None))
+        return func(*args, **kwargs)
+
+    model = model.clone()
+    model.model_options["transformer_options"][OVERRIDE] = override
+    find = pack("core.ffn.find").find_ffn
+    hooks = [
+        module.register_forward_hook(lambda module, args, out, name=name: ffn.append((name, tuple(args[0].shape))))
+        for name, module, why_not in find(model.model.diffusion_model)
+        if not why_not
+    ]
+    latent = torch.zeros(1, *LATENTS[name])
+    try:
+        comfy.sample.sample(model, latent, 1, cfg, "euler", "simple", *texts(name), latent, disable_pbar=True, seed=0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return attention, ffn
+
+
+def followed(model, name, copies, **options):
+    node, inputs = pack("memory_estimate"), pack("estimate.inputs")
+    latent = inputs.Latent.of(model, {"samples": torch.zeros(1, *LATENTS[name])})
+    found = node.follow(model, latent, texts(name)[0], 16, copies)
+    assert not found.call.is_rough, found.how
+    return found.call
+
+
+@check
+def every_family_is_followed_as_it_really_runs():
+    for name in LATENTS:
+        try:
+            model = load_model(name)
+        except FileNotFoundError:
+            continue  # this host does not know it
+        copies = 1 if name in SINGLE else 2
+        attention, ffn = real_calls(model, name, 1.0 if copies == 1 else 3.0)
+        call = followed(model, name, copies)
+        assert call.attention == attention, (name, Counter(attention) - Counter(call.attention))
+        assert [(shape.name, shape.shape) for shape in call.ffn] == ffn, name
+        assert not call.unread, call.unread
+        unload()
+
+
+@check
+def memory_of_a_feed_forward_call_is_what_it_really_takes():
+    for name in ("sd15", "wan_t2v", "flux", "ltxv"):
+        model = load_model(name)
+        call = followed(model, name, 1)
+        largest = max(call.ffn, key=lambda shape: shape.extra_bytes)
+        module = model.model.diffusion_model.get_submodule(largest.name)
+        real = pack("core.observe.memory").measure(module, torch.randn(largest.shape, dtype=largest.dtype))
+        assert largest.extra_bytes == real.extra_bytes, (name, largest, real.extra_bytes)
+
+
+@check
+def memory_of_a_whole_evaluation_is_what_it_really_takes():
+    # Attention is replaced by an empty result in both.
+    trace = pack("estimate.trace")
+    for name in ("sd15", "wan_t2v", "flux"):
+        model, measured = load_model(name), []
+        call = followed(model, name, 1)
+        peak = max([call.other_bytes, *(shape.live_bytes + shape.extra_bytes for shape in call.ffn)])
+        silent = trace.Tracer(None)
+        model.model_options["transformer_options"][OVERRIDE] = lambda func, *a, silent=silent, **k: silent.override(
+            func, *a, **k
+        )
+
+        def wrapped(executor, *args, measured=measured, **kwargs):
+            with pack("core.observe.memory").PeakMemory("cpu") as memory:
+                out = executor(*args, **kwargs)
+            measured.append(memory.peak_bytes)
+            return out
+
+        model.add_wrapper_with_key("apply_model", "peak", wrapped)
+        latent = torch.zeros(1, *LATENTS[name])
+        comfy.sample.sample(model, latent, 1, 1.0, "euler", "simple", *texts(name), latent, disable_pbar=True, seed=0)
+        assert abs(peak / measured[0] - 1) < 0.15, (name, peak, measured)
+
+
+@check
+def nothing_is_loaded_moved_or_changed():
+    base = load_lora(load_model("wan_t2v"), "lora_wan_t2v")
+    state = {name: (value.data_ptr(), value.device, value.dtype) for name, value in base.model.state_dict().items()}
+    attributes = {name: dict(vars(module)) for name, module in base.model.named_modules()}
+    random = torch.get_rng_state()
+    with replaced(base, "patch_model", None), replaced(base, "load", None):
+        NODE().estimate(base, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
+    now = {name: (value.data_ptr(), value.device, value.dtype) for name, value in base.model.state_dict().items()}
+    assert now == state
+    for name, module in base.model.named_modules():
+        assert vars(module).keys() == attributes[name].keys(), name
+        assert all(vars(module)[key] is value for key, value in attributes[name].items()), name
+    assert torch.equal(torch.get_rng_state(), random)
+    assert base.loaded_size() == 0
+
+
+@check
+def patches_on_the_model_are_left_out():
+    base = load_model("wan_t2v")
+    ours = load_pack()["PascalFFNChunking"]().patch(base, 0.02, 2, "1")[0]
+    latent = torch.zeros(1, *LATENTS["wan_t2v"])
+    comfy.sample.sample(ours, latent, 1, 1.0, "euler", "simple", *texts("wan_t2v"), latent, disable_pbar=True, seed=0)
+    assert followed(ours, "wan_t2v", 1).ffn == followed(base, "wan_t2v", 1).ffn
+
+
+@check
+def without_a_prompt_its_kind_is_guessed():
+    for name in LATENTS:
+        if name == "krea2":  # stacks layers of its text encoder: only a real prompt will do
+            continue
+        try:
+            model = load_model(name)
+        except FileNotFoundError:
+            continue
+        text, saved = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
+        assert "Found by following one call" in text, (name, text)
+        assert saved >= 0.0
+        unload()
+
+
+@check
+def latents_of_video_and_sound_are_packed():
+    import nodes
+
+    try:
+        model = load_model("minimax_h3")
+    except FileNotFoundError:
+        raise Skip("this host does not know MiniMax-H3") from None
+    asyncio.run(nodes.init_builtin_extra_nodes())
+    latent = nodes.NODE_CLASS_MAPPINGS["EmptyMiniMaxH3LatentAV"].execute(width=128, height=128, length=22)[0]
+    text, _ = NODE().estimate(model, latent)
+    assert "Found by following one call" in text, text
+    assert "one prompt at a time" in text, text
+
+
+@check
+def where_it_cannot_be_followed_arithmetic_says_so():
+    model = load_model("sd15")
+    with replaced(type(model.model.diffusion_model), "forward", lambda *args, **kwargs: 1 / 0):
+        text, _ = NODE().estimate(model, {"samples": torch.zeros(1, 4, 64, 64)})
+    assert "rough estimate" in text, text
+    assert "ZeroDivisionError" in text, text
+    assert "4096 queries x 4096 keys" in text, text
+
+
+@check
+def a_large_model_that_is_nowhere_is_followed():
+    """Flux of 12 billion weights without memory: 57 calls of 4096 + 256 tokens."""
+    config = comfy.supported_models.Flux(dict(FLUX))
+    config.set_inference_dtype(torch.float16, torch.float32)
+    try:
+        with torch.device("meta"):
+            model = config.get_model({}, "", device="meta")
+    except TypeError as error:
+        raise Skip(f"this host makes it of other arguments: {error}") from None
+    model.model_sampling = comfy.model_base.model_sampling(model.model_config, model.model_type)
+    patcher = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"), size=24 << 30)
+    text, _ = NODE().estimate(patcher, {"samples": torch.zeros(1, 16, 128, 128)}, guidance=False)
+    assert "57 calls, 1 different; the largest 1 x 24 heads x 4352 queries x 4352 keys of 128 in float32" in text, text
+    assert "Its score matrix is 1734 MiB" in text, text
+    assert "38 calls; the largest double_blocks.0.img_mlp (Sequential) on 1 x 4096 x 3072" in text, text
+
+
+@check
+def guidance_doubles_the_batch():
+    model = load_model("sd15")
+    latent = {"samples": torch.zeros(1, 4, 16, 16)}
+    both, one = NODE().estimate(model, latent)[0], NODE().estimate(model, latent, guidance=False)[0]
+    assert "2 x 8 heads" in both, both
+    assert "1 x 8 heads" in one, one

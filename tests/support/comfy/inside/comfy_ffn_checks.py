@@ -1,0 +1,376 @@
+"""Pascal FFN Chunking inside the host: see ``comfy_checks``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import comfy.model_management as host
+import comfy.patcher_extension as extension
+import comfy.sample
+import comfy.sd
+import torch
+from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora, load_model, load_pack
+
+NODE = load_pack()["PascalFFNChunking"]
+SMALL = 0.02  # MiB: everything is chunked as finely as it may be
+
+__all__ = ["run_checks"]
+
+
+def patched(model, budget=SMALL, min_tokens=2):
+    return NODE().patch(model, budget, min_tokens, "1")[0]
+
+
+def sample(model, name="wan_t2v", steps=1):
+    latent = torch.zeros(1, *LATENTS[name])
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
+    texts = [conditioning(name, seed) for seed in (1, 2)]
+    for text in texts if name == "ltxv" else ():
+        text[0][1]["attention_mask"] = torch.ones(1, text[0][0].shape[1], dtype=torch.int64)
+    return comfy.sample.sample(model, noise, steps, 1.0, "euler", "simple", *texts, latent, disable_pbar=True, seed=0)
+
+
+def ffn(model):
+    return model.model.diffusion_model.blocks[0].ffn
+
+
+@contextlib.contextmanager
+def tokens_of(model):
+    """The tokens of each call of the first layer in the first feed-forward module."""
+    layer, found = ffn(model)[0], []
+    kind, forward = type(layer), type(layer).forward
+
+    def counted(self, *args, **kwargs):
+        if self is layer and type(args[0]) is torch.Tensor and args[0].shape[-2] > 24:  # not those of a proof
+            found.append(args[0].shape[-2])
+        return forward(self, *args, **kwargs)
+
+    with replaced(kind, "forward", counted):
+        yield found
+
+
+def chunks(model, stock=None):
+    """How many slices one run made of a call; its result is compared with ``stock``."""
+    with tokens_of(model) as found:
+        out = sample(model)
+    if stock is not None:
+        close(out, stock)
+    assert sum(found) == 192, found
+    return len(found)
+
+
+def is_clean(model):
+    return not any("forward" in vars(module) for module in model.model.modules())
+
+
+def wan():
+    base = load_model("wan_t2v")
+    return base, sample(base)
+
+
+@check
+def every_family_is_chunked_and_exact():
+    for name in LATENTS:
+        try:
+            base = load_model(name)
+        except FileNotFoundError:
+            continue  # this host does not know it
+        stock = sample(base, name)
+        model = patched(base)
+        with runs() as found:
+            close(sample(model, name), stock)
+        (run,) = found
+        assert run.part == "feed-forward", run
+        report = model.injections["pascal_attn_ffn"][0].inject.__self__.binding.report(model.model.diffusion_model)
+        # no picture is given, and two layers of text are two tokens
+        small = ("img_emb", "txtfusion.layerwise_blocks")
+        states = {line.state for line in report.lines if not line.name.startswith(small)}
+        assert states - {"cannot be"} == {"chunked"}, (name, report.text())
+        assert ("cannot be" in states) == (name in ("flux", "hunyuan_video")), name
+        assert not run.warnings, run.warnings
+        unload()
+        assert is_clean(base), name
+        gc.collect()
+
+
+@check
+def clones_keep_their_own_budgets_and_the_base_is_whole():
+    base, stock = wan()
+    fine, coarse = patched(base, SMALL), patched(base, 0.42)
+    for _ in range(2):
+        assert chunks(fine, stock) == 3
+        assert chunks(coarse, stock) in (2, 3)
+        assert chunks(base, stock) == 1
+        assert is_clean(base)
+
+
+@check
+def a_node_after_another_replaces_it():
+    base, stock = wan()
+    assert chunks(patched(patched(base, SMALL), 64), stock) == 1
+    live = patched(base, SMALL)
+    assert chunks(live, stock) == 3
+    assert chunks(patched(live, 64), stock) == 1
+    assert chunks(live, stock) == 3
+
+
+@check
+def later_runs_need_no_new_proof():
+    base, stock = wan()
+    model = patched(base)
+    prove, made = pack("core.ffn.plan").prove, []
+    with replaced(pack("core.ffn.plan"), "prove", lambda *args: made.append(1) or prove(*args)):
+        assert chunks(model, stock) == 3
+        assert len(made) == 1, "two blocks built alike need one proof"
+        assert chunks(base, stock) == 1
+        assert chunks(model, stock) == 3
+        unload()
+        assert chunks(model, stock) == 3
+    assert len(made) == 1
+
+
+@check
+def a_lora_works_before_after_and_while_it_is_live():
+    base, stock = wan()
+    with_lora = load_lora(base, "lora_wan_t2v")
+    expected = sample(with_lora)
+    assert float((expected - stock).abs().max()) > 1e-2
+    live = patched(base)
+    assert chunks(live, stock) == 3
+    for model in (patched(with_lora), load_lora(patched(base), "lora_wan_t2v"), load_lora(live, "lora_wan_t2v")):
+        assert chunks(model, expected) == 3
+        assert chunks(base, stock) == 1
+
+
+@check
+def weights_that_are_cast_and_patched_in_each_call_are_followed():
+    base, stock = wan()
+    with_lora = load_lora(base, "lora_wan_t2v")
+    expected = sample(with_lora)
+    for model, result in ((patched(base), stock), (patched(with_lora), expected)):
+        unload()
+        model.patch_model(host.get_torch_device(), lowvram_model_memory=1)
+        layer = ffn(model)[0]
+        functions = [*layer.weight_function, getattr(layer, "weight_lowvram_function", None)]
+        assert layer.comfy_cast_weights
+        assert any(functions) == bool(model.patches), functions
+        x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
+        binding = model.injections["pascal_attn_ffn"][0].inject.__self__.binding
+        ours = ffn(model)(x)
+        (line,) = [line for line in binding.report(model.model.diffusion_model).lines if line.name == "blocks.0.ffn"]
+        assert line.state == "chunked", line
+        binding.detach(model.model.diffusion_model)
+        close(ours, ffn(model)(x))
+        model.unpatch_model(host.get_torch_device())
+        close(sample(model), result)
+
+
+@check
+def half_precision_weights_are_cast_and_chunked():
+    path = str(TINY_MODELS / "diffusion_models" / "tiny_wan_t2v.safetensors")
+    base = comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float16})
+    assert ffn(base)[0].weight.dtype == torch.float16
+    stock = sample(base)
+    with tokens_of(base) as found:
+        close(sample(patched(base)), stock, 2e-3)
+    assert len(found) > 1
+
+
+@check
+def names_in_the_state_dict_stay():
+    base, _ = wan()
+    names = sorted(base.model_state_dict())
+    model = patched(base)
+    sample(model)
+    assert "forward" in vars(ffn(model))
+    assert sorted(model.model_state_dict()) == sorted(base.model.state_dict()) == names
+    assert chunks(model) == 3
+
+
+@check
+def unloaded_it_is_gone_and_loaded_it_is_back():
+    base, stock = wan()
+    model = patched(base)
+    assert chunks(model, stock) == 3
+    unload()
+    assert is_clean(base)
+    assert chunks(model, stock) == 3
+
+
+@check
+def a_clone_that_is_collected_while_live_leaves_nothing():
+    base, stock = wan()
+    model = patched(base)
+    assert chunks(model, stock) == 3
+    assert not is_clean(base)
+    del model
+    gc.collect()
+    assert is_clean(base)
+    assert chunks(base, stock) == 1
+
+
+@check
+def an_exception_in_the_middle_leaves_a_clean_model():
+    base, stock = wan()
+    model = patched(base)
+
+    def accident(executor, *args, **kwargs):
+        raise ValueError("an accident")
+
+    broken = model.clone()
+    broken.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, "accident", accident)
+    raises(ValueError, lambda: sample(broken))
+    assert chunks(base, stock) == 1
+    assert is_clean(base)
+    assert chunks(model, stock) == 3
+
+
+@check
+def cancel_during_a_proof_is_no_refusal():
+    base, stock = wan()
+    model = patched(base)
+    ops = type(ffn(base)[0])
+    forward = ops.forward
+
+    def cancelled(self, x, *args, **kwargs):
+        if self is ffn(base)[0] and type(x) is not torch.Tensor:  # without data: a trial
+            host.interrupt_current_processing()
+            host.throw_exception_if_processing_interrupted()
+        return forward(self, x, *args, **kwargs)
+
+    with replaced(ops, "forward", cancelled):
+        raises(host.InterruptProcessingException, lambda: sample(model))
+    host.interrupt_current_processing(False)
+    with runs() as found:
+        assert chunks(model, stock) == 3
+    assert not found[0].warnings
+
+
+@check
+def eject_twice_is_harmless_and_inject_twice_never_stacks():
+    base, stock = wan()
+    model = patched(base)
+    sample(model)
+    (injection,) = model.injections["pascal_attn_ffn"]
+    for _ in range(2):
+        injection.inject(model)
+    assert chunks(model, stock) == 3
+    for _ in range(2):
+        injection.eject(model)
+    assert is_clean(base)
+
+
+@check
+def the_class_own_forward_is_called():
+    base, stock = wan()
+    kind = type(ffn(base))
+    if "forward" not in vars(kind):
+        raise Skip("this host's feed-forward class has no forward of its own")
+    forward, calls = kind.forward, []
+    with replaced(kind, "forward", lambda self, x: calls.append(type(x)) or forward(self, x)):
+        assert chunks(patched(base), stock) == 3
+    assert calls.count(torch.Tensor) >= 6
+
+
+@check
+def another_packs_forward_patch_is_called_and_proven():
+    base, stock = wan()
+    key, sizes = "diffusion_model.blocks.0.ffn.forward", []
+
+    def with_patch(model, factor):
+        model = model.clone()
+        below = model.get_model_object(key)
+        model.add_object_patch(key, lambda x: sizes.append(x.shape[-2]) or below(x) * factor)
+        return model
+
+    expected = sample(with_patch(base, 0.5))
+    assert float((expected - stock).abs().max()) > 1e-3
+    for model in (patched(with_patch(base, 0.5)), with_patch(patched(base), 0.5)):
+        sizes.clear()
+        close(sample(model), expected)
+        assert sizes[-1] == 64
+        assert chunks(base, stock) == 1
+    assert chunks(patched(base), stock) == 3, "another clone's patch must not remain below ours"
+
+
+@check
+def a_forward_patch_that_mixes_tokens_is_refused_and_exact():
+    base, _ = wan()
+    key = "diffusion_model.blocks.0.ffn.forward"
+    below, mixing = base.get_model_object(key), base.clone()
+    mixing.add_object_patch(key, lambda x: below(x) - x.mean(dim=1, keepdim=True))
+    expected = sample(mixing)
+    with runs() as found, log_lines() as lines:
+        close(sample(patched(mixing)), expected, 0.0)
+    assert "statistic over the tokens" in found[0].warnings[0]
+    assert any("blocks.0.ffn" in line and "runs whole" in line for line in lines)
+
+
+@check
+def another_packs_injection_lives_beside_ours():
+    base, stock = wan()
+    for first in (True, False):
+        calls, before = [], {}
+
+        def inject(patcher, calls=calls, before=before):
+            module = ffn(patcher)
+            before["own"] = vars(module).get("forward")
+            forward = module.forward
+            module.forward = lambda x: calls.append(1) or forward(x)
+
+        def eject(patcher, before=before):
+            module = ffn(patcher)
+            if before["own"] is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = before["own"]
+
+        other = [extension.PatcherInjection(inject, eject)]
+        model = (base if first else patched(base)).clone()
+        model.set_injections("other", other)
+        model = patched(model) if first else model
+        for _ in range(2):
+            calls.clear()
+            assert chunks(model, stock) == 3
+            assert calls
+            assert chunks(base, stock) == 1
+
+
+@check
+def a_copy_for_another_device_has_slices_of_its_own():
+    base, stock = wan()
+    if not hasattr(base, "deepclone_multigpu"):
+        raise Skip("this host has no copies for several devices")
+    model = patched(base)
+    copy = model.deepclone_multigpu()
+    assert copy.model is not model.model
+    assert chunks(model, stock) == 3
+    assert chunks(copy, stock) == 3
+    assert ffn(model).forward.module is ffn(model)
+    assert ffn(copy).forward.module is ffn(copy)
+
+
+@check
+def the_record_and_the_text_say_what_happened():
+    base, _ = wan()
+    model, text = NODE().patch(base, SMALL, 2, "1")
+    assert text.startswith("2 feed-forward modules: 2 waiting"), text
+    with runs() as found, log_lines() as lines:
+        sample(model)
+    (run,) = found
+    assert run.notes[0] == "2 of 2 feed-forward modules chunked", run.notes
+    assert "3 slices of 64 tokens" in run.notes[1], run.notes
+    assert any("2 of 2 feed-forward modules chunked" in line for line in lines)
+    with runs() as found:
+        sample(patched(base, SMALL, 1000))
+    assert found[0].notes[0] == "0 of 2 feed-forward modules chunked, 2 had no call of 1000 tokens", found[0].notes
+
+
+@check
+def the_default_budget_comes_from_the_card():
+    base, _ = wan()
+    total = pack("comfy.host").free_and_total_bytes(base.load_device)[1] >> 20
+    binding = patched(base, 0).injections["pascal_attn_ffn"][0].inject.__self__.binding
+    assert binding.settings.budget_mib == max(64, min(1024, total // 32))

@@ -1,0 +1,117 @@
+"""For scripts that run inside the host's interpreter, without a server: ``from comfy_inproc import *``.
+
+``COMFYUI_PATH`` and ``TINY_MODELS`` name the host and the tiny models; command-line arguments are ComfyUI's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HOST, TINY_MODELS = Path(os.environ["COMFYUI_PATH"]), Path(os.environ["TINY_MODELS"])
+PACK = Path(__file__).parents[4]
+# The host's own modules come first: this folder and the pack hold names of their own.
+sys.path[0:1] = [str(HOST)]
+sys.path.append(str(Path(__file__).parent))
+sys.argv[1:] = ["--cpu", *sys.argv[1:]]
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import comfy.utils  # noqa: E402
+import torch  # noqa: E402
+
+LATENTS = {
+    "sd15": (4, 16, 16),
+    "sdxl": (4, 16, 16),
+    "sd3": (16, 16, 16),
+    "flux": (16, 16, 16),
+    "wan_t2v": (16, 3, 16, 16),
+    "wan_i2v": (16, 2, 16, 16),
+    "ltxv": (128, 2, 4, 4),
+    "hunyuan_video": (16, 3, 16, 16),
+    "lumina2": (16, 16, 16),
+    "qwen_image": (16, 1, 16, 16),
+    "krea2": (16, 1, 16, 16),
+}
+# (tokens, dim, pooled)
+CONDITIONING = {
+    "sd15": (77, 768, 0),
+    "sdxl": (77, 2048, 1280),
+    "sd3": (16, 4096, 2048),
+    "flux": (16, 4096, 768),
+    "wan_t2v": (16, 4096, 0),
+    "wan_i2v": (16, 4096, 0),
+    "ltxv": (16, 64, 0),
+    "hunyuan_video": (16, 128, 768),
+    "lumina2": (16, 64, 0),
+    "qwen_image": (16, 3584, 0),
+    "krea2": (16, 320, 0),
+}
+
+
+def load_pack() -> Any:
+    """Our pack as the host's custom node loader imports it; the module."""
+    import nodes
+
+    if not asyncio.run(nodes.load_custom_node(str(PACK))):
+        raise RuntimeError(f"ComfyUI could not import {PACK}")
+    return nodes.NODE_CLASS_MAPPINGS
+
+
+def tiny_file(folder: str, name: str) -> str:
+    """A tiny model's file. Raises ``Skip`` with the reason where this host does not load it."""
+    reason = json.loads((TINY_MODELS / "manifest.json").read_text())[name].get("skip")
+    if reason:
+        from comfy_checks import Skip
+
+        raise Skip(f"{name}: {reason}")
+    return str(TINY_MODELS / folder / f"tiny_{name}.safetensors")
+
+
+def load_model(name: str) -> Any:
+    """A tiny diffusion model (a ModelPatcher)."""
+    return comfy.sd.load_diffusion_model(tiny_file("diffusion_models", name))
+
+
+def load_vae(name: str) -> Any:
+    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(tiny_file("vae", name)))
+
+
+def load_checkpoint() -> tuple[Any, Any, Any]:
+    """MODEL, CLIP, VAE of the tiny SD1.5 checkpoint."""
+    return comfy.sd.load_checkpoint_guess_config(tiny_file("checkpoints", "sd15_checkpoint"))[:3]
+
+
+def load_t5() -> Any:
+    return comfy.sd.load_clip([tiny_file("text_encoders", "t5")], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
+
+
+def load_lora(model: Any, name: str, strength: float = 1.0) -> Any:
+    """A clone of ``model`` with the tiny LoRA ``name`` on it."""
+    lora = comfy.utils.load_torch_file(tiny_file("loras", name))
+    return comfy.sd.load_lora_for_models(model, None, lora, strength, 0.0)[0]
+
+
+def conditioning(name: str, seed: int = 1) -> list:
+    tokens, dim, pooled = CONDITIONING[name]
+    generator = torch.Generator().manual_seed(seed)
+    extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+    return [[torch.randn(1, tokens, dim, generator=generator), extra]]
+
+
+def sample(model: Any, name: str, *, steps: int = 1, cfg: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """The latent after ``steps`` steps of Euler from the noise of ``seed``."""
+    latent = torch.zeros(1, *LATENTS[name])
+    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+    texts = conditioning(name, 1), conditioning(name, 2)
+    return comfy.sample.sample(
+        model, noise, steps, cfg, "euler", "simple", *texts, latent, disable_pbar=True, seed=seed
+    )

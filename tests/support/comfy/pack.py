@@ -1,0 +1,29 @@
+"""The ComfyUI pack as a package, without ComfyUI: what its modules import on import is all here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+NAME = "pascal_attention_pack"
+ROOT = Path(__file__).parents[3]
+
+
+def load_pack() -> ModuleType:
+    """The repository's root as ComfyUI's loader imports it: a package by a name of its own, loaded once."""
+    if NAME not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[NAME] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[NAME]
+            raise
+    return sys.modules[NAME]

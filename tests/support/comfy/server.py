@@ -1,0 +1,206 @@
+"""A ComfyUI server in a process of its own, spoken to over HTTP as the front end does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[3]
+MODEL_FOLDERS = ("checkpoints", "diffusion_models", "loras", "text_encoders", "vae")
+NOT_PRODUCT = shutil.ignore_patterns(".*", "tests", "__pycache__", "*.egg-info", "build", "dist", "*_out")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A ComfyUI checkout and the interpreter that runs it."""
+
+    path: Path
+    python: str
+    version: str
+
+    @property
+    def version_tuple(self) -> tuple[int, ...]:
+        return tuple(int(part) for part in self.version.split("."))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The environment of a host process: one thread, no variable of ours or of the test process."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PASCAL_ATTN_", "PYTHON"))}
+        return {**kept, "OMP_NUM_THREADS": "1", "COMFYUI_PATH": str(self.path), **more}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one prompt ended.
+
+    Attributes:
+        status: ``"success"``, ``"error"`` or ``"interrupted"``.
+        message: the exception's text; "" on success.
+        log: the lines the server logged meanwhile.
+        outputs: what the output nodes put on themselves, by node id.
+    """
+
+    status: str
+    message: str
+    log: list[str]
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkflowError(AssertionError):
+    """A prompt that was refused (then ``outcome`` is None), or did not end in success."""
+
+    def __init__(self, message: str, outcome: Outcome | None = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+def copy_pack(custom_nodes: Path, folder: str = "ComfyUI-Pascal-Attention") -> Path:
+    """Put what a user's ``git clone`` would hold into ``custom_nodes/folder``."""
+    return Path(shutil.copytree(REPOSITORY, custom_nodes / folder, ignore=NOT_PRODUCT))
+
+
+def base_directory(root: Path, models: Path | None, packs: Iterable[Path] = (), folder: str | None = None) -> Path:
+    """A ``--base-directory``: our pack, the packs given, and the tiny models; the checkout stays untouched."""
+    custom_nodes = root / "custom_nodes"
+    custom_nodes.mkdir(parents=True)
+    copy_pack(custom_nodes, *([folder] if folder else []))
+    for pack in packs:
+        shutil.copytree(pack, custom_nodes / pack.name, ignore=NOT_PRODUCT)
+    (root / "models").mkdir()
+    for name in MODEL_FOLDERS if models else ():
+        (root / "models" / name).symlink_to(models / name, target_is_directory=True)
+    (root / "user").mkdir()
+    return root
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command(host: Host, base: Path, *arguments: str) -> list[str]:
+    fixed = ["--cpu", "--disable-api-nodes", "--base-directory", str(base), "--database-url", f"sqlite:///{base}/db"]
+    return [host.python, str(host.path / "main.py"), *fixed, *arguments]
+
+
+class ComfyServer:
+    """One running server. ``run`` posts a prompt and waits; ``log`` holds every line so far."""
+
+    def __init__(self, host: Host, base: Path, arguments: Sequence[str] = ()) -> None:
+        self.host, self.base, self.arguments = host, base, tuple(arguments)
+        self.port = free_port()
+        self.log_path = base / "server.log"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command(host, base, "--listen", "127.0.0.1", "--port", str(self.port), *arguments),
+                cwd=host.path,
+                env=host.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> list[str]:
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return COLOUR.sub("", text).splitlines()
+
+    def request(self, path: str, data: Any = None, timeout_s: float = 30) -> Any:
+        """GET, or POST with ``data``; the decoded JSON, None for an empty answer."""
+        body = None if data is None else json.dumps(data).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def request_text(self, path: str) -> str:
+        """GET a file; an error names the path."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as refusal:
+            raise AssertionError(f"{path}: {refusal}") from None
+
+    def wait_until_up(self, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n" + "\n".join(self.log[-40:]))
+            try:
+                self.request("/system_stats")
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise TimeoutError(f"no answer from the server within {timeout_s} s:\n" + "\n".join(self.log[-40:]))
+
+    def post(self, prompt: dict[str, Any]) -> str:
+        """Queue a prompt in API format; its id."""
+        try:
+            return self.request("/prompt", {"prompt": prompt})["prompt_id"]
+        except urllib.error.HTTPError as refusal:
+            raise WorkflowError(f"the prompt was refused: {refusal.read().decode()[:2000]}") from None
+
+    def wait(self, prompt_id: str, timeout_s: float = 300) -> dict[str, Any]:
+        """The history entry of a prompt, when it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            history = self.request(f"/history/{prompt_id}")
+            if prompt_id in history:
+                return history[prompt_id]
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server died with {self.process.returncode}:\n" + "\n".join(self.log[-40:]))
+            time.sleep(0.05)
+        raise TimeoutError(f"the prompt did not end within {timeout_s} s")
+
+    def run(self, prompt: dict[str, Any], timeout_s: float = 300) -> Outcome:
+        """Post a prompt and wait for its end, whichever it is."""
+        before = len(self.log)
+        return self.outcome(self.wait(self.post(prompt), timeout_s), before)
+
+    def outcome(self, entry: dict[str, Any], log_from: int) -> Outcome:
+        messages = dict(entry["status"]["messages"])
+        log = self.log[log_from:]
+        if "execution_interrupted" in messages:
+            return Outcome("interrupted", "", log, entry["outputs"])
+        if "execution_error" in messages:
+            error = messages["execution_error"]
+            where = "".join(error.get("traceback", [])[-3:])
+            text = f"{error['node_type']}: {error['exception_type']}: {error['exception_message']}\n{where}"
+            return Outcome("error", text, log, entry["outputs"])
+        return Outcome("success", "", log, entry["outputs"])
+
+    def interrupt(self) -> None:
+        self.request("/interrupt", {})
+
+    def unload_models(self, *, free_memory: bool = False) -> None:
+        """Take every model off the device; with ``free_memory`` also forget what nodes returned."""
+        self.request("/free", {"unload_models": True, "free_memory": free_memory})
+        time.sleep(0.5)  # the worker wakes for it, and does not answer
+
+    def ask_to_stop(self) -> None:
+        """What Ctrl+C does; returns at once."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def stop(self) -> None:
+        """Returns when the process is gone."""
+        self.ask_to_stop()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

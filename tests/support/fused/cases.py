@@ -1,0 +1,59 @@
+"""Calls for the fused kernels on a CPU: run in the emulation, compared with the definition in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.launches_backward import backward_launches
+from pascal_attn_core.tiled.layout import empty_output
+
+from .emulation import CARD, emulate
+
+# As many processors as make the keys of a call with few rows many parts.
+IN_PARTS = replace(CARD, num_sms=1000)
+
+
+@dataclass
+class Emulated:
+    """What the forward kernels wrote; every element was NaN before."""
+
+    call: AttentionCall
+    out: Tensor
+    lse: Tensor
+    log_sum: Tensor | None
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def forward(inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool = False, **how: Any) -> Emulated:
+    """The forward kernels on a call, as one block per tile of rows or with the keys in parts."""
+    call = check_call(*inputs, **options)  # type: ignore[arg-type]
+    out = empty_output(call).fill_(float("nan"))
+    lse = poisoned(out.shape[:-1], torch.float32)
+    has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+    log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
+    emulate(forward_launches(call, out, lse, log_sum, IN_PARTS, may_split=parts), **how)
+    return Emulated(call, out, lse, log_sum)
+
+
+def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None, **how: Any) -> list[Tensor]:
+    """Gradients of query, key and value by the backward kernels, in the shapes of the inputs."""
+    call = result.call
+    heads = () if call.query.dim() == 2 else (call.num_heads,)
+    kv_heads = () if call.query.dim() == 2 else (call.num_kv_heads,)
+    dtype = call.query.dtype
+    grads = (
+        poisoned((*call.batch, *heads, call.seq_len_q, call.head_dim), dtype),
+        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
+        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
+    )
+    emulate(backward_launches(call, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how)
+    return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]

@@ -1,0 +1,94 @@
+"""Runs the launches of the fused route on a CPU: the very CUDA source, built with g++ behind ``fused_emulator``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.source import Variant, source
+
+HERE = Path(__file__).parent / "emulator"
+BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"
+GXX = shutil.which("g++")
+ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
+# A small card, so that small calls are split as large ones are.
+CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
+PARAMS = {
+    "pa_forward": "Forward",
+    "pa_forward_split": "Forward",
+    "pa_combine": "Forward",
+    "pa_forward_int8": "Forward",
+    "pa_quantize": "Quantize",
+    "pa_delta": "Backward",
+    "pa_grad_query": "Backward",
+    "pa_grad_key_value": "Backward",
+}
+
+
+class Deadlock(RuntimeError):
+    """Threads of a block wait at different barriers."""
+
+
+@functools.cache
+def build(variant: Variant, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The variant as a shared library; ``text`` in place of its own source, for mutations."""
+    text = source(variant.kind) if text is None else text
+    kernels = " ".join(f"X({name},{PARAMS[name]})" for name in variant.functions)
+    macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
+    harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "launch.cpp"))
+    key = hashlib.sha256("\0".join([text, kernels, harness, *macros, *flags]).encode()).hexdigest()[:24]
+    library = BUILD / f"{key}.so"
+    if not library.exists():
+        BUILD.mkdir(exist_ok=True)
+        source_file = BUILD / f"{key}-{os.getpid()}.cu"
+        source_file.write_text(text)
+        unfinished = BUILD / f"{key}-{os.getpid()}.so"
+        command = [GXX or "g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *flags,
+                   "-DPA_CPU_EMU", f"-DKERNELS(X)={kernels}", f'-DSOURCE_FILE="{source_file}"', *macros,
+                   f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(unfinished)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        source_file.unlink()
+        if done.returncode:
+            raise RuntimeError(f"g++ refused {variant.name}:\n{done.stderr[:4000]}")
+        unfinished.replace(library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.launch.restype = ctypes.c_long
+    return loaded
+
+
+def emulate(
+    launches: Iterable[Launch],
+    seed: int = 1,
+    mutated: dict[str, str] | None = None,
+    flags: tuple[str, ...] = (),
+) -> int:
+    """Run launches one after the other; returns how many block barriers were passed.
+
+    Args:
+        mutated: other texts for some kinds of kernels.
+    Raises:
+        Deadlock: a barrier that some threads of a block never reach.
+    """
+    barriers = 0
+    for launch in launches:
+        library = build(launch.variant, (mutated or {}).get(launch.variant.kind), flags)
+        name = launch.function.encode()
+        size = library.params_size(name)
+        assert size == ctypes.sizeof(launch.params), f"{launch.function}: {size} bytes of parameters"
+        passed = library.launch(
+            name, *launch.grid, launch.threads, ctypes.byref(launch.params), ctypes.c_ulonglong(seed)
+        )
+        if passed == -1:
+            raise Deadlock(launch.function)
+        assert passed >= 0, f"no kernel {launch.function}"
+        barriers += passed
+    return barriers

@@ -1,0 +1,62 @@
+"""Sequences of different lengths in one call: what the answer is, and the fused route on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core.call import AttentionCall
+from pascal_attn_core.config import AttentionConfig
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import fused as route
+
+from .device import emulated_card
+
+
+def ends_of(lengths: list[int]) -> list[int]:
+    """Where each sequence starts and the last one ends."""
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def each_alone(
+    query: Tensor, key: Tensor, value: Tensor, q_lengths: list[int], k_lengths: list[int], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(out ``[1, Hq, total, Dv]``, lse ``[1, Hq, total]``) by the definition, zero and -inf behind the last sequence.
+    query ``[1, Hq, total, D]``; key, value likewise; options of ``reference_sdpa``."""
+    q_ends, k_ends = ends_of(q_lengths), ends_of(k_lengths)
+    parts = [
+        reference_sdpa(query[..., q0:q1, :], key[..., k0:k1, :], value[..., k0:k1, :], enable_gqa=True, **options)
+        for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])
+    ]
+    rest = query[..., q_ends[-1] :, :]
+    out = torch.cat([*(out for out, _ in parts), rest.new_zeros(*rest.shape[:-1], value.shape[-1])], dim=-2)
+    return out, torch.cat([*(lse for _, lse in parts), rest.new_full(rest.shape[:-1], -torch.inf)], dim=-1)
+
+
+def stand_in_for_a_card(monkeypatch: pytest.MonkeyPatch, execute: Callable[[Launch], object]) -> list[Launch]:
+    """Let the packed calls of a CPU take the fused route as those of a GTX 1080 Ti do, and every part of a launch go to
+    ``execute``; returns the list of these parts. What is not packed stays on the CPU's routes."""
+
+    def why_not(call: AttentionCall, config: AttentionConfig, *, packed: object = None, **options: Any) -> list[str]:
+        return call_reasons(call, **options) if packed else ["on a CPU only for what is packed"]
+
+    monkeypatch.setattr(route, "why_not", why_not)
+    return emulated_card(monkeypatch, execute)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors are full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,368 @@
+"""`pascal-attn bench` at tiny sizes: who runs, what is measured, what is left out and said so."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pascal_attn_core import cli
+from pascal_attn_core.cli import bench
+from pascal_attn_core.cli.bench import run, shapes
+from pascal_attn_core.cli.bench.candidates import BASELINE, Candidate, all_candidates, choose_candidates, torch_kernel
+from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
+from pascal_attn_core.cli.bench.products import Blocking, best_products
+from pascal_attn_core.cli.bench.report import geometric_means, result_row
+from pascal_attn_core.cli.bench.run import PRODUCTS, Settings, race
+from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
+from pascal_attn_core.cli.tables import plain_table
+from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
+
+TINY = {
+    "plain": Shape("plain", "a tiny call", 1, 2, 2, 48, 40, 16),
+    "grouped": Shape("grouped", "grouped heads", 2, 4, 2, 48, 40, 16),
+    "causal": Shape("causal", "causal", 1, 2, 2, 48, 48, 16, is_causal=True),
+    "decode": Shape("decode", "one token", 2, 4, 2, 1, 40, 16),
+    "bool": Shape("bool", "bool mask", 1, 2, 2, 48, 40, 16, mask="bool"),
+    "padding": Shape("padding", "padded", 2, 2, 2, 48, 40, 16, mask="padding"),
+    "bias": Shape("bias", "bias", 1, 2, 2, 48, 40, 16, mask="bias"),
+    "bf16": Shape("bf16", "bfloat16", 1, 2, 2, 48, 40, 16, dtype="bfloat16"),
+}
+QUICK = Settings(rounds=2, seconds=0.5, error_rows=7)
+CLOCK = Clock(torch.device("cpu"), threads=1)
+CANDIDATES, _ = all_candidates(AttentionConfig())
+HAS_NOFLASH = importlib.util.find_spec("noflash_attention") is not None
+
+
+@pytest.fixture(autouse=True)
+def _tiny_shapes(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", tuple(TINY.values()))
+    before = torch.get_num_threads(), F.scaled_dot_product_attention
+    yield
+    assert (torch.get_num_threads(), F.scaled_dot_product_attention) == before
+
+
+def named(results):
+    return {result.name: result for result in results}
+
+
+def test_the_operations_that_a_call_needs_are_those_of_its_products():
+    dense, causal = TINY["grouped"].make(), TINY["causal"].make()
+    scores = 2 * 4 * 48 * 40
+    assert run.needed_operations(dense) == 2 * 2 * scores * 16
+    assert run.needed_operations(dense, backward=True) == 7 * 2 * scores * 16
+    assert run.needed_operations(causal) == 2 * 2 * (2 * 48 * 49 // 2) * 16
+
+
+def test_throughput_is_shown_beside_the_share_of_the_peak():
+    result = run.Result("ours", flops=36.6e12)
+    assert "36.6 (55%)" in result_row(result, 66.9e12)
+    assert "36.6" in result_row(result)
+    assert result_row(run.Result("none"), 66.9e12)[4] == "-"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_candidate_runs_or_says_why_not(name):
+    shape = TINY[name]
+    results = race(shape.make(), CANDIDATES, CLOCK, QUICK)
+    assert [r.name for r in results] == [c.name for c in CANDIDATES] + [PRODUCTS]
+    for result in results:
+        assert (result.seconds is not None and result.seconds > 0) or result.note, result
+        assert (result.flops is None) == (result.seconds is None)
+    found = named(results)
+    for one in (BASELINE, "torch-math", "ours-auto", "ours-tiled", "ours-tiled-online"):
+        assert found[one].error < (2e-2 if name == "bf16" else 1e-5), found[one]
+        assert found[one].launches >= 1
+        assert found[one].extra_bytes >= 0
+    assert found[BASELINE].ratio == 1.0
+    assert found[PRODUCTS].share_of_products == 1.0
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "causal", "bool"])
+def test_forward_and_backward_together_are_checked_against_float64_gradients(name):
+    settings = dataclasses.replace(QUICK, backward=True)
+    chosen = choose_candidates(CANDIDATES, "torch*,ours-tiled,noflash-2")
+    found = named(race(TINY[name].make(), chosen, CLOCK, settings))
+    for one in (BASELINE, "torch-math", "ours-tiled"):
+        assert found[one].error < 1e-5, found[one]
+        assert found[one].seconds > 0
+    if HAS_NOFLASH:
+        assert "RuntimeError" in found["noflash-2"].note, "in-place steps: no gradients, and its cell says so"
+
+
+def test_memory_is_exact_and_the_math_kernel_needs_the_whole_matrix():
+    shape = Shape("square", "", 1, 2, 2, 256, 256, 16)
+    found = named(race(shape.make(), choose_candidates(CANDIDATES, "torch-math"), CLOCK, QUICK))
+    assert found["torch-math"].extra_bytes >= 2 * 256 * 256 * 4
+    assert found["torch-math"].extra_bytes > found[BASELINE].extra_bytes
+
+
+def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
+    def broken(call):
+        def attend(query, key, value):
+            raise IndexError("list index out of range")
+
+        return attend
+
+    def refuses(call):
+        def attend(query, key, value):
+            raise UnsupportedAttention("tiled", ["too small", "too odd"])
+
+        return attend
+
+    def wrong_shape(call):
+        return lambda query, key, value: query[:, :1]
+
+    def invents(call):
+        return lambda query, key, value: torch.full_like(query, math.nan)
+
+    makers = {"broken": broken, "refuses": refuses, "wrong": wrong_shape, "nan": invents}
+    extra = [Candidate(name, prepare) for name, prepare in makers.items()]
+    found = named(race(TINY["plain"].make(), [*choose_candidates(CANDIDATES, ""), *extra], CLOCK, QUICK))
+    assert found["broken"].note == "IndexError: list index out of range"
+    assert found["refuses"].note == "too small; too odd"
+    assert "output must have shape" in found["wrong"].note
+    assert math.isnan(found["nan"].error)
+    assert found[BASELINE].seconds > 0
+
+
+def test_who_needs_too_much_memory_or_too_many_operators_is_left_out(monkeypatch):
+    monkeypatch.setattr(run, "available_bytes", lambda device: 1000)
+    settings = dataclasses.replace(QUICK, max_operators=10)
+    chosen = choose_candidates(CANDIDATES, "torch-math,pascal-attn-64")
+    found = named(race(TINY["plain"].make(), chosen, CLOCK, settings))
+    assert "left out: needs" in found["torch-math"].note
+    if "pascal-attn-64" in found:
+        assert "operators" in found["pascal-attn-64"].note
+    assert found[BASELINE].seconds > 0
+
+
+def test_a_slow_candidate_is_timed_by_its_first_call_only():
+    settings = dataclasses.replace(QUICK, seconds=1e-9)
+    found = named(race(TINY["plain"].make(), choose_candidates(CANDIDATES, ""), CLOCK, settings))
+    assert found[BASELINE].note == "first call only"
+    assert len(found[BASELINE].times) == 1
+
+
+@pytest.mark.skipif(not HAS_NOFLASH, reason="noflash_attention is not installed")
+def test_importing_the_peer_that_patches_torch_leaves_torch_alone():
+    original = F.scaled_dot_product_attention
+    assert any(c.name == "noflash-1" for c in all_candidates(AttentionConfig())[0])
+    assert F.scaled_dot_product_attention is original
+
+
+def test_missing_peers_are_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found, missing = all_candidates(AttentionConfig())
+    assert not any(c.name.startswith(("pascal-attn", "noflash")) for c in found)
+    assert len(missing) == 2
+
+
+def test_candidates_are_chosen_by_pattern_and_the_baseline_always_runs():
+    assert [c.name for c in choose_candidates(CANDIDATES, "tiled*")] == [
+        BASELINE,
+        "ours-tiled",
+        "ours-tiled-online",
+    ]
+    assert len(choose_candidates(CANDIDATES, "all")) == len(CANDIDATES)
+    with pytest.raises(ValueError, match="candidate must be one of"):
+        choose_candidates(CANDIDATES, "flash4")
+
+
+def test_the_kernel_that_torch_picks_is_named():
+    assert torch_kernel(TINY["plain"].make()) in ("flash", "math")
+
+
+def test_the_listed_shapes_are_those_of_real_models(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", SHAPES)
+    names = {shape.name for shape in choose_shapes("all")}
+    assert names >= {
+        "sd15",
+        "sdxl",
+        "sdxl_bf16",
+        "gqa",
+        "flux",
+        "wan",
+        "cross77",
+        "cross512",
+        "causal",
+        "decode",
+        "vae",
+    }
+    assert {shape.name for shape in choose_shapes("mask_*")} == {"mask_bool", "mask_padding", "mask_bias"}
+    assert set(shapes.QUICK) == {shape.name for shape in choose_shapes("quick")}
+    assert choose_shapes("wan")[0].num_heads == 2
+    assert choose_shapes("wan", device_type="cuda")[0].num_heads == 12
+    assert choose_shapes("sd15", dtype="float16")[0].dtype == "float16"
+    with pytest.raises(ValueError, match="shape must be one of"):
+        choose_shapes("sd99")
+
+
+def test_inputs_are_the_same_in_every_run():
+    first, second = TINY["padding"].make(), TINY["padding"].make()
+    for name in ("query", "key", "value", "attn_mask"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert first.attn_mask.shape == (2, 1, 1, 40)
+    assert first.attn_mask.any(-1).all()
+    assert 0.3 < (~first.attn_mask).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "causal", "decode"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_bare_products_cover_the_whole_call(name, backward, monkeypatch):
+    shape = TINY[name]
+    blocking = [Blocking(1, 16, 16)]
+    monkeypatch.setattr("pascal_attn_core.cli.bench.products._blockings", lambda call: blocking)
+    products, best = best_products(shape.make(), CLOCK, backward=backward)
+    products()
+    assert best == blocking[0]
+    scores = shape.batch * shape.num_heads * shape.seq_len_q * shape.seq_len_kv
+    counted = sum(step.scores.numel() for step in products.args[0])
+    assert scores / 2 <= counted <= scores
+    assert (counted == scores) == (not shape.is_causal)
+
+
+def test_the_bare_products_leave_out_padding():
+    call = TINY["padding"].make()
+    products, _ = best_products(call, CLOCK)
+    counted = sum(step.scores.numel() for step in products.args[0])
+    assert counted == int(call.attn_mask.sum()) * call.query.shape[1] * call.query.shape[2]
+
+
+def test_threads_and_precision_are_given_back():
+    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    with quiet_torch(1):
+        assert torch.get_num_threads() == 1
+    assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
+    assert Clock(torch.device("cpu"), 1).kind == "thread time"
+    assert Clock(torch.device("cpu"), 2).kind == "wall time"
+
+
+def test_the_mean_of_ratios_is_geometric():
+    reports = [{"results": [{"name": "a", "ratio": ratio}, {"name": "b", "ratio": None}]} for ratio in (2.0, 8.0)]
+    assert geometric_means(reports) == {"a": {"ratio": pytest.approx(4.0), "shapes": 2}}
+
+
+def test_plain_tables_are_aligned():
+    text = plain_table("title", ("", "ms", ""), [["one", "1.0", "fine"], ["fifteen", "10.00", ""]])
+    assert text.splitlines() == ["title", "            ms", "-" * 20, "one        1.0  fine", "fifteen  10.00"]
+
+
+def test_the_command_prints_tables_and_writes_figures_and_a_chart(tmp_path, capsys):
+    figures, chart = tmp_path / "run.json", tmp_path / "run.png"
+    command = ["bench", "--device", "cpu", "--shapes", "plain,grouped", "--rounds", "1", "--seconds", "0.1"]
+    assert cli.main([*command, "--json", str(figures), "--png", str(chart)]) == 0
+    out = capsys.readouterr().out
+    assert "plain: a tiny call, B1 H2 48x40 D16 float32" in out
+    assert "geometric mean" in out
+    document = json.loads(figures.read_text())
+    assert document["command"].startswith("pascal-attn bench --device cpu --shapes plain,grouped")
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["machine"]["threads"] == 1
+    assert [report["shape"]["name"] for report in document["shapes"]] == ["plain", "grouped"]
+    assert document["geometric_means"][BASELINE] == {"ratio": 1.0, "shapes": 2}
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "sd99"], "shape must be one of"),
+        (["--candidates", "flash4"], "candidate must be one of"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--device", "nonsense"], "nonsense"),
+        (["--budget-mib", "0"], "budget_mib must be at least"),
+        (["--json", "missing/run.json"], "does not exist"),
+        (["--png", "run.xyz"], "--png must name"),
+        (["--json", "."], ". must be a file, not a folder"),
+        (["--shapes", ""], "--shapes must name at least one shape, got ''"),
+        (["--shapes", "plain", "--causal"], "--causal is for the shapes of --shape"),
+        (["--seconds", "nan"], "--seconds must be greater than 0 and finite, got nan"),
+        (["--seconds", "inf"], "--seconds must be greater than 0 and finite, got inf"),
+        (["--seconds", "-1"], "--seconds must be greater than 0 and finite, got -1.0"),
+        (["--seconds", "0"], "--seconds must be greater than 0 and finite, got 0.0"),
+        (["--max-operators", "-5"], "--max-operators must be at least 1, got -5"),
+        (["--threads", "1000000"], "--threads must be at most 1024, got 1000000"),
+        (["--budget-mib", "nan"], "budget_mib must be at least 0.0625 and finite, got nan"),
+        (["--budget-mib", "1e300"], "budget_mib must be at most"),
+        (["--plot", "run.png", "--budget-mib", "-1"], "budget_mib must be at least"),
+        (["--plot", "run.txt"], "--plot must name a .png, .svg or .pdf file"),
+        (["--plot", "missing/run.png"], "does not exist"),
+        (["--shape", "L=5,D=4"], "--shape must say Hq, got 'L=5,D=4'"),
+        (["--shape", "Hq=2,L=5,D=4,X=3"], "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
+        (["--shape", "Hq=2,L=5,D=4,L=6"], "once as in L=2048, got 'L=6'"),
+        (["--shape", "Hq=2,L=5,D"], "got 'D'"),
+        (["--shape", "Hq=2,L=0,D=4"], "L in --shape must be a whole number from 1 to 2147483647, got '0'"),
+        (["--shape", "Hq=2,L=-5,D=4"], "got '-5'"),
+        (["--shape", "Hq=2,L=1e3,D=4"], "got '1e3'"),
+        (["--shape", f"Hq=2,L={10**30},D=4"], f"got '{10**30}'"),
+        (["--shape", "Hq=6,Hkv=4,L=5,D=4"], "--shape must have Hq a multiple of Hkv, got 6 and 4"),
+        (["--shape", "Hq=1024,L=2000000000,D=64"], "--shape must fit into memory: the tensors of B1 H1024 N2000000000"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_exit_code_two_before_anything_runs(options, message, capsys):
+    assert cli.main(["bench", "--device", "cpu", *options]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("pascal-attn bench: ")
+    assert err.count("\n") == 1
+    assert "medians" not in out
+
+
+@pytest.mark.parametrize(("command", "needs"), [("replay", "--seconds"), ("replay", "--rows")])
+def test_replay_refuses_nonsense_likewise(command, needs, capsys):
+    assert cli.main([command, "calls.safetensors", needs, "nan" if needs == "--seconds" else "0"]) == 2
+    assert f"pascal-attn {command}: {needs} must be" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_as_it_can_be_installed(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    for option in ("--plot", "--png"):
+        assert cli.main(["bench", option, "run.png"]) == 2
+        assert f"{option} needs matplotlib: pip install matplotlib\n" in capsys.readouterr().err
+
+
+# ---- a shape of one's own --------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_are_left_out_follow_from_the_others():
+    (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
+    assert own == Shape("own", "as asked for", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
+    one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3,Dv=16", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
+    assert one == Shape("own1", "as asked for", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    assert (two.name, two.num_kv_heads) == ("own2", 1)
+    call = one.make()
+    assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 16)]
+    assert one.num_bytes == 2 * sum(t.numel() for t in (call.query, call.key, call.value)) + 2 * 3 * 4 * 1 * 16
+
+
+def test_a_shape_of_ones_own_is_timed(tmp_path, capsys):
+    figures = tmp_path / "run.json"
+    command = ["bench", "--device", "cpu", "--rounds", "1", "--seconds", "0.1", "--json", str(figures), "--dtype"]
+    command += ["float16", "--causal", "--shape", "B=1,Hq=4,Hkv=2,L=24,S=40,D=8,Dv=16", "--candidates", "auto,tiled"]
+    assert cli.main(command) == 0
+    assert "own: as asked for, B1 H4/2 24x40 D8/16 float16 causal" in capsys.readouterr().out
+    (report,) = json.loads(figures.read_text())["shapes"]
+    assert report["shape"] == dataclasses.asdict(
+        Shape("own", "as asked for", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    )
+    results = {result["name"]: result for result in report["results"]}
+    for name in (BASELINE, "ours-auto", "ours-tiled", PRODUCTS):
+        assert results[name]["seconds"] > 0, results[name]
+    assert results["ours-tiled"]["error"] < 1e-2
+
+
+def test_own_and_listed_shapes_run_together():
+    def chosen(*options):
+        parser = argparse.ArgumentParser()
+        bench.add_parser(parser.add_subparsers())
+        return [s.name for s in bench._shapes(parser.parse_args(["bench", *options]), torch.device("cpu"))]
+
+    assert chosen("--shape", "Hq=1,L=2,D=3") == ["own"]
+    assert chosen("--shape", "Hq=1,L=2,D=3", "--shapes", "plain,bool") == ["own", "plain", "bool"]

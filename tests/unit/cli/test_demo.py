@@ -1,0 +1,205 @@
+"""The demo runs offline at a small size, tells the truth in its table, and goes on where a run cannot take place."""
+
+import importlib.util
+import json
+import socket
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from pascal_attn_core.cli import main
+
+pytest.importorskip("diffusers")
+pytest.importorskip("matplotlib")
+
+from pascal_attn_core.cli import charts, demo
+from pascal_attn_core.cli.demo import models
+from pascal_attn_core.observe.memory import PeakMemory
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One small run of the whole command without a network: its folder and its results."""
+    folder = tmp_path_factory.mktemp("demo")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"the demo must not use the network, got {args}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        assert main(["demo", "--quick", "--also", "tiled", "--out", str(folder)]) == 0
+    return folder, json.loads((folder / "results.json").read_text())
+
+
+def rows_of(results):
+    return [(case["name"], {row["name"]: row for row in case["rows"]}) for case in results["cases"]]
+
+
+def test_both_models_run_with_every_attention(finished):
+    _, results = finished
+    assert [name for name, _ in rows_of(results)] == ["image", "video"]
+    for _, rows in rows_of(results):
+        assert list(rows) == [*demo.RUNS, "route tiled"]
+        assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and not row["note"] for row in rows.values())
+
+
+def test_the_results_agree(finished):
+    _, results = finished
+    for _, rows in rows_of(results):
+        assert max(row["difference"] for name, row in rows.items() if name != demo.STOCK) < 1e-3
+
+
+def test_math_attention_shows_its_score_matrices_and_ours_keeps_below(finished):
+    _, results = finished
+    for case, (_, rows) in zip(results["cases"], rows_of(results)):
+        assert rows[demo.MATH]["peak_bytes"] > 2 * 4 * case["num_heads"] * case["tokens"] ** 2
+        assert rows["route tiled"]["peak_bytes"] < rows[demo.MATH]["peak_bytes"]
+
+
+def test_every_attention_call_of_the_model_went_through_ours(finished):
+    _, results = finished
+    for _, rows in rows_of(results):
+        made = sum(rows[demo.STOCK]["calls"].values())
+        assert made == sum(rows[demo.MATH]["calls"].values()) > 0
+        assert sum(rows[demo.OURS]["calls"].values()) == made
+        assert rows["route tiled"]["calls"] == {"tiled": made}
+
+
+def test_pictures_and_a_chart_are_written(finished):
+    from PIL import Image
+
+    folder, _ = finished
+    names = "chart.png image_compare.png image_pascal.png image_stock.png results.json video_compare.png"
+    assert sorted(path.name for path in folder.iterdir()) == [*names.split(), "video_pascal.gif", "video_stock.gif"]
+    with Image.open(folder / "image_pascal.png") as picture:
+        assert picture.size == (256, 256)
+        assert min(high - low for low, high in picture.getextrema()) > 128, "the picture is plain"
+    with Image.open(folder / "video_pascal.gif") as animation:
+        assert animation.n_frames == 5
+
+
+def test_math_attention_that_does_not_fit_is_left_out_with_a_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "available_bytes", lambda device: 1 << 20)
+    assert main(["demo", "--quick", "--only", "video", "--steps", "1", "--out", str(tmp_path)]) == 0
+    [(_, rows)] = rows_of(json.loads((tmp_path / "results.json").read_text()))
+    assert rows[demo.MATH]["note"] == "not run: needs 0.3 GiB, 0.0 GiB free"
+    assert rows[demo.MATH]["seconds"] is None
+    assert rows[demo.OURS]["seconds"] > 0
+    assert "not run: needs 0.3 GiB" in capsys.readouterr().out
+
+
+def test_a_route_that_cannot_take_a_call_is_left_out_with_its_reasons(tmp_path):
+    arguments = ["--quick", "--only", "video", "--steps", "1", "--also", "fused", "--device", "cpu"]
+    assert main(["demo", *arguments, "--out", str(tmp_path)]) == 0
+    [(_, rows)] = rows_of(json.loads((tmp_path / "results.json").read_text()))
+    assert rows["route fused"]["note"].startswith("not run: ")
+    assert rows["route fused"]["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (MemoryError(), "out of memory"),
+        (
+            torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+            "out of memory: tried to allocate 2.50 GiB",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1073741824 bytes."),
+            "out of memory: tried to allocate 1.00 GiB",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_running_out_of_memory_is_a_note(error, note):
+    assert demo._out_of_memory(error) == note
+
+
+def test_an_allocation_that_really_fails_is_a_note():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert demo._out_of_memory(caught.value) == "out of memory: tried to allocate 1,073,741,824.00 GiB"
+
+
+def test_any_other_error_is_not_swallowed():
+    with pytest.raises(RuntimeError, match="memory format"):
+        demo._out_of_memory(RuntimeError("unsupported memory format"))
+
+
+def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    hidden = ("diffusers", "rich", "PIL")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+    assert main(["demo"]) == 2
+    message = capsys.readouterr().err
+    assert "diffusers, rich, pillow must be installed for the demo: pip install diffusers rich pillow\n" in message
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--device", "nonsense"]])
+def test_wrong_options_are_refused_in_one_sentence(arguments, capsys):
+    assert main(["demo", *arguments]) == 2
+    assert f"{arguments[0]} must be" in capsys.readouterr().err
+
+
+class UniformAttention(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            args = (torch.zeros_like(args[0]), *args[1:]) if args else args
+            kwargs = {**(kwargs or {}), **({} if args else {"query": torch.zeros_like(kwargs["query"])})}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make_case", [models.image_case, models.video_case])
+def test_attention_decides_about_the_result(make_case):
+    case = make_case(quick=True)
+    arguments, shape = case.warm_up
+    with demo._quiet():
+        pipe = case.build()
+
+        def generate():
+            latents = models.starting_latents(shape)
+            return pipe(**{**case.arguments, **arguments}, latents=latents, output_type="latent")[0]
+
+        right = generate()
+        assert torch.equal(right, generate())
+        with UniformAttention():
+            wrong = generate()
+    assert (right - wrong).abs().max() > 0.5  # two correct attentions differ by less than 1e-4
+
+
+def test_models_leave_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    with demo._quiet():
+        models.video_case(quick=True).build()
+    models.starting_latents((1, 4, 8, 8))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_full_size_is_that_of_real_generations():
+    image, video = models.image_case(), models.video_case()
+    assert (image.tokens, video.tokens) == (16_384, 7_800)
+    assert image.math_bytes < 8 << 30
+
+
+def test_the_estimate_for_math_attention_is_what_it_takes():
+    case = models.image_case(quick=True)
+    query = torch.randn(1, case.num_heads, case.tokens, case.head_dim)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), PeakMemory() as peak:
+        F.scaled_dot_product_attention(query, query, query)
+    assert case.math_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+
+
+def test_a_chart_takes_missing_values_and_wide_ranges(tmp_path):
+    bars = [charts.Bar("small", 1.0), charts.Bar("large", 5000.0), charts.Bar("none", None, "not run: needs 9 GiB")]
+    charts.bar_chart(tmp_path / "chart.png", [("memory", "MiB", bars), ("time", "s", bars[2:])], title="t", footer="f")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_equal_pictures_differ_by_nothing():
+    numpy = pytest.importorskip("numpy")
+    picture = numpy.full((4, 4, 3), 200, dtype=numpy.uint8)
+    assert charts.difference_picture(picture, picture).max() == 0
+    assert charts.difference_picture(picture, picture - 1, factor=100).min() == 100

@@ -1,0 +1,129 @@
+"""The block that `pascal-attn info` prints, for cards that are not here."""
+
+import subprocess
+
+import pytest
+
+from pascal_attn_core.cli import info as info_command
+from pascal_attn_core.cli.info import Machine, describe, look_around, parse_smi
+from pascal_attn_core.config import ROUTES, AttentionConfig
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.observe.wheels import TorchBuild
+
+CU126 = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
+CU130 = TorchBuild("2.14.0+cu130", "cuda", "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+CARDS = {
+    "GTX 1080 Ti": DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61"),
+    "P100": DeviceInfo("cuda", "P100", (6, 0), 56, 4 << 20, 16 << 30, "sm_60"),
+    "M40": DeviceInfo("cuda", "M40", (5, 2), 24, 3 << 20, 12 << 30, "sm_52"),
+    "V100": DeviceInfo("cuda", "V100", (7, 0), 80, 6 << 20, 16 << 30, "sm_70"),
+    "RTX 3090": DeviceInfo("cuda", "RTX 3090", (8, 6), 82, 6 << 20, 24 << 30, "sm_86"),
+    "H200": DeviceInfo("cuda", "H200", (9, 0), 132, 60 << 20, 141 << 30, "sm_90"),
+}
+MI50 = DeviceInfo("hip", "AMD Instinct MI50", None, 60, 4 << 20, 16 << 30, "gfx906")
+ROUTES_HERE = {
+    "float32": {"fused": [], "torch": [], "tiled": [], "math": ["the scores take 512 MiB"]},
+    "bfloat16": {"fused": [], "torch": ["bfloat16 goes to math"], "tiled": [], "math": ["the scores take 256 MiB"]},
+}
+
+
+def block(device, build, **changes):
+    return describe(Machine("0.1.0", "3.12.1", "Linux", build, (device,), (10 << 30,), routes=ROUTES_HERE, **changes))
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
+    card = CARDS[name]
+    text = block(card, CU126)
+    major, minor = card.capability
+    assert name in text
+    assert f"compute capability {major}.{minor}" in text
+    assert f"{card.num_sms} SMs" in text
+    assert "10.0 GiB free" in text
+    assert "2.14.0+cu126" in text
+    assert "pip install" not in text
+    for model in ("SD1.5", "SDXL", "Flux", "Wan", "LLM"):
+        assert model in text
+    assert "tiled  takes all of them" in text
+    assert "not bfloat16: bfloat16 goes to math" in text
+
+
+def test_what_was_timed_on_the_card_is_shown():
+    timed = {"forward-64-float32-none: 1024 x 128 tokens, 65536 rows": 0.784}
+    assert "timed" not in block(CARDS["P100"], CU126)
+    lines = block(CARDS["P100"], CU126, timed=timed).splitlines()
+    assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
+
+
+@pytest.mark.parametrize("name", ["GTX 1080 Ti", "P100", "M40", "V100"])
+def test_an_old_card_with_a_new_wheel_is_told_what_to_install(name):
+    text = block(CARDS[name], CU130)
+    assert "NO code" in text
+    assert "https://download.pytorch.org/whl/cu126" in text
+    assert "none can run on this GPU" in text
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "H200"])
+def test_a_newer_card_is_content_with_the_current_wheel(name):
+    assert "pip install" not in block(CARDS[name], CU130)
+
+
+def test_amd_cards_are_named_by_their_architecture():
+    text = block(MI50, TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx900", "gfx906")))
+    assert "gfx906" in text
+    assert "60 compute units" in text
+    assert "ROCm 6.3" in text
+    assert "compute capability" not in text
+
+
+def test_unknown_cache_and_memory_are_said_to_be_unknown():
+    text = describe(Machine("0.1.0", "3.12", "Linux", CU126, (DeviceInfo("cuda", "X", (6, 1)),), (None,)))
+    assert "L2 unknown" in text
+    assert "memory      unknown" in text
+
+
+def test_the_budget_of_the_configuration_decides_the_tiles():
+    small = block(CARDS["P100"], CU126, config=AttentionConfig(budget_mib=8))
+    assert "budget of 8 MiB" in small
+    assert small != block(CARDS["P100"], CU126)
+
+
+SMI = "name, compute_cap, memory.total [MiB]\nNVIDIA GeForce GTX 1080 Ti, 6.1, 11264 MiB\nTesla M40, [N/A], 12288 MiB\n"
+
+
+def test_a_gpu_that_torch_cannot_use_is_seen_through_nvidia_smi():
+    cpu = DeviceInfo("cpu", "CPU", num_sms=8)
+    text = block(cpu, TorchBuild("2.13.0+cpu", "cpu"), smi=parse_smi(SMI))
+    assert "GTX 1080 Ti, compute capability 6.1, 11264 MiB" in text
+    assert "built without CUDA" in text
+    assert "whl/cu126" in text
+    driver = block(cpu, CU126, smi=parse_smi(SMI))
+    assert "driver" in driver
+    assert "pip install" not in driver
+
+
+def test_nvidia_smi_output_that_does_not_fit_is_left_out():
+    cards = parse_smi(SMI)
+    assert [(c.name, c.capability) for c in cards] == [("NVIDIA GeForce GTX 1080 Ti", (6, 1)), ("Tesla M40", None)]
+    assert parse_smi("") == ()
+    assert parse_smi("NVIDIA-SMI has failed because it could not talk to the driver\nreboot") == ()
+
+
+@pytest.mark.parametrize(
+    "failure", [FileNotFoundError(), subprocess.TimeoutExpired("nvidia-smi", 10), subprocess.CalledProcessError(9, "x")]
+)
+def test_a_missing_or_failing_nvidia_smi_is_tolerated(monkeypatch, failure):
+    def fail(*args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr(info_command.subprocess, "run", fail)
+    assert info_command.ask_nvidia_smi() == ()
+
+
+def test_this_machine_can_be_described():
+    machine = look_around()
+    text = describe(machine)
+    assert set(machine.routes) == {f"{d}{g}" for d in ("float32", "float16", "bfloat16") for g in ("", " GQA")}
+    for route in ROUTES:
+        assert route in text
+    assert not any(machine.routes["float32"]["tiled"])

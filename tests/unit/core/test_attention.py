@@ -1,0 +1,221 @@
+"""Which route a call takes, and that it says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from pascal_attn_core import (
+    AttentionConfig,
+    UnsupportedAttention,
+    attention,
+    explain,
+    record,
+    routes,
+    sdpa,
+    sdpa_with_lse,
+)
+from pascal_attn_core.call import check_call
+from pascal_attn_core.config import ROUTES
+from pascal_attn_core.routes import choose, why_not
+
+AUTO = AttentionConfig()
+
+
+def _route(*tensors: torch.Tensor, config: AttentionConfig = AUTO, **options) -> str:
+    return choose(check_call(*tensors, **options), config).route
+
+
+def _qkv(length: int = 300, keys: int = 300, heads: int = 2, kv_heads: int = 2) -> list[torch.Tensor]:
+    return [torch.randn(1, h, n, 8) for h, n in ((heads, length), (kv_heads, keys), (kv_heads, keys))]
+
+
+@pytest.mark.parametrize("route", ["tiled", "torch", "math"])
+def test_a_route_asked_for_by_name_is_taken(route: str) -> None:
+    with record() as report:
+        sdpa(*_qkv(), config=AttentionConfig(route=route))
+    assert report.routes() == {route: 1}
+
+
+def test_a_route_that_cannot_take_the_call_says_why() -> None:
+    with pytest.raises(UnsupportedAttention) as caught:
+        sdpa(*_qkv(), config=AttentionConfig(route="math", math_limit_mib=0.5))
+    assert caught.value.reasons == ["its score matrix of 0.7 MiB is above math_limit_mib 0.5"]
+    with pytest.raises(UnsupportedAttention) as caught:
+        sdpa_with_lse(*_qkv(), config=AttentionConfig(route="torch"))
+    assert caught.value.reasons == ["torch's function does not return lse"]
+
+
+def test_the_fused_kernel_needs_a_gpu() -> None:
+    with pytest.raises(UnsupportedAttention) as caught:
+        sdpa(*_qkv(), config=AttentionConfig(route="fused"))
+    assert caught.value.reasons
+
+
+def test_tiled_takes_every_call() -> None:
+    for options in ({}, {"window": (1, 2)}, {"is_causal": True, "alignment": "lower_right"}, {"dropout_p": 0.5}):
+        assert why_not("tiled", check_call(*_qkv(), **options), AUTO) == []
+    with pytest.raises(ValueError, match="route must be one of"):
+        why_not("flash", check_call(*_qkv()), AUTO)
+
+
+def test_auto_never_takes_a_route_with_a_reason_against_it() -> None:
+    masks = (None, torch.ones(300, 300, dtype=torch.bool), torch.zeros(300, 300), torch.zeros(300, 300).double())
+    for mask in masks:
+        for options in ({}, {"is_causal": True}, {"window": (5, 5)}, {"dropout_p": 0.2}):
+            for with_lse in (False, True):
+                call = check_call(*_qkv(), mask, **options)
+                choice = choose(call, AUTO, with_lse=with_lse)
+                assert why_not(choice.route, call, AUTO, with_lse=with_lse) == []
+
+
+def test_large_calls_never_take_the_route_math(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["no fused kernel"])
+    assert _route(*_qkv(2000, 2000)) == "tiled"
+    assert _route(*_qkv(20, 20), window=(2, 2)) == "math"
+    assert _route(*_qkv(20, 20), window=(2, 2), config=AttentionConfig(math_limit_mib=0)) == "tiled"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (2, 2)}], ids=str)
+def test_explain_names_the_route_that_runs_and_every_other(options: dict) -> None:
+    inputs = _qkv(heads=4, kv_heads=2)
+    text = explain(*inputs, enable_gqa=True, **options)
+    with record() as report:
+        sdpa(*inputs, enable_gqa=True, **options)
+    (route,) = report.routes()
+    assert text.startswith(f"route {route}: ")
+    assert all(f"  {other}: " in text for other in ROUTES if other != route)
+    assert len(text.splitlines()) == len(ROUTES)
+
+
+def test_explain_runs_nothing() -> None:
+    query = torch.empty(1, 12, 32760, 128, device="meta")
+    assert "route" in explain(query, query, query)
+
+
+def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["a reason of this test"])
+    routes._warn_once.cache_clear()
+    with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
+        for _ in range(3):
+            sdpa(*_qkv(), config=AttentionConfig(math_limit_mib=0))
+    lines = [record.getMessage() for record in caplog.records if "a reason of this test" in record.getMessage()]
+    assert len(lines) == 1
+
+
+SHORT = [{}, {"is_causal": True}, {"attn_mask": torch.rand(8, 8) < 0.8}, {"scale": 0.3}]
+NOT_SHORT = [
+    {"window": (1, 1)}, {"is_causal": True, "alignment": "lower_right", "window": (1, 1)}, {"scale": -1.0},
+    {"config": AttentionConfig(route="tiled")}, {"config": AttentionConfig(math_limit_mib=0)}, {"softcap": 5.0},
+    {"is_causal": True, "attn_mask": torch.rand(8, 8) < 0.8}, {"sinks": torch.zeros(2)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*SHORT, *NOT_SHORT], ids=lambda options: "-".join(options) or "plain")
+def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def as_it_is(*arguments: object, **_: object) -> torch.Tensor:
+        seen.append(arguments)
+        return query
+
+    monkeypatch.setattr(attention, "run_as_it_is", as_it_is)
+    monkeypatch.setattr(attention, "torch_sdpa", as_it_is)
+    query = torch.randn(1, 2, 8, 8)
+    expected = int(options in SHORT)
+    sdpa(query, query, query, **options)
+    assert len(seen) == expected
+    with record():
+        sdpa(query, query, query, **options)
+    assert len(seen) == 2 * expected
+
+
+SMALL = (1, 2, 8, 8)
+PLAIN_CALLS = [
+    (SMALL, SMALL, {}), ((2, 2, 8, 8), (2, 2, 5, 8), {"is_causal": True}), (SMALL, SMALL, {"scale": 2.0}),
+    (SMALL, SMALL, {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}), (SMALL, SMALL, {"scale": 0.0}),
+    (SMALL, SMALL, {"attn_mask": torch.ones(8, 8)}), ((1, 2, 0, 8), SMALL, {}), (SMALL, (1, 2, 0, 8), {}),
+    ((1, 2, 8, 0), (1, 2, 8, 0), {}), ((2, 8, 8), (2, 8, 8), {}), ((1, 2, 2000, 8), (1, 2, 2000, 8), {}),
+    (SMALL, SMALL, {"dropout_p": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape", "options"), PLAIN_CALLS)
+@pytest.mark.parametrize("config", [AUTO, AttentionConfig(route="torch"), AttentionConfig(math_limit_mib=0)], ids=str)
+def test_what_is_plainly_short_is_short(
+    q_shape: tuple, kv_shape: tuple, options: dict, config: AttentionConfig
+) -> None:
+    """The quick look at the arguments never accepts what the look at the checked call refuses."""
+    query, key = torch.randn(q_shape), torch.randn(kv_shape)
+    plainly = routes.is_plainly_short(config, query, key, key, **options)
+    assert not plainly or routes.is_short(check_call(query, key, key, **options), config)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"key": torch.randn(1, 2, 8, 4), "value": torch.randn(1, 2, 8, 4)}, {"key": torch.randn(1, 2, 8, 8).double()},
+    {"attn_mask": torch.ones(7, 8, dtype=torch.bool)}, {"value": torch.randn(1, 2, 8, 8, device="meta")},
+])  # fmt: skip
+def test_a_short_call_that_torch_refuses_gets_our_words(wrong: dict) -> None:
+    query = torch.randn(1, 2, 8, 8)
+    inputs = {"query": query, "key": query, "value": query, **wrong}
+    with pytest.raises((TypeError, ValueError), match="must "):
+        sdpa(**inputs)
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout_p"])
+def test_an_option_that_wants_a_gradient_is_refused(option: str) -> None:
+    learnable = torch.nn.Parameter(torch.tensor(0.5))
+    for length in (8, 700):
+        with pytest.raises(TypeError, match=f"{option} must be a number, got a tensor that requires a gradient"):
+            sdpa(*_qkv(length, length), **{option: learnable})
+
+
+def test_is_causal_must_be_a_bool_on_every_route() -> None:
+    for config in (AUTO, AttentionConfig(route="tiled"), AttentionConfig(route="torch")):
+        with pytest.raises(TypeError, match="is_causal must be a bool, got 1"):
+            sdpa(*_qkv(), is_causal=1, config=config)
+
+
+def _calls_worth_watching() -> list[tuple[list[torch.Tensor], dict]]:
+    """Score matrices below the limit, which the routes tiled and torch compute with different bits."""
+    keys_only = torch.ones(1, 1, 1, 256, dtype=torch.bool)
+    keys_only[..., 200:] = False
+    decode = [torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)]
+    large_decode = [torch.randn(1, 8, 1, 128), *(torch.randn(1, 2, 9000, 128) for _ in range(2))]
+    cross = [torch.randn(1, 2, 1024, 64), torch.randn(1, 2, 77, 64), torch.randn(1, 2, 77, 64)]
+    padded = [torch.randn(1, 2, 256, 64) for _ in range(3)]
+    grouped = {"enable_gqa": True}
+    return [(decode, grouped), (large_decode, grouped), (cross, {}), (padded, {"attn_mask": keys_only})]
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_watching_changes_neither_bits_nor_route(case: int) -> None:
+    tensors, options = _calls_worth_watching()[case]
+    with torch.no_grad():
+        unwatched = sdpa(*tensors, **options)
+        with record() as report:
+            watched = sdpa(*tensors, **options)
+    assert torch.equal(unwatched, watched)
+    (key,) = report.calls
+    assert explain(*tensors, **options).startswith(f"route {key.route}: {key.why}")
+
+
+def test_observers_see_a_call_once_even_when_its_kernel_turns_out_to_be_unavailable(monkeypatch: pytest.MonkeyPatch):
+    seen: list = []
+    answers = [routes.Choice("fused", "of this test"), routes.Choice("tiled", "of this test")]
+    monkeypatch.setattr(attention, "choose", lambda *_, **__: answers.pop(0))
+
+    def unavailable(*_: object, **__: object) -> None:
+        raise attention.fused.KernelUnavailable("of this test")
+
+    monkeypatch.setattr(attention.fused, "run", unavailable)
+    stop = attention.add_observer(seen.append)
+    try:
+        with record() as report:
+            sdpa(*_qkv(700, 700))
+    finally:
+        stop()
+    assert len(seen) == report.total == 1
+    assert report.routes() == {"tiled": 1}

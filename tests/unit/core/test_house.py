@@ -1,0 +1,196 @@
+"""What importing the package does: nothing to anybody. And who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pascal_attn_core
+
+ROOT = Path(pascal_attn_core.__file__).parent
+CORE = [
+    "arguments",
+    "attention",
+    "backward",
+    "bounds",
+    "call",
+    "compat",
+    "config",
+    "device",
+    "dispatch",
+    "dropout",
+    "files",
+    "first_order",
+    "function_copy",
+    "layout",
+    "lazy_mask",
+    "masking",
+    "masks",
+    "math_route",
+    "memory",
+    "ops",
+    "outputs",
+    "outside_graphs",
+    "patching",
+    "plan",
+    "reference",
+    "progress",
+    "report",
+    "routes",
+    "schedule",
+    "shapes",
+    "tiled_route",
+    "tiles",
+    "timing",
+    "torch_faults",
+    "torch_route",
+]
+# Module -> what it may import of this package; the arithmetic knows nothing of tensors that flow or routes.
+LAYERS = {
+    "config": set(),
+    "patching": set(),
+    "report": {"lazy_mask"},
+    "lazy_mask": set(),
+    "function_copy": set(),
+    "progress": set(),
+    "files": set(),
+    "reference": set(),
+    "device": set(),
+    "call": {"lazy_mask"},
+    "dropout": set(),
+    "tiles": {"device", "dropout"},
+    "first_order": set(),
+    "layout": {"call", "device"},
+    "masks": {"call", "device", "layout", "lazy_mask", "tiles"},
+    "masking": {"device", "masks", "tiles"},
+    "torch_faults": {"call", "layout", "lazy_mask"},
+    "plan": {"call", "config", "device", "layout", "tiles"},
+    "memory": {"device"},
+}
+
+
+def _modules() -> dict[str, ast.Module]:
+    return {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+
+
+def _imports(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """(names of this package's modules, names of other packages) that a module imports anywhere in its code."""
+    ours, others = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            ours |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            others.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            others |= {alias.name.split(".")[0] for alias in node.names}
+    return ours, others
+
+
+def _run(code: str, **environ: str) -> str:
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_loads_no_host_and_starts_no_cuda() -> None:
+    hosts = [
+        "torch._dynamo",
+        "torch._inductor",
+        "diffusers",
+        "transformers",
+        "comfy",
+        "triton",
+        "safetensors",
+        "matplotlib",
+        "rich",
+        "numpy.testing",
+    ]
+    code = f"""
+import sys, torch
+import torch.nn.functional as F
+before, loaded = F.scaled_dot_product_attention, set(sys.modules)
+threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+import pascal_attn_core
+assert F.scaled_dot_product_attention is before
+assert not torch.cuda.is_initialized()
+assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
+print([name for name in {hosts} if name in sys.modules and name not in loaded])
+"""
+    assert _run(code) == "[]"
+
+
+def test_importing_writes_nothing() -> None:
+    code = "import logging; logging.basicConfig(level=0)\nimport pascal_attn_core"
+    assert _run(code, PASCAL_ATTN_ROUTES="x") == ""
+
+
+def test_importing_does_not_touch_the_random_state() -> None:
+    code = """
+import torch
+before = torch.get_rng_state()
+import pascal_attn_core
+print(torch.equal(before, torch.get_rng_state()))
+"""
+    assert _run(code) == "True"
+
+
+def test_an_unusable_environment_breaks_neither_the_import_nor_a_call_and_is_told_once() -> None:
+    code = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import pascal_attn_core, torch
+print("imported")
+q = torch.zeros(1, 1, 2, 2)
+for _ in range(3):
+    assert pascal_attn_core.sdpa(q, q, q).shape == q.shape
+"""
+    told = ["imported", "PASCAL_ATTN_BUDGET_MIB is ignored: budget_mib must be a number, got 'lots'"]
+    assert _run(code, PASCAL_ATTN_BUDGET_MIB="lots").splitlines() == told
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_never_imports_a_host(name: str) -> None:
+    ours, others = _imports(_modules()[name])
+    assert ours <= {*CORE, "fused", "version"}
+    assert not others & {"diffusers", "transformers", "comfy", "triton", "safetensors", "accelerate", "peft"}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_imports_only_what_lies_below_it(name: str) -> None:
+    ours, _ = _imports(_modules()[name])
+    assert ours <= LAYERS[name]
+
+
+def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment() -> None:
+    def users(attribute: str) -> set[str]:
+        return {
+            name
+            for name, tree in _modules().items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr == attribute
+        }
+
+    assert users("get_device_properties") == {"device"}
+    assert users("environ") & set(CORE) == {"config"}
+
+
+def test_no_error_is_swallowed() -> None:
+    for name, tree in _modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else ""
+                silent = all(isinstance(line, ast.Pass) for line in node.body)
+                assert caught, f"{name}:{node.lineno}: a bare except"
+                assert not (silent and caught.endswith("Exception")), f"{name}:{node.lineno}: {caught} ignored"
+
+
+def test_everything_promised_is_there() -> None:
+    for name in pascal_attn_core.__all__:
+        assert hasattr(pascal_attn_core, name)
+    for name in ("sdpa", "sdpa_with_lse", "explain", "AttentionConfig", "Patch", "record", "tiled_attention"):
+        assert name in pascal_attn_core.__all__

@@ -1,0 +1,123 @@
+"""Who may import whom: read from every module of the core and of the nodes, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TOPS = ("pascal_attn_core", "nodes")
+# From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
+# its own, and itself.
+FLOORS: list[set[str]] = [
+    {"version", "config", "patching", "reference", "storage", "lazy_mask", "function_copy"},
+    {"device", "call"},
+    {"observe"},
+    {"tiled", "ffn"},
+    {"fused"},
+    {"routes"},
+    {"attention"},
+    {"capture", "sdpa_patch", "compat", "attention_map"},
+    {"flash_attn", "diffusers", "transformers"},
+    {"auto", ""},
+    {"cli"},
+    {"__main__", "nodes"},
+]
+# Who may name what is installed beside us; what is not here is the standard library's, torch, or plain Python.
+HOSTS: dict[str, set[str]] = {
+    "diffusers": {"diffusers", "cli"},
+    "transformers": {"transformers", "cli"},
+    **dict.fromkeys(("comfy", "comfy_execution", "comfyui_version", "folder_paths", "server", "nodes"), {"nodes"}),
+    "PIL": {"nodes", "cli"},
+    "safetensors": {"capture", "cli"},
+    **dict.fromkeys(("numpy", "matplotlib", "rich"), {"cli"}),
+    **dict.fromkeys(("triton", "accelerate", "peft", "xformers", "flash_attn"), set()),
+}
+FILES = sorted(path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py"))
+
+
+def room_of(module: tuple[str, ...]) -> str:
+    """The room of a module, given by its dotted name's parts: "" = the package's own ``__init__``."""
+    return "nodes" if module[0] == "nodes" else module[1] if len(module) > 1 else ""
+
+
+def module_of(file: Path) -> tuple[str, ...]:
+    parts = file.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(file: Path, text: str) -> Iterator[tuple[str, ...]]:
+    """Every module that a file imports anywhere in its code; within the package down to the module, not its names."""
+    package = file.with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = (package[: len(package) - node.level + 1] if node.level else ()) + tuple((node.module or "").split("."))
+            base = tuple(part for part in base if part)
+            for alias in node.names:
+                full = (*base, alias.name)
+                yield full if (ROOT / Path(*full)).is_dir() or (ROOT / Path(*full)).with_suffix(".py").exists() else base
+
+
+def complaints(file: Path, text: str) -> list[str]:
+    """What the imports of one file break."""
+    room, found = room_of(module_of(file)), []
+    floor = next((i for i, rooms in enumerate(FLOORS) if room in rooms), None)
+    if floor is None:
+        return [f"{file}: no floor has the room {room!r}"]
+    below = set().union(*FLOORS[:floor], {room})
+    for target in imports_of(file, text):
+        if target[0] in TOPS:
+            if room_of(target) not in below:
+                found.append(f"{file} imports {'.'.join(target)}, which is not below it")
+        elif room not in HOSTS.get(target[0], {room}):
+            found.append(f"{file} names the host {target[0]}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_lead_downwards(file: Path) -> None:
+    assert complaints(file, (ROOT / file).read_text(encoding="utf-8")) == []
+
+
+def test_no_circle() -> None:
+    arrows = {
+        module_of(file): {
+            target
+            for target in imports_of(file, (ROOT / file).read_text(encoding="utf-8"))
+            if target[0] in TOPS and target != module_of(file)
+        }
+        for file in FILES
+    }
+    done: set[tuple[str, ...]] = set()
+
+    def visit(module: tuple[str, ...], path: tuple[tuple[str, ...], ...]) -> None:
+        names = [".".join(each) for each in (*path[path.index(module) :], module)] if module in path else []
+        assert not names, " -> ".join(names)
+        if module not in done:
+            for target in sorted(arrows.get(module, ())):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in sorted(arrows):
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("pascal_attn_core/fused/select.py", "def f():\n    import comfy, diffusers"),
+        ("pascal_attn_core/fused/select.py", "def f():\n    from ..diffusers import PascalAttnProcessor"),
+        ("pascal_attn_core/attention_map.py", "from .cli.demo import run"),
+        ("pascal_attn_core/tiled/forward.py", "from .. import attention"),
+        ("pascal_attn_core/observe/report.py", "import pascal_attn_core"),
+        ("nodes/report.py", "import transformers"),
+        ("pascal_attn_core/room/module.py", ""),
+    ],
+)
+def test_the_rules_are_noticed_when_they_are_broken(file: str, line: str) -> None:
+    assert len(complaints(Path(file), line)) == (2 if "comfy," in line else 1)

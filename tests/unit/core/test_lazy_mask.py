@@ -1,0 +1,264 @@
+"""LazyMask: what its rule returns is checked at every tile, on every route; rules in compiled graphs."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pascal_attn_core import AttentionConfig, LazyMask, mask_rule, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
+from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.observe.memory import PeakMemory
+
+TOKENS = 600
+ROUTES = {
+    "auto": AttentionConfig(),
+    "tiled": AttentionConfig(route="tiled"),
+    "online": AttentionConfig(route="tiled", softmax="online"),
+    "small tiles": AttentionConfig(route="tiled", q_block=64, kv_block=64),
+    "math": AttentionConfig(route="math", math_limit_mib=99),
+}
+
+
+def _inputs(tokens: int = TOKENS, **options) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, tokens, 16, generator=generator).requires_grad_(**options) for _ in range(3)]
+
+
+def _bias(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return -0.05 * (head + 1) * (query - key).abs()
+
+
+@mask_rule
+def sloped(
+    batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor, slopes: torch.Tensor
+) -> torch.Tensor:
+    return -slopes[head] * (query - key).abs()
+
+
+def _mask(rule, tokens: int = TOKENS, **options) -> LazyMask:
+    return LazyMask((1, 2, tokens, tokens), rule, device="cpu", **options)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_a_float_rule_is_added_with_or_without_its_dtype(route: str, dtype: torch.dtype | None) -> None:
+    query, key, value = _inputs(requires_grad=False)
+    dense = _mask(_bias, dtype=torch.float32).dense()
+    expected = torch.softmax(query.double() @ key.double().mT / 4 + dense, -1) @ value.double()
+    out = sdpa(query, key, value, _mask(_bias, dtype=dtype), config=ROUTES[route])
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, TOKENS), (1, 2, TOKENS, 1), (1, 1, 1, 1)])
+def test_a_size_of_one_stands_for_all_on_every_route(route: str, shape: tuple[int, ...]) -> None:
+    inputs = _inputs()
+    mask = LazyMask(shape, lambda b, h, i, j: (3 * i + 7 * j + h) % 5 != 1, device="cpu")
+    expected = sdpa(*inputs, mask.dense(), config=ROUTES["math"])
+    torch.testing.assert_close(sdpa(*inputs, mask, config=ROUTES[route]), expected, atol=3e-6, rtol=1e-5)
+
+
+def _late(wrong):
+    """A rule that is right for the first element and wrong for the others."""
+    return lambda b, h, i, j: i >= j if i.numel() == j.numel() == 1 and not i.item() else wrong(b, h, i, j)
+
+
+WRONG = {
+    "int": (lambda b, h, i, j: i - j, TypeError, "must return a bool or float tensor, got int64"),
+    "None": (lambda *_: None, TypeError, "must return a bool or float tensor, got NoneType"),
+    "bool": (lambda *_: True, TypeError, "must return a bool or float tensor, got bool"),
+    "int late": (_late(lambda b, h, i, j: i - j), TypeError, "of bool must return that, got int64"),
+    "None late": (_late(lambda *_: None), TypeError, "must return a tensor, got NoneType"),
+    "float late": (_late(_bias), TypeError, r"of bool must return that, got float32 .*pass LazyMask\(..., dtype="),
+    "shape": (lambda *_: torch.zeros(3, dtype=torch.bool), ValueError, r"must return what broadcasts to .*got \(3,\)"),
+    "depth": (lambda b, h, i, j: (i >= j)[None], ValueError, "must return what broadcasts to"),
+    "device": (lambda b, h, i, j: (i >= j).to("meta"), ValueError, "must return a tensor on cpu, got one on meta"),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_rule_that_returns_the_wrong_thing_is_an_error(kind: str, route: str) -> None:
+    rule, error, text = WRONG[kind]
+    with pytest.raises(error, match=text):
+        sdpa(*_inputs(), _mask(rule), config=ROUTES[route])
+
+
+def test_a_rule_that_turns_wrong_after_the_forward_pass_is_an_error_in_the_backward_pass() -> None:
+    calls = []
+
+    def rule(batch, head, query, key):
+        calls.append(1)
+        return query >= key if not forward_is_over else query - key
+
+    forward_is_over = False
+    inputs = _inputs(requires_grad=True)
+    out = sdpa(*inputs, _mask(rule))
+    forward_is_over = True
+    with pytest.raises(TypeError, match="must return that, got int64"):
+        out.sum().backward()
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    (((1, 1, 2, -2), _bias), ValueError, "no negative size"),
+    (((1, 1, 2), _bias), ValueError, r"\(B, H, L, S\)"),
+    (((1, 1, 2, 2), 3), TypeError, "rule must be a function, got int"),
+    (((1, 1, 2, 2), _bias, torch.int32), TypeError, "dtype must be bool, a float dtype or None, got torch.int32"),
+    (((1, 1, 2, 2), _bias, None, (1.0,)), TypeError, "tensors must hold tensors, got float"),
+])  # fmt: skip
+def test_what_a_mask_is_made_of_is_checked(arguments: tuple, error: type[Exception], text: str) -> None:
+    shape, rule, dtype, tensors = (*arguments, *(None, ())[len(arguments) - 2 :])
+    with pytest.raises(error, match=text):
+        LazyMask(shape, rule, device="cpu", dtype=dtype, tensors=tensors)
+
+
+def test_the_checks_cost_nothing_that_can_be_measured() -> None:
+    """Each tile is checked by attributes alone: no operator runs for it."""
+
+    class Count(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.operators += 1
+            return func(*args, **(kwargs or {}))
+
+    mask = _mask(lambda b, h, i, j: i >= j, dtype=torch.bool)
+    counts = []
+    for check in (LazyMask._check, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch, Count():
+            patch.setattr(LazyMask, "_check", check)
+            Count.operators = 0
+            mask.tile(0, (0, 2), (0, 128), (0, 128))
+            counts.append(Count.operators)
+    assert counts[0] == counts[1]
+
+
+def test_a_device_without_a_number_is_the_query_s() -> None:
+    with FakeTensorMode():  # there is no second device here
+        query = torch.empty(1, 2, 64, 8, device="cuda:1")
+    call = check_call(query, query, query, LazyMask((1, 1, 64, 64), _bias, device="cuda", dtype=torch.float32))
+    assert call.attn_mask.device == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="must be on the device of query"):
+        check_call(query, query, query, LazyMask((1, 1, 64, 64), _bias, device="cuda:0", dtype=torch.float32))
+
+
+def test_an_empty_mask_asks_its_rule_nothing() -> None:
+    def rule(*_):
+        raise AssertionError
+
+    query, key, value = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 0, 8), torch.randn(1, 2, 0, 8)
+    mask = LazyMask((1, 1, 4, 0), rule, device="cpu")
+    assert not sdpa(query, key, value, mask).any()
+    assert mask.dense().shape == (1, 1, 4, 0)
+
+
+def test_a_rule_of_a_function_inside_another_cannot_be_registered() -> None:
+    with pytest.raises(ValueError, match="top level of a module"):
+        mask_rule(lambda *_: None)
+
+
+def test_a_registered_rule_is_pickled_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(sloped)) is sloped
+    with pytest.raises(LookupError, match="no mask_rule is registered"):
+        pickle.loads(pickle.dumps(sloped).replace(b"sloped", b"missed"))
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+SLOPES = torch.tensor([0.3, 0.02])
+
+
+def _with_registered_rule(query, key, value, slopes):
+    shape = (1, 2, query.shape[2], key.shape[2])
+    mask = LazyMask(shape, sloped, device="cpu", dtype=torch.float32, tensors=(slopes,))
+    return sdpa(query * 1.0, key, value, mask) + 1
+
+
+def _with_a_closure(query, key, value, slopes):
+    twice = slopes * 1.0
+    rule = lambda b, h, i, j: -twice[h] * (i - j).abs()  # noqa: E731
+    return sdpa(query * 1.0, key, value, LazyMask((1, 2, query.shape[2], key.shape[2]), rule, device="cpu")) + 1
+
+
+def _with_alibi(query, key, value, slopes):
+    tensors = (t.transpose(1, 2) for t in (query, key, value))
+    return flash_attn_func(*tensors, causal=True, alibi_slopes=slopes).transpose(1, 2)
+
+
+def _closed_over(query, key, value, slopes):
+    return sdpa_with_lse(query * 1.0, key, value, OUTSIDE).lse
+
+
+OUTSIDE = _mask(lambda b, h, i, j: -SLOPES[h] * (i - j).abs())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("function", "fullgraph"), [
+    (_with_registered_rule, True), (_with_alibi, True), (_with_a_closure, False), (_closed_over, False),
+])  # fmt: skip
+def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(function, fullgraph, dynamic) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
+    for tokens in (TOKENS,) if function is _closed_over else (TOKENS, 410):
+        inputs = _inputs(tokens, requires_grad=True)
+        results = []
+        for each in (function, compiled):
+            out = each(*inputs, SLOPES)
+            results.append((out, *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)))
+        for one, other in zip(*results):
+            if one is not None or other is not None:
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_an_unregistered_rule_under_fullgraph_is_an_error_and_no_matrix() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_with_a_closure, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="unregistered_mask_rule"):
+        compiled(*_inputs(), SLOPES)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("function", [_with_registered_rule, _with_alibi, _with_a_closure])
+def test_a_compiled_rule_takes_no_matrix(function, requires_grad: bool) -> None:
+    tokens = 4096
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", dynamic=False)
+    inputs = _inputs(tokens, requires_grad=requires_grad)
+    compiled(*inputs, SLOPES)
+    with PeakMemory("cpu") as memory:
+        out = compiled(*inputs, SLOPES)
+        if requires_grad:
+            out.sum().backward()
+    assert memory.largest_tensor_bytes < tokens * tokens / 2  # a bool mask of one head has tokens * tokens bytes
+
+
+def test_fake_tensors_evaluate_no_rule() -> None:
+    def rule(*_):
+        raise AssertionError
+
+    with FakeTensorMode():
+        query = torch.randn(1, 2, 1 << 17, 64, requires_grad=True)
+        mask = LazyMask((1, 1, 1 << 17, 1 << 17), rule, device="cpu", dtype=torch.bool)
+        out = sdpa(query, query, query, mask)
+        out.sum().backward()
+    assert out.shape == query.grad.shape == query.shape
+
+
+def test_other_tensors_need_a_registered_rule() -> None:
+    class Subclass(torch.Tensor):
+        pass
+
+    query = torch.randn(1, 2, 600, 8).as_subclass(Subclass)
+    with pytest.raises(TypeError, match="mask_rule must register the rule of a LazyMask"):
+        sdpa(query, query, query, _mask(_bias))
+    registered = _mask(sloped, dtype=torch.float32, tensors=(SLOPES,))
+    out = sdpa(query, query, query, registered)
+    plain = query.as_subclass(torch.Tensor)
+    assert type(out) is Subclass
+    assert torch.equal(out.as_subclass(torch.Tensor), sdpa(plain, plain, plain, registered))

@@ -1,0 +1,84 @@
+"""What the registry reads: ``[tool.comfy]``, ``.comfyignore``, the requirements."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support.comfy.archive import ROOT, archive_files, unpack_archive
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+COMFY = PROJECT["tool"]["comfy"]
+
+
+def test_the_table_says_all_that_the_registry_asks() -> None:
+    assert COMFY["PublisherId"]
+    assert COMFY["DisplayName"] == "Pascal Attention"
+    assert COMFY["requires-comfyui"] == ">=0.3.60"
+    assert re.fullmatch(r"[a-z0-9-]+", PROJECT["project"]["name"])
+    assert "comfyui" not in PROJECT["project"]["name"]
+
+
+def test_the_version_is_the_one_in_the_code() -> None:
+    text = (ROOT / COMFY["version"]["path"]).read_text(encoding="utf-8")
+    from pascal_attn_core.version import __version__
+
+    assert f'__version__ = "{__version__}"' in text
+
+
+def test_the_icon_is_the_drawing_in_docs() -> None:
+    kind, _, data = COMFY["Icon"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert base64.b64decode(data) == (ROOT / "docs" / "icon.svg").read_bytes().strip()
+
+
+def test_requirements_install_nothing() -> None:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.strip() and not line.startswith("#")] == []
+
+
+def test_the_archive_holds_the_pack_and_not_its_workshop() -> None:
+    files = archive_files()
+    for needed in ("__init__.py", "LICENSE", "README.md", "nodes/__init__.py", "pascal_attn_core/__init__.py"):
+        assert needed in files
+    assert any(path.startswith("nodes/web/docs/") for path in files)
+    assert any(re.fullmatch(r"workflows/[^/]+\.json", path) for path in files)
+    for left_out in ("tests/", "tools/", "docs/", ".ci/", ".github/", "workflows/api/", "Makefile"):
+        assert not any(path.startswith(left_out) for path in files), left_out
+    assert sum((ROOT / path).stat().st_size for path in files) < 6 << 20
+
+
+def test_the_pack_loads_from_the_archive_alone(tmp_path: Path) -> None:
+    code = f"""
+import importlib.util, sys
+root = {str(unpack_archive(tmp_path / "pack"))!r}
+spec = importlib.util.spec_from_file_location("the_pack", root + "/__init__.py", submodule_search_locations=[root])
+pack = sys.modules["the_pack"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pack)
+assert pack.NODE_CLASS_MAPPINGS
+print(sys.modules["the_pack.pascal_attn_core"].__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+
+
+def test_the_library_does_not_come_with_the_nodes() -> None:
+    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["pascal_attn_core*"]
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed")
+    from setuptools import find_packages
+
+    found = find_packages(str(ROOT), include=["pascal_attn_core*"])
+    assert {name.partition(".")[0] for name in found} == {"pascal_attn_core"}

@@ -1,0 +1,104 @@
+"""What ran, by which route and why."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
+from pascal_attn_core.observe.report import CallKey, Report, mask_kind, note, recording
+
+TILED = AttentionConfig(route="tiled")
+
+
+def _call(length: int = 70, **options) -> None:
+    query = torch.randn(1, 2, length, 8)
+    sdpa(query, query, query, **options)
+
+
+def test_nothing_is_recorded_unless_somebody_asks() -> None:
+    assert not recording()
+    with record() as report:
+        assert recording()
+        _call()
+    _call()
+    assert not recording()
+    assert report.total == 1
+
+
+def test_calls_of_one_kind_are_counted_together() -> None:
+    with record() as report:
+        for _ in range(3):
+            _call(config=TILED)
+        _call(is_causal=True, config=TILED)
+        _call(40, config=AttentionConfig(route="math"))
+    assert sorted(stats.count for stats in report.calls.values()) == [1, 1, 3]
+    assert report.routes() == {"tiled": 4, "math": 1}
+    assert list(report.routes()) == ["tiled", "math"]
+
+
+def test_blocks_say_how_many_were_bounded() -> None:
+    with record() as report:
+        _call(config=TILED)
+        _call(config=AttentionConfig(route="tiled", softmax="online"))
+    assert report.bounded_share() == 0.5
+    with record() as nothing:
+        pass
+    assert nothing.bounded_share() is None
+    assert nothing.total == 0
+    assert "0 attention calls" in nothing.text()
+
+
+def test_the_text_has_shapes_mask_route_and_reason() -> None:
+    with record() as report:
+        _call(window=(3, 4), config=TILED)
+    text = report.text()
+    assert "1 attention calls: 1 tiled" in text
+    assert "q[1, 2, 70, 8] k[1, 2, 70, 8] float32 mask window (3, 4)" in text
+    assert "asked for by name" in text
+
+
+def test_reports_can_be_nested_and_see_other_threads() -> None:
+    with record() as outer:
+        _call()
+        with record() as inner:
+            thread = threading.Thread(target=_call)
+            thread.start()
+            thread.join()
+        _call()
+    assert (outer.total, inner.total) == (3, 1)
+
+
+def test_a_short_call_is_seen_too() -> None:
+    query = torch.randn(1, 1, 4, 8)
+    with record() as report:
+        sdpa(query, query, query)
+        sdpa_with_lse(query, query, query)
+    assert report.total == 2
+
+
+def test_recording_does_not_change_the_answer() -> None:
+    query, key, value = (torch.randn(2, 4, 30, 8) for _ in range(3))
+    plain = sdpa(query, key, value)
+    with record():
+        recorded = sdpa(query, key, value)
+    torch.testing.assert_close(recorded, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_halved_budgets_are_counted_per_call_that_halved() -> None:
+    key = CallKey("tiled", (1,), (1,), "float32", "none", "why")
+    with record() as report:
+        note(key, blocks=4, bounded_blocks=1, budget_halvings=2)
+        note(key, blocks=4, bounded_blocks=1)
+    assert report.calls[key].budget_halvings == 2
+    assert "25% bounded, budget halved 2x: why" in report.text()
+    assert isinstance(report, Report)
+
+
+def test_masks_in_words() -> None:
+    mask = torch.ones(1, 1, 1, 77, dtype=torch.bool)
+    assert mask_kind(None, is_causal=False, left=None, right=None) == "none"
+    assert mask_kind(mask, is_causal=False, left=None, right=None) == "bool [1, 1, 1, 77]"
+    assert mask_kind(None, is_causal=True, left=None, right=0) == "causal"
+    assert mask_kind(mask.float(), is_causal=False, left=8, right=None) == "float32 [1, 1, 1, 77] window (8, -1)"

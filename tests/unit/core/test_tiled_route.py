@@ -1,0 +1,198 @@
+"""The route tiled when the device runs out of memory, and what it remembers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+from pascal_attn_core import AttentionConfig, record, sdpa
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import tiled as tiled_route
+
+TILED = AttentionConfig(route="tiled")
+
+
+class Device:
+    """Stands in for a device with little memory: tiled work fails while its plan takes more than ``free`` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int):
+        self.free, self.tried = free, {"forward": [], "backward": []}
+        for name in ("forward", "backward"):
+            original = getattr(tiled_route, f"tiled_{name}")
+            monkeypatch.setattr(tiled_route, f"tiled_{name}", self._limited(name, original))
+
+    def _limited(self, name, original):
+        def run(call, plan, *args, **options):
+            self.tried[name].append(plan.extra_bytes)
+            if plan.extra_bytes > self.free:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return original(call, plan, *args, **options)
+
+        return run
+
+
+@pytest.fixture
+def qkv() -> list[torch.Tensor]:
+    return [torch.randn(1, 4, 1024, 32) for _ in range(3)]
+
+
+def test_out_of_memory_means_half_the_memory_until_it_fits(monkeypatch, qkv, caplog) -> None:
+    device = Device(monkeypatch, free=1 << 19)
+    with record() as report, caplog.at_level(logging.WARNING, logger="pascal_attn"):
+        out = sdpa(*qkv, config=TILED)
+    torch.testing.assert_close(out, reference_sdpa(*qkv)[0], atol=1e-6, rtol=1e-5)
+    tried = device.tried["forward"]
+    assert len(tried) >= 2
+    assert all(0.4 < later / earlier < 0.55 for earlier, later in itertools.pairwise(tried))
+    assert tried[-1] > 0.4 * device.free
+    (stats,) = report.calls.values()
+    assert stats.budget_halvings == len(tried) - 1 == len(caplog.records)
+    assert "budget halved" in report.text()
+    assert "[1, 4, 1024, 32]" in caplog.records[0].getMessage()
+
+
+def test_a_shape_that_ran_out_once_starts_small_next_time(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*qkv, config=TILED)
+    last = device.tried["forward"][-1]
+    device.tried["forward"].clear()
+    with record() as report:
+        for _ in range(3):
+            sdpa(*qkv, config=TILED)
+    assert device.tried["forward"] == [last] * 3
+    (stats,) = report.calls.values()
+    assert stats.budget_halvings == 0  # nothing ran out in these calls
+
+
+def _distinct(sizes: list[int]) -> list[int]:
+    return [size for size, _ in itertools.groupby(sizes)]
+
+
+def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 40)
+    sdpa(*qkv, config=TILED)
+    (full,) = device.tried["forward"]
+    device.free = full // 3
+    sdpa(*qkv, config=TILED)
+    least = device.tried["forward"][-1]
+    assert least < full // 3
+    device.free = 1 << 40
+    device.tried["forward"].clear()
+    for _ in range(3 * tiled_route._PATIENCE):
+        sdpa(*qkv, config=TILED)
+    steps = _distinct(device.tried["forward"])
+    assert steps[0] == least
+    assert steps[-1] == full
+    assert all(1.8 < later / earlier < 2.2 for earlier, later in itertools.pairwise(steps))
+    assert not tiled_route._caps  # nothing is remembered any more
+
+
+def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*qkv, config=TILED)
+    device.free = 1 << 40
+    monkeypatch.setattr(tiled_route, "_PAUSE", -1.0)
+    sdpa(*qkv, config=TILED)
+    assert device.tried["forward"][-1] == device.tried["forward"][0]
+    assert not tiled_route._caps
+
+
+def test_a_raise_that_was_too_much_is_tried_less_and_less_often(monkeypatch, qkv) -> None:
+    small = [t[:, :1, :256] for t in qkv]
+    device = Device(monkeypatch, free=1 << 17)
+    with record() as report:
+        for _ in range(20 * tiled_route._PATIENCE):
+            sdpa(*small, config=TILED)
+    tried = device.tried["forward"]
+    failed = [i for i, size in enumerate(tried) if size > device.free]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(failed) if later - earlier > 1]
+    assert len(gaps) >= 3
+    assert all(later >= 1.9 * earlier for earlier, later in itertools.pairwise(gaps))
+    (stats,) = report.calls.values()
+    assert stats.budget_halvings == len(failed)
+
+
+def test_the_gradients_have_a_budget_of_their_own(monkeypatch, qkv) -> None:
+    leaves = [t.requires_grad_() for t in qkv]
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*leaves, config=TILED).sum().backward()
+    least = device.tried["backward"][-1]
+    device.free = 1 << 40
+    for _ in range(2 * tiled_route._PATIENCE + 1):
+        sdpa(*leaves, config=TILED).sum().backward()
+    assert device.tried["backward"][-1] > 1.8 * least
+
+
+def test_other_shapes_keep_the_full_budget(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 19)
+    sdpa(*qkv, config=TILED)
+    device.free = 1 << 40
+    device.tried["forward"].clear()
+    sdpa(*(t[:, :3] for t in qkv), config=TILED)
+    (first,) = device.tried["forward"]
+    assert first > 1 << 19
+    tiled_route.forget_halvings()
+    sdpa(*qkv, config=TILED)
+    assert device.tried["forward"][-1] > 1 << 19
+
+
+def test_a_remembered_shape_may_be_called_with_any_budget_and_tile(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 17)
+    sdpa(*qkv, config=TILED)
+    device.free = 1 << 40
+    expected = reference_sdpa(*qkv)[0]
+    for changes in ({"budget_mib": 1 / 16}, {"budget_mib": 64}, {"q_block": 512, "kv_block": 512}, {"q_block": 1}):
+        out = sdpa(*qkv, config=AttentionConfig(route="tiled", **changes))
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_device_without_any_memory_gives_its_own_error(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=0)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
+        sdpa(*qkv, config=TILED)
+    tried = device.tried["forward"]
+    assert len(set(tried)) == len(tried) < 30  # no plan is tried twice
+
+
+def test_a_forced_tile_is_not_made_smaller_behind_the_users_back(monkeypatch, qkv) -> None:
+    device = Device(monkeypatch, free=1 << 17)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        sdpa(*qkv, config=AttentionConfig(route="tiled", q_block=512, kv_block=512))
+    assert len(device.tried["forward"]) == 1
+
+
+def test_other_errors_are_not_tried_again(monkeypatch, qkv) -> None:
+    calls = []
+
+    def broken(*args, **options):
+        calls.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiled_route, "tiled_forward", broken)
+    with pytest.raises(KeyboardInterrupt):
+        sdpa(*qkv, config=TILED)
+    assert calls == [1]
+
+
+def test_the_backward_pass_halves_on_its_own(monkeypatch, qkv) -> None:
+    leaves = [t.requires_grad_() for t in qkv]
+    out = sdpa(*leaves, config=TILED)
+    device = Device(monkeypatch, free=1 << 19)
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    expected = torch.autograd.grad(reference_sdpa(*leaves)[0].square().sum(), leaves)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert len(device.tried["backward"]) >= 2
+    device.free = 1 << 40
+    sdpa(*leaves, config=TILED)
+    assert device.tried["forward"][-1] > 1 << 19
+
+
+def test_the_dropout_of_a_repeated_call_is_that_of_the_first_try(monkeypatch, qkv) -> None:
+    torch.manual_seed(4)
+    expected = sdpa(*qkv, None, 0.5, config=TILED)
+    Device(monkeypatch, free=1 << 19)
+    torch.manual_seed(4)
+    torch.testing.assert_close(sdpa(*qkv, None, 0.5, config=TILED), expected, atol=1e-6, rtol=1e-5)

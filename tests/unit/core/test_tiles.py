@@ -1,0 +1,176 @@
+"""Tile shapes from facts made by hand: any card on a laptop."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pascal_attn_core.device import MIB, DeviceInfo
+from pascal_attn_core.tiled.tiles import (
+    Workload,
+    describe_plan,
+    even_ranges,
+    plan_tiles,
+    recommended_tile_size_for,
+    step_bytes,
+)
+
+CARDS = {
+    "GTX 1080 Ti": DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), num_sms=28, l2_bytes=2816 << 10, total_bytes=11 << 30),
+    "P40": DeviceInfo("cuda", "P40", (6, 1), num_sms=30, l2_bytes=3 << 20, total_bytes=24 << 30),
+    "RTX 3090": DeviceInfo("cuda", "RTX 3090", (8, 6), num_sms=82, l2_bytes=6 << 20, total_bytes=24 << 30),
+    "H200": DeviceInfo("cuda", "H200", (9, 0), num_sms=132, l2_bytes=50 << 20, total_bytes=141 << 30),
+    "MI50": DeviceInfo("hip", "MI50", None, num_sms=60, l2_bytes=4 << 20, total_bytes=16 << 30, arch="gfx906"),
+    "CPU": DeviceInfo("cpu", "CPU", num_sms=8, l2_bytes=32 << 20),
+}
+GPUS = [name for name in CARDS if name != "CPU"]
+
+# (units, groups, L, S, D): what people run.
+WAN = Workload(12, 1, 32760, 32760, 128, 128)
+FLUX = Workload(24, 1, 4608, 4608, 128, 128, copies_query=True, copies_kv=True, copies_out=True)
+SDXL = Workload(20, 1, 4096, 4096, 64, 64)
+SDXL_TEXT = Workload(20, 1, 4096, 77, 64, 64)
+LLM = Workload(
+    8, 4, 2048, 2048, 128, 128, copies_query=True, copies_out=True, writes_mask=True, has_band=True, causal=True
+)
+DECODE = Workload(8, 4, 1, 8192, 128, 128)
+DECODE_BATCH = Workload(256, 4, 1, 8192, 128, 128)
+WORKLOADS = {"wan": WAN, "flux": FLUX, "sdxl": SDXL, "sdxl text": SDXL_TEXT, "llm": LLM, "decode": DECODE,
+             "decode batch": DECODE_BATCH}  # fmt: skip
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("budget_mib", [0.5, 1, 4, 16, 64, 256])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_plan_keeps_its_budget(card: str, budget_mib: float, backward: bool) -> None:
+    for work in WORKLOADS.values():
+        work = Workload(**{**work.__dict__, "backward": backward, "dropout": backward})
+        plan = plan_tiles(CARDS[card], work, int(budget_mib * MIB))
+        assert plan.extra_bytes <= budget_mib * MIB
+        assert 1 <= plan.q_block <= work.seq_len_q
+        assert 1 <= plan.kv_block <= work.seq_len_kv
+        assert 1 <= plan.units <= work.units
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_more_budget_never_means_smaller_steps(card: str, name: str) -> None:
+    work = WORKLOADS[name]
+    sizes = []
+    for budget_mib in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        plan = plan_tiles(CARDS[card], work, budget_mib * MIB)
+        sizes.append(plan.units * plan.rows(work.groups) * plan.kv_block)
+    assert all(after >= before * 0.7 for before, after in itertools.pairwise(sizes)), sizes
+
+
+@pytest.mark.parametrize("card", GPUS)
+@pytest.mark.parametrize("work", [WAN, FLUX, SDXL, LLM], ids=["wan", "flux", "sdxl", "llm"])
+def test_steps_on_a_gpu_are_millions_of_scores(card: str, work: Workload) -> None:
+    """Each operator costs some microseconds to launch, however small its work."""
+    plan = plan_tiles(CARDS[card], work)
+    assert plan.units * plan.rows(work.groups) * plan.kv_block >= 2e6
+
+
+@pytest.mark.parametrize("card", GPUS)
+def test_a_video_takes_hundreds_of_steps_and_not_tens_of_thousands(card: str) -> None:
+    plan = plan_tiles(CARDS[card], WAN)
+    steps = -(-WAN.units // plan.units) * -(-WAN.seq_len_q // plan.q_block) * -(-WAN.seq_len_kv // plan.kv_block)
+    assert steps < 2000
+
+
+@pytest.mark.parametrize("card", GPUS)
+def test_a_step_on_a_gpu_has_rows_for_every_multiprocessor(card: str) -> None:
+    plan = plan_tiles(CARDS[card], WAN)
+    assert plan.units * plan.rows(1) >= 128 * CARDS[card].num_sms
+
+
+@pytest.mark.parametrize("card", GPUS)
+def test_decoding_batches_units(card: str) -> None:
+    """One query token has one row per head: only many heads together fill a GPU."""
+    assert plan_tiles(CARDS[card], DECODE).units == 8
+    assert plan_tiles(CARDS[card], DECODE_BATCH).units > 16
+
+
+def test_the_default_budget_is_64_mib_on_a_gpu_and_4_on_a_cpu() -> None:
+    assert CARDS["P40"].default_budget_bytes() == CARDS["P40"].default_budget_bytes(backward=True) == 64 * MIB
+    assert CARDS["CPU"].default_budget_bytes() == 4 * MIB
+    assert CARDS["CPU"].default_budget_bytes(backward=True) == 6.5 * MIB
+    assert CARDS["MI50"].is_gpu
+    assert not CARDS["CPU"].is_gpu
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("card", CARDS)
+def test_asking_for_the_keys_that_would_be_chosen_changes_nothing(card: str, name: str) -> None:
+    plan = plan_tiles(CARDS[card], WORKLOADS[name])
+    assert plan_tiles(CARDS[card], WORKLOADS[name], kv_block=plan.kv_block) == plan
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_tile_asked_for_is_the_tile_used(card: str) -> None:
+    plan = plan_tiles(CARDS[card], SDXL, 16 * MIB, q_block=100, kv_block=30)
+    assert (plan.q_block, plan.kv_block) == (100, 30)
+    assert plan_tiles(CARDS[card], SDXL, 16 * MIB, q_block=100).q_block == 100
+    assert plan_tiles(CARDS[card], SDXL, 1 * MIB, kv_block=4096).kv_block == 4096
+    assert plan_tiles(CARDS[card], SDXL_TEXT, 16 * MIB, kv_block=4096).kv_block == 77
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_cannot_fit_says_how_much_it_needs(card: str) -> None:
+    with pytest.raises(ValueError, match=r"budget_mib must be at least .* got 1\.000"):
+        plan_tiles(CARDS[card], SDXL, 1 * MIB, q_block=4096, kv_block=4096)
+    with pytest.raises(ValueError, match="budget_mib must be at least"):
+        plan_tiles(CARDS[card], FLUX, 64)
+
+
+def test_the_bytes_of_a_step_hold_its_scores() -> None:
+    work = Workload(1, 2, 100, 100, 64, 64)
+    bare = step_bytes(work, 1, 10, 20)
+    assert 10 * 2 * 20 * 4 <= bare < 10 * 2 * 20 * 4 + 2500
+    for change in ({"writes_mask": True}, {"has_band": True}, {"dropout": True},
+                   {"backward": True}, {"copies_query": True}, {"copies_kv": True}, {"copies_out": True},
+                   {"acc_size": 8}):  # fmt: skip
+        assert step_bytes(Workload(**{**work.__dict__, **change}), 1, 10, 20) > bare, change
+
+
+def test_a_window_keeps_the_rows_few() -> None:
+    """A tile of R rows covers R + window keys, of which each row uses the window."""
+    wide = plan_tiles(CARDS["CPU"], LLM)
+    narrow = plan_tiles(CARDS["CPU"], Workload(**{**LLM.__dict__, "window": 64}))
+    assert narrow.q_block < wide.q_block
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "longest"),
+    [(0, 100, 30), (0, 129, 128), (5, 1000, 100), (3, 3, 8), (9, 2, 8), (0, 7, 1), (0, 1000, 333)],
+)
+def test_even_ranges_cover_everything_once_in_even_parts(first: int, last: int, longest: int) -> None:
+    ranges = even_ranges(first, last, longest)
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(first, last))
+    assert len(ranges) == -(-max(0, last - first) // longest) or longest >= 64
+    assert all(b - a <= longest for a, b in ranges)
+
+
+@pytest.mark.parametrize(
+    ("card", "tile"), [("GTX 1080 Ti", 64), ("P40", 64), ("RTX 3090", 64), ("H200", 256), ("MI50", 64)]
+)
+def test_the_tile_sizes_that_pascal_attn_states(card: str, tile: int) -> None:
+    """4 x 32 heads of tile^2 float32 scores: 2 MiB at 64, 8 at 128, 32 at 256."""
+    assert recommended_tile_size_for(CARDS[card].l2_bytes) == tile
+
+
+def test_tile_sizes_change_exactly_where_the_scores_fit() -> None:
+    assert recommended_tile_size_for(8 << 20) == 128
+    assert recommended_tile_size_for((8 << 20) - 1) == 64
+    assert recommended_tile_size_for(32 << 20) == 256
+    assert recommended_tile_size_for((32 << 20) - 1) == 128
+    assert recommended_tile_size_for(0) == 256
+
+
+def test_a_plan_in_words() -> None:
+    words = describe_plan(
+        CARDS["P40"], batch=1, num_heads=32, num_kv_heads=8, seq_len_q=2048, seq_len_kv=2048, head_dim=128
+    )
+    assert "4 query heads" in words
+    assert words.endswith("MiB")

@@ -1,0 +1,311 @@
+"""patch_ffn: memory kept, results and gradients unchanged, arguments of the call."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.ffn_zoo import Ffn, Geglu, With, mlp
+from torch import Tensor, nn
+
+from pascal_attn_core.ffn import patch_ffn
+from pascal_attn_core.observe.memory import PeakMemory, measure
+
+MIB = 1 << 20
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "budget_mib", "most_slices"),
+    [
+        (lambda: mlp(96, 560), (1, 8192, 96), 4.0, 10),  # Wan 1.3B, a sixteenth as wide: 512 MiB -> 64 MiB there
+        (lambda: nn.Sequential(Geglu(), nn.Dropout(0.0), nn.Linear(64, 16)).eval(), (2, 8192, 16), 2.0, 12),
+        (lambda: mlp(192, 768), (1, 4096, 192), 4.0, 7),  # Flux
+    ],
+    ids=["Wan", "SDXL", "Flux"],
+)
+def test_the_peak_stays_under_the_budget_from_the_first_call_on(make, shape, budget_mib, most_slices) -> None:
+    module, x = make(), torch.randn(shape)
+    with torch.no_grad():
+        whole = measure(module, x)
+        with patch_ffn(module, include="", budget_mib=budget_mib) as patch:
+            first, second = measure(module, x), measure(module, x)
+        line = patch.report().lines[0]
+    assert whole.extra_bytes > 4 * budget_mib * MIB
+    assert first.extra_bytes <= budget_mib * MIB
+    assert second.extra_bytes <= budget_mib * MIB
+    assert second.extra_bytes > 0.8 * budget_mib * MIB  # fewer slices would not fit
+    assert int(line.why.split()[0]) <= most_slices
+    torch.testing.assert_close(second.out, whole.out)
+
+
+def test_slices_are_the_fewest_that_fit() -> None:
+    module, x = mlp(32, 256), torch.randn(1, 3000, 32)
+    with torch.no_grad():
+        for budget in (0.5, 1.0, 2.0, 4.0):
+            with patch_ffn(module, include="", budget_mib=budget) as patch:
+                assert measure(module, x).extra_bytes <= budget * MIB
+                slices = int(patch.report().lines[0].why.split()[0])
+            with patch_ffn(module, include="", chunk_tokens=math.ceil(3000 / (slices - 1))):
+                module(x)
+                assert slices == 2 or measure(module, x).extra_bytes > budget * MIB
+
+
+def test_a_wan_sized_call_fits_on_meta() -> None:
+    module, x = mlp(1536, 8960).to("meta"), torch.empty(1, 8192, 1536, device="meta")
+    with torch.no_grad():
+        whole = measure(module, x).peak_bytes
+        with patch_ffn(module, include="", verify=False):
+            module(x)  # the trial without data would count as data here
+            sliced = measure(module, x).peak_bytes
+    assert whole >= 560 * MIB
+    assert sliced <= 112 * MIB
+
+
+def test_on_meta_nothing_can_be_proven_and_calls_run_whole() -> None:
+    module, x = mlp(16, 64).to("meta"), torch.empty(1, 4096, 16, device="meta")
+    with torch.no_grad(), patch_ffn(module, include="", budget_mib=0.25) as patch:
+        module(x)
+    assert patch.report().lines[0].state == "waiting"
+
+
+def test_a_call_that_fits_runs_whole() -> None:
+    module, x = mlp(16, 64), torch.randn(1, 512, 16)
+    with torch.no_grad(), patch_ffn(module, include="") as patch:
+        module(x)
+        line = patch.report().lines[0]
+    assert (line.state, line.why.split(":")[0]) == ("whole", "fits the budget")
+
+
+def test_a_budget_too_small_for_any_slice_keeps_slices_worth_their_time() -> None:
+    module, x = mlp(16, 64), torch.randn(1, 4096, 16)
+    with torch.no_grad(), patch_ffn(module, include="", budget_mib=1e-6) as patch:
+        torch.testing.assert_close(module(x), patch._found[0].module.forward.whole(x))
+        assert patch.report().lines[0].why.startswith("64 slices")
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
+    sliced = mlp(32, 256).train().requires_grad_(not frozen)
+    plain = copy.deepcopy(sliced)
+    one = torch.randn(2, 2048, 32, requires_grad=True)
+    two = one.detach().clone().requires_grad_()
+    with PeakMemory() as whole:
+        plain(one).square().sum().backward()
+    with patch_ffn(sliced, include="", budget_mib=2.0) as patch:
+        sliced(two.detach().requires_grad_()).sum().backward()
+        sliced.zero_grad(set_to_none=True)
+        with PeakMemory() as peak:
+            sliced(two).square().sum().backward()
+        assert patch.report().lines[0].state == "chunked"
+    torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(sliced.parameters(), plain.parameters()):
+        if not frozen:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-3)
+    assert peak.peak_bytes < 0.5 * whole.peak_bytes
+
+
+def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
+    module, x = mlp(16, 64), torch.randn(1, 512, 16)
+    with patch_ffn(module, include="", chunk_tokens=64, checkpoint=False) as patch:
+        module(x).sum().backward()
+        assert "checkpoint=False" in patch.report().lines[0].why
+        with torch.no_grad():
+            module(x)
+        assert patch.report().lines[0].state == "chunked"
+
+
+def test_inference_mode_and_autocast() -> None:
+    module, x = mlp(16, 64), torch.randn(2, 512, 16)
+    with patch_ffn(module, include="", chunk_tokens=64) as patch:
+        with torch.inference_mode():
+            out = module(x)
+        assert patch.report().lines[0].state == "chunked"
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cast = module(x)
+        assert [plan.refused for plan in patch._sites_by_name[""].plans.values()] == [False, False]
+    with torch.inference_mode():
+        torch.testing.assert_close(out, module(x))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(cast, module(x))
+    assert cast.dtype == torch.bfloat16
+
+
+# --- arguments of the call ---
+
+
+class Shifted(Ffn):
+    def forward(self, x: Tensor, shift: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        return self.mlp(x * scale if shift is None else x * scale + shift)
+
+
+@pytest.mark.parametrize(
+    "shift", [torch.randn(2, 96, 16), torch.randn(96, 16), torch.randn(2, 1, 16), torch.randn(16), torch.randn(96, 1)]
+)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_arguments_with_a_token_dimension_are_sliced_and_others_passed_whole(shift: Tensor, by_name: bool) -> None:
+    module, x = Shifted().eval(), torch.randn(2, 96, 16)
+    call = (lambda: module(x, shift=shift, scale=2.0)) if by_name else (lambda: module(x, shift, 2.0))
+    with torch.no_grad():
+        expected = call()
+        with patch_ffn(module, include="", chunk_tokens=32, min_tokens=2) as patch:
+            torch.testing.assert_close(call(), expected)
+            assert patch.report().lines[0].state == "chunked"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [torch.randn(2, 16, 96), [torch.randn(2, 96, 16)], {"a": torch.randn(96)}, object()],
+    ids=["tokens last", "list", "dict", "object"],
+)
+def test_arguments_that_may_hide_tokens_keep_the_call_whole(extra: object) -> None:
+    def change(module: object, x: Tensor) -> Tensor:
+        return x
+
+    class Takes(With):
+        def forward(self, x: Tensor, extra: object = None) -> Tensor:
+            return self.mlp(x + extra.mT if isinstance(extra, Tensor) else x)
+
+    module, x = Takes(change).eval(), torch.randn(2, 96, 16)
+    with torch.no_grad():
+        expected = module(x, extra)
+        with patch_ffn(module, include="", chunk_tokens=32, min_tokens=2) as patch:
+            assert torch.equal(module(x, extra), expected)
+            assert patch.report().lines[0].state == "refused"
+
+
+@pytest.mark.parametrize("shape", [(96, 16), (1, 96, 16), (3, 96, 16), (2, 3, 96, 16), (32, 8, 16)])
+def test_any_rank_and_batch(shape: tuple[int, ...]) -> None:
+    module, x = Ffn().eval(), torch.randn(shape)
+    with torch.no_grad():
+        expected = module(x)
+        with patch_ffn(module, include="", chunk_tokens=4, min_tokens=2) as patch:
+            torch.testing.assert_close(module(x), expected)
+            torch.testing.assert_close(module(x.mT.contiguous().mT), expected)
+            assert patch.report().lines[0].state == "chunked"
+
+
+def test_odd_lengths_leave_no_token_out() -> None:
+    module = Ffn().eval()
+    with torch.no_grad():
+        for tokens in (5, 7, 33, 97, 101):
+            x = torch.randn(1, tokens, 16)
+            expected = module(x)
+            with patch_ffn(module, include="", chunk_tokens=4, min_tokens=2):
+                torch.testing.assert_close(module(x), expected)
+
+
+def test_empty_and_tiny_inputs_run_whole() -> None:
+    module = Ffn().eval()
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=2, min_tokens=2) as patch:
+        assert module(torch.randn(1, 0, 16)).shape == (1, 0, 16)
+        assert module(torch.randn(16)).shape == (16,)
+        assert module(x=torch.randn(1, 3, 16)).shape == (1, 3, 16)
+        assert module(torch.randn(0, 64, 16)).shape == (0, 64, 16)
+    assert patch.sites == 1
+
+
+def test_errors_of_the_module_are_its_own() -> None:
+    module = Ffn().eval()
+    with (
+        patch_ffn(module, include="", chunk_tokens=4, min_tokens=2),
+        pytest.raises(RuntimeError, match="shapes cannot"),
+    ):
+        module(torch.randn(1, 64, 17))
+
+
+def test_an_interrupt_during_the_trial_goes_through_and_leaves_no_trace() -> None:
+    def interrupted(module: With, x: Tensor) -> Tensor:
+        module.calls += 1
+        if module.calls == 1:
+            raise KeyboardInterrupt
+        return x
+
+    module = With(interrupted, calls=0).eval()
+    with patch_ffn(module, include="", chunk_tokens=4, min_tokens=2), pytest.raises(KeyboardInterrupt):
+        module(torch.randn(1, 64, 16))
+    assert module.calls == 0
+
+
+def test_without_verification_a_wrong_slice_is_an_error_and_not_a_result() -> None:
+    module = With(lambda m, x: x[:, :1]).eval()
+    wrong = pytest.raises(RuntimeError, match="one output per token")
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, verify=False), wrong:
+        module(torch.randn(1, 512, 16))
+
+
+def test_relu_as_a_function_attribute_may_be_swapped() -> None:
+    module = With(lambda m, x: m.act(x), act=F.relu).eval()
+    x = torch.randn(1, 64, 16)
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
+        module(x)
+        module.act = F.silu
+        out = module(x)
+    with torch.no_grad():
+        torch.testing.assert_close(out, module(x))
+
+
+# --- speed ---
+
+
+def test_a_second_call_that_is_not_sliced_costs_next_to_nothing() -> None:
+    module, x = mlp(256, 1024), torch.randn(1, 512, 256)
+    with torch.no_grad(), patch_ffn(module, include="") as patch:
+        module(x)
+        assert patch.report().lines[0].state == "whole"
+        forward = module.__dict__["forward"]
+        plain = min(_seconds(lambda: forward.whole(x)) for _ in range(10))
+        forward.whole = lambda x: x  # what is left is our own work
+        ours = min(_seconds(lambda: [forward(x) for _ in range(100)]) for _ in range(10)) / 100
+    assert ours < 0.02 * plain
+
+
+def _seconds(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pascal_attn_core.ffn.forward as ffn
+
+    made = []
+    make_plan = ffn.make_plan
+    monkeypatch.setattr(ffn, "make_plan", lambda *args, **kind: made.append(1) or make_plan(*args, **kind))
+    module, x = Ffn().eval(), torch.randn(1, 64, 16)
+    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
+        for _ in range(3):
+            module(x)
+        assert len(made) == 1
+        module(x[:, :32])
+        assert len(made) == 2
+
+
+def test_threads_may_call_while_it_is_proven() -> None:
+    module, x = Ffn().eval(), torch.randn(1, 64, 16)
+    with torch.no_grad():
+        expected, outs = module(x), []
+    with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
+
+        def work() -> None:
+            with torch.no_grad():
+                outs.extend(module(x) for _ in range(20))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outs) == 80
+    for out in outs:
+        torch.testing.assert_close(out, expected)

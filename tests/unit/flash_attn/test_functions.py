@@ -1,0 +1,192 @@
+"""flash-attn's functions for one length against plain float64 attention: flags, layouts, gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attn_support.flash_attn.oracle import (
+    F64,
+    FLAGS,
+    Largest,
+    assert_same,
+    inputs,
+    leaves_of,
+    plain,
+    tiled,  # noqa: F401
+    with_slopes,
+)
+
+from pascal_attn_core import flash_attn as fa
+from pascal_attn_core.observe import report
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 9, 9, 4, 2, 8), (2, 5, 12, 3, 1, 8), (1, 12, 5, 2, 2, 4), (2, 1, 40, 4, 4, 8)])
+def test_every_flag_means_what_it_means_there_forward_and_backward(flags: dict[str, Any], sizes: tuple) -> None:
+    flags = with_slopes(flags, sizes[0], sizes[3])
+    tensors = inputs(*sizes)
+    out, lse, probs = fa.flash_attn_func(*tensors, **flags, return_attn_probs=True)
+    expected, expected_lse = plain(*(same := leaves_of(tensors)), **flags)
+    assert probs is None
+    assert out.is_contiguous()
+    assert_same(out, expected, F64)
+    assert_same(lse, expected_lse, F64, "lse")
+    grad = torch.randn_like(out)
+    for actual, wanted in zip(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, same, grad)):
+        assert_same(actual, wanted, F64, "gradient")
+    assert_same(fa.flash_attn_func(*tensors, **flags), expected, F64)
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_every_flag_holds_across_tiles(flags: dict[str, Any]) -> None:
+    flags = with_slopes(flags, 2, 4)
+    tensors = inputs(2, 45, 70, 4, 2, 8)
+    out = fa.flash_attn_func(*tensors, **flags)
+    expected, _ = plain(*(same := leaves_of(tensors)), **flags)
+    assert_same(out, expected, F64)
+    grad = torch.randn_like(out)
+    for actual, wanted in zip(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, same, grad)):
+        assert_same(actual, wanted, F64, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_dtype_works(dtype: torch.dtype, causal: bool) -> None:
+    q, k, v = inputs(2, 33, 50, 4, 2, 16, dtype)
+    out, lse, _ = fa.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    expected, expected_lse = plain(q.double(), k.double(), v.double(), causal=causal)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert_same(out, expected, dtype)
+    assert_same(lse, expected_lse, dtype, "lse")
+
+
+def test_causal_is_lower_right() -> None:
+    value = torch.eye(5, dtype=F64)[None, :, None]
+    q, k = torch.zeros(1, 2, 1, 4, dtype=F64), torch.zeros(1, 5, 1, 4, dtype=F64)
+    seen = fa.flash_attn_func(q, k, value, causal=True)[0, :, 0] > 0
+    assert seen.tolist() == [[True, True, True, True, False], [True, True, True, True, True]]
+
+
+def test_a_query_without_keys_gives_zero_and_lse_of_minus_infinity() -> None:
+    q, k, v = inputs(1, 5, 2, 1, 1, 4)
+    out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert not out[0, :3].any()
+    assert lse[0, 0, :3].tolist() == [-math.inf] * 3
+    assert lse[0, 0, 3:].isfinite().all()
+
+
+def test_gradients_flow_through_lse() -> None:
+    tensors = inputs(2, 7, 9, 2, 1, 4)
+    _, lse, _ = fa.flash_attn_func(*tensors, softmax_scale=0.4, return_attn_probs=True)
+    _, expected = plain(*(same := leaves_of(tensors)), softmax_scale=0.4)
+    for actual, wanted in zip(
+        torch.autograd.grad(lse.sum(), tensors, allow_unused=True, materialize_grads=True),
+        torch.autograd.grad(expected.sum(), same, allow_unused=True, materialize_grads=True),
+    ):
+        assert_same(actual, wanted, F64, "gradient")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_layouts_are_the_same_call(causal: bool) -> None:
+    q, k, v = inputs(2, 8, 8, 3, 3, 4)
+    grad = torch.randn(2, 8, 3, 4, dtype=F64)
+    expected = fa.flash_attn_func(q, k, v, causal=causal)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    qkv = torch.stack([q, k, v], dim=2).detach().requires_grad_()
+    out = fa.flash_attn_qkvpacked_func(qkv, causal=causal)
+    assert torch.equal(out, expected)
+    assert_same(torch.autograd.grad(out, qkv, grad)[0], torch.stack(wanted, dim=2), F64)
+    kv = torch.stack([k, v], dim=2).detach().requires_grad_()
+    out = fa.flash_attn_kvpacked_func(q, kv, causal=causal)
+    assert torch.equal(out, expected)
+    assert_same(torch.autograd.grad(out, kv, grad)[0], torch.stack(wanted[1:], dim=2), F64)
+
+
+def test_arguments_may_be_given_by_position_in_the_order_they_have_there() -> None:
+    q, k, v = inputs(2, 6, 6, 2, 2, 4)
+    slopes = torch.tensor([0.1, 0.2])
+    by_name = fa.flash_attn_func(
+        q, k, v, softmax_scale=0.5, causal=True, window_size=(3, 0), softcap=2.0, alibi_slopes=slopes
+    )
+    rest = (0.0, 0.5, True, (3, 0), 2.0, slopes, False, True)
+    for out in (
+        fa.flash_attn_func(q, k, v, *rest)[0],
+        fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *rest)[0],
+        fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *rest)[0],
+    ):
+        assert_same(out, by_name, F64)
+    flat, ends = [t.flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 6, 12], dtype=torch.int32)
+    q1, k1, v1 = flat
+    for out in (
+        fa.flash_attn_varlen_func(q1, k1, v1, ends, ends, 6, 6, *rest)[0],
+        fa.flash_attn_varlen_kvpacked_func(q1, torch.stack([k1, v1], 1), ends, ends, 6, 6, *rest)[0],
+        fa.flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), ends, 6, *rest)[0],
+    ):
+        assert_same(out, by_name.flatten(0, 1), F64)
+
+
+@pytest.mark.usefixtures("tiled")
+def test_dropout_drops_and_its_backward_drops_the_same() -> None:
+    q, k, _ = inputs(2, 20, 24, 2, 1, 8)
+    v = torch.ones(2, 24, 1, 8, dtype=F64, requires_grad=True)
+    torch.manual_seed(1)
+    out = fa.flash_attn_func(q, k, v, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(fa.flash_attn_func(q, k, v, dropout_p=0.5), out)
+    assert out.std() > 0.01
+    assert abs(out.mean() - 1) < 0.1
+    # v is what the output is linear in: <grad, out> = <dv, v> only if both passes dropped the same
+    grad = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, grad)
+    assert_same((dv * v).sum(), (grad * out).sum(), F64)
+
+
+def test_deterministic_gradients_are_the_same_every_time() -> None:
+    tensors = inputs(1, 65, 65, 4, 2, 16, torch.float32)
+    first, second = (
+        torch.autograd.grad(fa.flash_attn_func(*tensors, causal=True, deterministic=True).sum(), tensors)
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_alibi_never_makes_a_matrix_of_scores() -> None:
+    q, k, v = (torch.randn(1, 3000, 1, 4) for _ in range(3))
+    with Largest() as largest:
+        fa.flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([0.01]))
+    assert largest.elements < 3000 * 3000 / 4
+
+
+def test_calls_reach_the_report() -> None:
+    q, k, v = inputs(1, 4, 4, 1, 1, 4)
+    with report.record() as seen:
+        fa.flash_attn_func(q, k, v)
+    assert seen.total == 1
+
+
+BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window_size": 5}, TypeError, "window_size must be two whole numbers"),
+    ({"window_size": (1.5, 2)}, TypeError, "window_size must be two whole numbers"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
+    ({"softcap": math.inf}, ValueError, "softcap must be finite"),
+    ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes must be \[2\] or \[2, 2\], got \[3\]"),
+    ({"alibi_slopes": 0.5}, TypeError, "alibi_slopes must be a tensor"),
+    ({"alibi_slopes": torch.ones(2, requires_grad=True)}, ValueError, "must not require a gradient"),
+    ({"q": torch.ones(2, 3, 4)}, ValueError, "q must be"),
+    ({"k": None}, TypeError, "k must be a tensor"),
+    ({"k": torch.ones(1, 3, 2, 4)}, ValueError, "one batch size"),
+    ({"q": torch.ones(2, 3, 5, 4)}, ValueError, "multiple"),
+    ({"v": torch.ones(2, 3, 2, 4, dtype=F64)}, TypeError, "one dtype"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), BAD_CALLS, ids=lambda x: str(x)[:30])
+def test_wrong_arguments_are_named(change: dict[str, Any], kind: type[Exception], words: str) -> None:
+    arguments = {name: torch.ones(2, 3, 2, 4) for name in "qkv"} | change
+    with pytest.raises(kind, match=words):
+        fa.flash_attn_func(**arguments)

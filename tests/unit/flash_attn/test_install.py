@@ -1,0 +1,200 @@
+"""``import flash_attn`` finds ours, says so, and forgets it again. In processes of their own: imports are for good."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pascal_attn_core
+
+ROOT = Path(pascal_attn_core.__file__).parent.parent
+
+
+def run(code: str, *paths: Path) -> str:
+    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, (*paths, ROOT)))}
+    code = textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def real_package(folder: Path) -> Path:
+    package = folder / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '2.7.0'\ndef flash_attn_func(): return 'real'\n")
+    (package / "flash_attn_interface.py").write_text("from flash_attn import flash_attn_func\n")
+    return folder
+
+
+def test_every_way_to_import_it_finds_ours() -> None:
+    run("""
+        import importlib, importlib.metadata, importlib.util, sys
+        from pascal_attn_core import Patch
+        from pascal_attn_core import flash_attn as ours
+        try:
+            import flash_attn
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise SystemExit("flash_attn is installed here")
+        patch = ours.install_as_flash_attn()
+        assert isinstance(patch, Patch) and patch.active and patch.sites == 27
+        import flash_attn
+        import flash_attn.flash_attn_interface
+        import flash_attn.bert_padding as padding
+        from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func
+        assert flash_attn_func is ours.flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
+        assert unpad_input is ours.unpad_input and flash_attn.bert_padding is padding
+        assert importlib.import_module("flash_attn.bert_padding") is padding
+        for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.name == name
+        assert "pascal" in repr(flash_attn) or "pascal" in flash_attn.__doc__
+        from packaging.version import parse
+        assert parse("2.8") < parse(flash_attn.__version__) < parse("3")
+        assert importlib.metadata.version("flash_attn") == importlib.metadata.version("flash-attn")
+        assert importlib.metadata.version("flash_attn") == flash_attn.__version__
+        assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash_attn"]
+        assert importlib.metadata.version("torch")
+        try:
+            import flash_attn.cute
+        except ModuleNotFoundError as error:
+            assert "flash_attn.cute" in str(error)
+        else:
+            raise SystemExit("flash_attn.cute must not exist")
+        patch.remove()
+        patch.remove()
+        assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+        assert importlib.util.find_spec("flash_attn") is None
+        try:
+            importlib.metadata.version("flash_attn")
+        except importlib.metadata.PackageNotFoundError:
+            pass
+        else:
+            raise SystemExit("metadata must be gone")
+    """)
+
+
+def test_two_installations_are_one_and_the_last_removal_counts() -> None:
+    run("""
+        import sys
+        from pascal_attn_core.flash_attn import install_as_flash_attn
+        first = install_as_flash_attn()
+        module = sys.modules["flash_attn"]
+        second = install_as_flash_attn()
+        assert sys.modules["flash_attn"] is module
+        first.remove()
+        assert sys.modules["flash_attn"] is module
+        second.remove()
+        assert "flash_attn" not in sys.modules
+        with install_as_flash_attn():
+            import flash_attn
+        assert "flash_attn" not in sys.modules
+    """)
+
+
+def test_the_real_package_is_left_alone_unless_told(tmp_path: Path) -> None:
+    run(
+        """
+        from pascal_attn_core import flash_attn as ours
+        for imported in (False, True):
+            if imported:
+                import flash_attn, flash_attn.flash_attn_interface
+            try:
+                ours.install_as_flash_attn()
+            except RuntimeError as error:
+                assert "replace=True" in str(error) and "flash_attn" in str(error)
+            else:
+                raise SystemExit("the real package must not be hidden")
+        import flash_attn as real
+        with ours.install_as_flash_attn(replace=True):
+            import flash_attn
+            assert flash_attn.flash_attn_func is ours.flash_attn_func
+        import flash_attn, flash_attn.flash_attn_interface
+        assert flash_attn is real and flash_attn.flash_attn_func() == "real"
+        assert flash_attn.flash_attn_interface.flash_attn_func() == "real"
+        """,
+        real_package(tmp_path),
+    )
+
+
+def test_what_somebody_else_put_there_since_stays() -> None:
+    out = run("""
+        import logging, sys, types
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        from pascal_attn_core.flash_attn import install_as_flash_attn
+        patch = install_as_flash_attn()
+        theirs = sys.modules["flash_attn"] = types.ModuleType("flash_attn")
+        patch.remove()
+        assert sys.modules["flash_attn"] is theirs
+        assert "flash_attn.bert_padding" not in sys.modules
+    """)
+    assert out == "flash_attn: flash_attn was replaced in sys.modules since: left in place"
+
+
+def test_nothing_is_installed_by_an_import() -> None:
+    assert run("import sys, pascal_attn_core.flash_attn; print('flash_attn' in sys.modules)") == "False"
+
+
+def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
+    pytest.importorskip("transformers")
+    run("""
+        import torch
+        from pascal_attn_core import flash_attn as ours
+        ours.install_as_flash_attn()
+        from transformers.utils import import_utils
+        # the real package, too, counts only where torch has a CUDA device
+        assert import_utils.is_flash_attn_2_available() == torch.cuda.is_available()
+        assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
+        import_utils.is_flash_attn_2_available.cache_clear()
+        import_utils.is_torch_cuda_available = lambda: True
+        assert import_utils.is_flash_attn_2_available()
+        assert not import_utils.is_flash_attn_4_available()
+        from transformers import modeling_flash_attention_utils as utils
+        utils.is_flash_attn_2_available = lambda: True
+        functions, _ = utils.lazy_import_flash_attention("flash_attention_2")
+        assert functions[:2] == (ours.flash_attn_func, ours.flash_attn_varlen_func)
+        try:
+            import diffusers
+        except ImportError:
+            pass
+        else:
+            import diffusers.models.attention_dispatch as dispatch
+            assert not dispatch._CAN_USE_FLASH_ATTN
+    """)
+
+
+def test_a_transformers_model_on_its_flash_attention_path_gives_the_same() -> None:
+    pytest.importorskip("transformers")
+    run("""
+        import torch
+        from pascal_attn_core import flash_attn as ours
+        from pascal_attn_core.observe import report
+        ours.install_as_flash_attn()
+        import transformers
+        from transformers import modeling_flash_attention_utils as utils
+        from transformers.utils import import_utils
+        import_utils.is_torch_cuda_available = lambda: True
+        utils.is_flash_attn_2_available = import_utils.is_flash_attn_2_available
+        from transformers import LlamaConfig, LlamaForCausalLM
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2)
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+        tokens, mask = torch.randint(0, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
+        mask[0, :4] = 0
+        with torch.no_grad():
+            expected = model(tokens, attention_mask=mask).logits
+            model.config._attn_implementation = "flash_attention_2"
+            utils.lazy_import_flash_attention("flash_attention_2")
+            with report.record() as seen:
+                actual = model(tokens, attention_mask=mask).logits
+            assert seen.total == 4, seen.total  # two layers of two sequences of different lengths
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+    """)

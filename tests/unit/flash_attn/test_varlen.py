@@ -1,0 +1,227 @@
+"""flash-attn's functions for sequences of many lengths: each is as if alone, nothing is padded, and packing helps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from attn_support.flash_attn.oracle import (
+    F64,
+    FLAGS,
+    Largest,
+    assert_same,
+    inputs,
+    leaves_of,
+    plain,
+    tiled,  # noqa: F401
+    with_slopes,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pascal_attn_core import flash_attn as fa
+from pascal_attn_core.observe import report
+
+
+def ends_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, q_lengths: list[int], k_lengths: list[int], **flags: Any
+) -> tuple[Tensor, Tensor]:
+    """Each sequence by :func:`plain`; zeros and -inf behind the last."""
+    slopes = flags.pop("alibi_slopes", None)
+    outs, all_lse = [], []
+    parts = zip(q[: sum(q_lengths)].split(q_lengths), k[: sum(k_lengths)].split(k_lengths),
+                v[: sum(k_lengths)].split(k_lengths))  # fmt: skip
+    for number, (a, b, c) in enumerate(parts):
+        own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[number]
+        out, lse = plain(a[None], b[None], c[None], alibi_slopes=own, **flags)
+        outs.append(out[0])
+        all_lse.append(lse[0])
+    rest = len(q) - sum(q_lengths)
+    outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
+    all_lse.append(q.new_full((q.shape[1], rest), -math.inf))
+    return torch.cat(outs), torch.cat(all_lse, dim=1)
+
+
+LENGTHS = [
+    ([5, 5, 5], [5, 5, 5]),
+    ([3, 0, 7, 7, 1], [3, 0, 7, 7, 1]),
+    ([4, 2, 2, 6], [9, 5, 5, 0]),
+    ([0, 0], [3, 4]),
+    ([1, 1, 1], [4, 9, 2]),
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[list[int], ...], spare: int) -> None:
+    q_lengths, k_lengths = lengths
+    flags = with_slopes(flags, len(q_lengths), 4)
+    q, k, v = (
+        t[0].detach().requires_grad_() for t in inputs(1, sum(q_lengths) + spare, sum(k_lengths) + spare, 4, 2, 8)
+    )
+    ends = ends_of(q_lengths), ends_of(k_lengths)
+    out, lse, _ = fa.flash_attn_varlen_func(
+        q, k, v, *ends, max(q_lengths), max(k_lengths), **flags, return_attn_probs=True
+    )
+    expected, expected_lse = one_by_one(*(same := leaves_of([q, k, v])), q_lengths, k_lengths, **flags)
+    assert_same(out, expected, F64)
+    assert_same(lse, expected_lse, F64, "lse")
+    if out.requires_grad:
+        grad = torch.randn_like(out)
+        for actual, wanted in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, same, grad)):
+            assert_same(actual, wanted, F64, "gradient")
+    with torch.no_grad():
+        again, lse, _ = fa.flash_attn_varlen_func(q, k, v, *ends, **flags, return_attn_probs=True)
+    assert_same(again, expected, F64)
+    assert_same(lse, expected_lse, F64, "lse")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6),
+    causal=st.booleans(),
+    window=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
+    groups=st.integers(1, 3),
+)
+def test_any_lengths_any_window(
+    lengths: list[tuple[int, int]], causal: bool, window: tuple[int, int], groups: int
+) -> None:
+    q_lengths, k_lengths = [a for a, _ in lengths], [b for _, b in lengths]
+    q, k, v = (t[0] for t in inputs(1, sum(q_lengths), sum(k_lengths), 2 * groups, 2, 4))
+    with torch.no_grad():
+        out, lse, _ = fa.flash_attn_varlen_func(
+            q, k, v, ends_of(q_lengths), ends_of(k_lengths), causal=causal, window_size=window, return_attn_probs=True
+        )
+        expected, expected_lse = one_by_one(q, k, v, q_lengths, k_lengths, causal=causal, window_size=window)
+    assert_same(out, expected, F64)
+    assert_same(lse, expected_lse, F64, "lse")
+
+
+def test_sequences_cannot_see_each_other() -> None:
+    q, k, v = (torch.randn(9, 2, 4) for _ in range(3))
+    ends = ends_of([4, 5])
+    before = fa.flash_attn_varlen_func(q, k, v, ends, ends)
+    k[4:], v[4:] = 1e30, 1e30
+    assert torch.equal(fa.flash_attn_varlen_func(q, k, v, ends, ends)[:4], before[:4])
+
+
+@pytest.mark.usefixtures("tiled")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_nothing_is_padded_to_the_longest(requires_grad: bool) -> None:
+    lengths = [512, *[2] * 64]
+    q, k, v = (torch.randn(sum(lengths), 1, 8, requires_grad=requires_grad) for _ in range(3))
+    with Largest() as largest:
+        out = fa.flash_attn_varlen_func(q, k, v, ends_of(lengths), ends_of(lengths))
+        if requires_grad:
+            out.sum().backward()
+    assert largest.elements <= q.numel()
+
+
+def test_neighbours_of_equal_lengths_are_one_call() -> None:
+    q, k, v = (torch.randn(26, 2, 4) for _ in range(3))
+    ends = ends_of([5, 5, 5, 3, 4, 4])
+    with report.record() as seen:
+        fa.flash_attn_varlen_func(q, k, v, ends, ends)
+    assert seen.total == 3
+
+
+def test_the_gradient_of_varlen_is_not_made_once_for_each_sequence() -> None:
+    q, k, v = (torch.randn(64, 2, 4, requires_grad=True) for _ in range(3))
+    ends = ends_of([1, 3] * 16)
+    out = fa.flash_attn_varlen_func(q, k, v, ends, ends)
+    names, todo, seen = [], [out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.append(type(node).__name__)
+        todo += [following for following, _ in node.next_functions]
+    assert not [name for name in names if "Slice" in name]
+    assert sum("Split" in name for name in names) == 3
+
+
+def test_packed_varlen_layouts_are_the_same_call() -> None:
+    q, k, v = (torch.randn(9, 2, 4, dtype=F64) for _ in range(3))
+    ends = ends_of([4, 5])
+    expected = fa.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
+    qkv = torch.stack([q, k, v], 1).requires_grad_()
+    out = fa.flash_attn_varlen_qkvpacked_func(qkv, ends, 5, causal=True)
+    assert_same(out, expected, F64)
+    assert torch.autograd.grad(out.sum(), qkv)[0].shape == qkv.shape
+    kv = torch.stack([k, v], 1)
+    assert_same(fa.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 5, 5, causal=True), expected, F64)
+
+
+def test_varlen_reads_keys_from_pages() -> None:
+    lengths, page = [7, 0, 12], 4
+    q, k, v = (torch.randn(sum(lengths), 2, 4, dtype=F64) for _ in range(3))
+    ends = ends_of(lengths)
+    table = torch.randperm(9, dtype=torch.int32).view(3, 3)
+    paged = torch.full((2, 9, page, 2, 4), 1e9, dtype=F64)
+    for number, (first, last) in enumerate(itertools.pairwise(ends.tolist())):
+        for token in range(last - first):
+            place = int(table[number, token // page]), token % page
+            paged[0][place], paged[1][place] = k[first + token], v[first + token]
+    out = fa.flash_attn_varlen_func(q, *paged, ends, ends, 12, 12, causal=True, block_table=table)
+    assert_same(out, fa.flash_attn_varlen_func(q, k, v, ends, ends, causal=True), F64)
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "words"),
+    [
+        (torch.tensor([0, 4, 2]), ValueError, "cu_seqlens_q must start at 0 and never fall"),
+        (torch.tensor([1, 4, 6]), ValueError, "must start at 0"),
+        (torch.tensor([0, 4, 99]), ValueError, "end at most at the 6 tokens there are"),
+        (torch.tensor([0.0, 4.0]), TypeError, "whole numbers"),
+        ([0, 4], TypeError, "cu_seqlens_q must be a tensor"),
+        (torch.tensor([[0, 4]]), ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),
+    ],
+)
+def test_wrong_lengths_are_named(ends: Any, kind: type[Exception], words: str) -> None:
+    q = torch.ones(6, 2, 4)
+    with pytest.raises(kind, match=words):
+        fa.flash_attn_varlen_func(q, q, q, ends, ends)
+
+
+# ---- the helpers that pack ------------------------------------------------------------------------------------------
+
+
+def test_unpadding_and_padding_are_inverse() -> None:
+    hidden = torch.randn(3, 5, 2, 4, dtype=F64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
+    tokens, indices, ends, longest, used = fa.unpad_input(hidden, mask)
+    assert tokens.shape == (6, 2, 4)
+    assert ends.tolist() == [0, 2, 2, 6]
+    assert ends.dtype == torch.int32
+    assert (longest, used.tolist()) == (4, [2, 0, 4])
+    back = fa.pad_input(tokens, indices, 3, 5)
+    assert torch.equal(back, hidden * mask[:, :, None, None])
+    (grad,) = torch.autograd.grad(back.sum(), hidden)
+    assert torch.equal(grad, mask[:, :, None, None].expand_as(grad).to(F64))
+
+
+def test_unused_tokens_have_a_place_and_take_no_part() -> None:
+    mask, unused = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 0]])
+    tokens, indices, ends, longest, used = fa.unpad_input(torch.arange(4.0)[None, :, None], mask, unused)
+    assert tokens[:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert (indices.tolist(), ends.tolist(), longest, used.tolist()) == ([0, 1, 2], [0, 3], 3, [2])
+
+
+def test_rows_are_taken_and_put_with_gradients() -> None:
+    rows = torch.randn(5, 3, dtype=F64, requires_grad=True)
+    indices = torch.tensor([4, 0])
+    taken = fa.index_first_axis(rows, indices)
+    assert torch.equal(taken, rows[indices])
+    put = fa.index_put_first_axis(taken, indices, 5)
+    assert torch.equal(put[indices], taken)
+    assert torch.autograd.grad(put.sum(), rows)[0].sum(1).tolist() == [3.0, 0.0, 0.0, 0.0, 3.0]

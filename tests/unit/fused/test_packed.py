@@ -1,0 +1,226 @@
+"""Which packed sequences of different lengths go to the fused kernel at once, and in which launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.emulation import CARD
+from attn_support.fused.packed import each_alone, ends_of, stand_in_for_a_card
+from torch import Tensor
+
+from pascal_attn_core import UnsupportedAttention
+from pascal_attn_core.attention import add_observer
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.config import default_config
+from pascal_attn_core.flash_attn import flash_attn_varlen_func
+from pascal_attn_core.flash_attn import packed as _flash_packed
+from pascal_attn_core.fused import kernels
+from pascal_attn_core.fused.launches import Launch, forward_launches
+from pascal_attn_core.fused.launches_packed import Packed, packed_launches
+from pascal_attn_core.observe import report
+from pascal_attn_core.routes import fused as route
+
+LENGTHS = [40, 7, 64]
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """The launches of packed calls, which nobody executes."""
+    return stand_in_for_a_card(monkeypatch, lambda launch: None)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Sets a variable of the default configuration."""
+
+    def change(name: str, value: str) -> None:
+        monkeypatch.setenv(f"PASCAL_ATTN_{name}", value)
+        default_config.cache_clear()
+
+    yield change
+    monkeypatch.undo()
+    default_config.cache_clear()
+
+
+def _attend(
+    q_lengths: list[int] = LENGTHS,
+    k_lengths: list[int] = LENGTHS,
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[tuple[Tensor, ...], Any]:
+    q, k, v = (
+        torch.randn(sum(lengths), n, head_dim, dtype=dtype)
+        for lengths, n in ((q_lengths, heads[0]), (k_lengths, heads[1]), (k_lengths, heads[1]))
+    )
+    ends = torch.tensor(ends_of(q_lengths)), torch.tensor(ends_of(k_lengths))
+    return (q, k, v), flash_attn_varlen_func(q, k, v, *ends, **options)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"causal": True, "window_size": (5, 5)},
+        {"q_lengths": [9, 9, 9], "k_lengths": [9, 80, 9], "heads": (8, 2)},
+        {"q_lengths": [40, 0, 7], "k_lengths": [40, 3, 0]},
+        {"dtype": torch.bfloat16, "deterministic": True, "return_attn_probs": True},
+    ],
+    ids=str,
+)
+def test_sequences_of_different_lengths_are_one_launch(queued: list[Launch], how: dict[str, Any]) -> None:
+    with report.record() as seen:
+        _attend(**how)
+    assert [launch.function for launch in queued] == ["pa_forward"]
+    assert seen.routes() == {"fused": 1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"q_lengths": [40, 40, 40], "k_lengths": [40, 40, 40]},
+        {"q_lengths": [40, 0], "k_lengths": [40, 3]},
+        {"q_lengths": [1, 1, 1], "k_lengths": [40, 7, 64], "heads": (8, 2)},
+        {"q_lengths": [8, 5, 2], "k_lengths": [40, 7, 64], "heads": (8, 2)},
+        {"dropout_p": 0.1},
+        {"softcap": 5.0},
+        {"alibi_slopes": torch.ones(2)},
+        {"dtype": torch.float64},
+        {"head_dim": 18},
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_take_or_is_not_best_at_goes_as_before(
+    queued: list[Launch], how: dict[str, Any]
+) -> None:
+    with report.record() as seen:
+        _attend(**how)
+    assert not queued
+    assert "fused" not in seen.routes()
+    assert seen.total
+
+
+def test_keys_in_pages_go_as_before(queued: list[Launch]) -> None:
+    q, pages = torch.randn(sum(LENGTHS), 2, 16), torch.randn(8, 16, 2, 16)
+    ends = torch.tensor(ends_of(LENGTHS))
+    table = torch.arange(4).expand(3, 4)
+    flash_attn_varlen_func(q, pages, pages, ends, ends, block_table=table)
+    assert not queued
+
+
+def test_a_card_with_tensor_cores_takes_it_only_by_name(
+    queued: list[Launch], monkeypatch: pytest.MonkeyPatch, environment: Callable[[str, str], None]
+) -> None:
+    monkeypatch.setattr(route, "device_info", lambda device: replace(CARD, capability=(7, 0)))
+    _attend(dtype=torch.float16)
+    monkeypatch.setattr(route, "device_info", lambda device: replace(CARD, capability=(8, 6)))
+    _attend()
+    assert not queued
+    environment("ROUTE", "fused")
+    _attend()
+    assert len(queued) == 1
+    environment("ROUTE", "tiled")
+    _attend()
+    assert len(queued) == 1
+
+
+def test_by_name_what_it_cannot_take_is_an_error_as_before(
+    queued: list[Launch], environment: Callable[[str, str], None]
+) -> None:
+    environment("ROUTE", "fused")
+    with pytest.raises(UnsupportedAttention, match="on a CPU only for what is packed"):
+        _attend(softcap=5.0)
+    with pytest.raises(UnsupportedAttention, match="on a CPU only for what is packed"):
+        _attend([40, 40], [40, 40])
+    assert not queued
+
+
+def test_a_cpu_does_nothing_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flash_packed, "check_call", None)
+    with report.record() as seen:
+        _attend()
+    assert "fused" not in seen.routes()
+    assert seen.total == len(LENGTHS)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_without_a_kernel_the_sequences_go_as_before(
+    queued: list[Launch], monkeypatch: pytest.MonkeyPatch, requires_grad: bool
+) -> None:
+    asked = []
+
+    def fails(variants: list, index: int) -> None:
+        asked.append([variant.kind for variant in variants])
+        raise kernels.KernelUnavailable("no kernel")
+
+    monkeypatch.setattr(route, "ensure", fails)
+    lengths = [40, 7, 5], [600, 9, 300]  # as one long call it would be cut into ranges of keys
+    q, k, v = (torch.randn(sum(n), 2, 16, requires_grad=requires_grad) for n in (lengths[0], lengths[1], lengths[1]))
+    with report.record() as seen:
+        out = flash_attn_varlen_func(q, k, v, *(torch.tensor(ends_of(n)) for n in lengths))
+    assert asked == [["forward", "grad_query", "grad_key_value"] if requires_grad else ["forward"]]
+    assert "fused" not in seen.routes()
+    expected, _ = each_alone(*(t.transpose(0, 1)[None] for t in (q, k, v)), *lengths)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_observers_see_each_sequence_alone(queued: list[Launch]) -> None:
+    seen: list[AttentionCall] = []
+    remove = add_observer(seen.append)
+    try:
+        (q, *_), _ = _attend([40, 0, 7], [30, 3, 64], causal=True)
+    finally:
+        remove()
+    assert len(queued) == 1
+    assert [(call.seq_len_q, call.seq_len_kv, call.offset) for call in seen] == [(40, 30, -10), (7, 64, 57)]
+    assert torch.equal(seen[1].query, q[40:].transpose(0, 1)[None])
+
+
+def _planned(lengths: list[int], k_lengths: list[int]) -> Launch:
+    query, key = (torch.zeros(1, 2, sum(n), 64) for n in (lengths, k_lengths))
+    call = check_call(query, key, key)
+    whole = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
+    packed = Packed.of(ends_of(lengths), ends_of(k_lengths), query.device, lower_right=True)
+    (launch,) = packed_launches(whole, packed)
+    assert whole[0].params.cu_q is None
+    return launch
+
+
+def test_a_launch_holds_the_lengths_until_it_is_queued() -> None:
+    launch = _planned([5, 300, 0], [700, 1, 9])
+    rows = launch.variant.geometry.rows
+    assert launch.grid == (-(-300 // rows), 2, 3)
+    assert (launch.params.lq, launch.params.lk, launch.params.batches, launch.params.lower_right) == (300, 700, 3, 1)
+    cu_q, cu_k = launch.keep[:2]
+    assert (launch.params.cu_q, launch.params.cu_k) == (cu_q.data_ptr(), cu_k.data_ptr())
+    assert (cu_q.tolist(), cu_k.tolist()) == ([0, 5, 305, 305], [0, 700, 701, 710])
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+
+
+def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 3, 1300, 3, 3, 3]
+    launch = _planned(lengths, lengths)
+    rows = launch.variant.geometry.rows
+    limit = 2 * rows * 1300 * 128 * 3  # three tiles of the long one, two heads
+    monkeypatch.setattr(kernels, "_WORK_PER_SM", limit)
+    parts = list(kernels.parts(launch, 1))
+    covered: list[tuple[int, int]] = []
+    for part in parts:
+        tiles = range(part.params.first_tile, part.params.first_tile + part.grid[0])
+        batches = range(part.params.first_batch, part.params.first_batch + part.grid[2])
+        covered += [(tile, batch) for tile in tiles for batch in batches]
+        held = sum(max(0, min(rows, lengths[b] - t * rows)) * lengths[b] for t in tiles for b in batches)
+        assert 2 * 128 * held <= limit
+    assert sorted(covered) == [(tile, batch) for tile in range(launch.grid[0]) for batch in range(6)]
+
+
+def test_nothing_is_launched_where_there_is_no_tile() -> None:
+    query, key = torch.zeros(1, 2, 9, 64), torch.zeros(1, 2, 7, 64)
+    whole = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, CARD, may_split=False)
+    assert packed_launches(whole, Packed.of([0, 0], [0, 7], query.device, lower_right=False)) == []
+    assert packed_launches(whole, Packed.of([0], [0], query.device, lower_right=False)) == []

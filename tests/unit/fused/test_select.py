@@ -1,0 +1,126 @@
+"""Which calls the fused kernels take, and how a call becomes launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_support.fused.cases import CARD
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.launches import forward_launches, num_splits, variant_of
+from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.lazy_mask import LazyMask
+from pascal_attn_core.routes import fused as route
+
+
+def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=torch.float32, v: tuple = (), **options):
+    tensors = [torch.zeros(shape, dtype=dtype) for shape in (q, k, v or k)]
+    return check_call(*tensors, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: _call(dtype=torch.float64), "takes float32, float16 and bfloat16, got torch.float64"),
+        (lambda: _call(dropout_p=0.5), "the fused kernel has no dropout"),
+        (lambda: _call(softcap=5.0), "the fused kernel has no softcap"),
+        (lambda: _call(sinks=torch.zeros(2)), "the fused kernel has no attention sinks"),
+        (lambda: _call((1, 2, 0, 16)), "the call is empty"),
+        (lambda: _call((1, 1, 4, 516), (1, 1, 4, 516)), "head_dim 516 > 512"),
+        (lambda: _call((1, 1, 4, 18), (1, 1, 4, 18)), "head_dim must be a multiple of 4, got 18 and 18"),
+        (lambda: _call(mask=torch.zeros(9, 9, dtype=torch.float64)), "attn_mask is torch.float64 and query"),
+        (lambda: _call(mask=torch.zeros(9, 9, requires_grad=True)), "no gradient of attn_mask"),
+        (lambda: _call(mask=torch.ones(9, 9, dtype=torch.bool), scale=-1.0), "a bool mask needs a positive scale"),
+        (lambda: _call(mask=LazyMask((1, 1, 9, 9), lambda b, h, q, k: k <= q, device="cpu")), "attn_mask is a rule"),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_refused_says_why(call, reason: str) -> None:
+    assert any(reason in line for line in call_reasons(call()))
+
+
+def test_rows_that_cannot_be_read_four_at_a_time_are_refused() -> None:
+    good = torch.zeros(1, 2, 9, 16)
+    columns_first = torch.zeros(1, 2, 16, 9).transpose(2, 3)
+    rows_of_17 = torch.zeros(2 * 9 * 17).as_strided((1, 2, 9, 16), (306, 153, 17, 1))
+    one_element_on = torch.zeros(1000)[1:289].view(1, 2, 9, 16)
+    for bad in (columns_first, rows_of_17, one_element_on):
+        assert call_reasons(check_call(good, bad, good)) == [
+            "key's rows must be contiguous and begin at multiples of 4 elements"
+        ]
+    inside_tokens = torch.zeros(1, 9, 2, 16).transpose(1, 2)
+    wide = torch.zeros(1, 2, 9, 32)[..., :16]
+    assert call_reasons(check_call(inside_tokens, wide, good)) == []
+
+
+def test_gradients_end_at_head_dim_256() -> None:
+    tensor = torch.zeros(1, 1, 4, 512, requires_grad=True)
+    assert call_reasons(check_call(tensor, tensor, tensor)) == ["its gradients end at head_dim 256, got 512"]
+    assert call_reasons(check_call(tensor.detach(), tensor.detach(), tensor.detach())) == []
+
+
+def test_nothing_is_copied_for_strides_that_broadcast() -> None:
+    query = torch.zeros(2, 3, 4, 10, 64)
+    key = torch.zeros(1, 64).expand(2, 3, 4, 30, 64)
+    call = check_call(query, key, key, torch.zeros(30))
+    (launch,) = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
+    assert (launch.params.kb, launch.params.kh, launch.params.ks) == (0, 0, 0)
+    assert launch.grid[1:] == (4, 6)
+    assert launch.params.k == key.data_ptr()
+
+
+def test_leading_dimensions_that_no_stride_joins_are_walked() -> None:
+    query = torch.zeros(3, 2, 4, 10, 64).transpose(0, 1)
+    call = check_call(query, query, query)
+    launches = forward_launches(call, torch.empty(query.shape), None, None, CARD, may_split=False)
+    assert [launch.grid[2] for launch in launches] == [3, 3]
+
+
+def test_few_query_rows_are_spread_over_the_device() -> None:
+    decode = _call((1, 32, 1, 128), (1, 8, 8192, 128), enable_gqa=True)
+    assert num_splits(decode, CARD) > 8
+    launches = forward_launches(decode, torch.empty(1, 32, 1, 128), None, None, CARD)
+    assert [launch.function for launch in launches] == ["pa_forward_split", "pa_combine"]
+    assert launches[0].grid[0] * launches[0].grid[1] >= CARD.num_sms
+    assert num_splits(_call((1, 1, 1, 64), (1, 1, 64, 64)), CARD) == 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "head_dim", "packs"),
+    [
+        (1, 32, 8, 128, True),  # a large batch of new tokens: no need to cut the keys, but 63 of 64 rows would be empty
+        (16, 32, 32, 128, True),
+        (16, 32, 8, 128, True),
+        (64, 32, 8, 128, False),
+        (4096, 10, 10, 64, False),
+        (77, 8, 8, 64, False),
+    ],
+)
+def test_few_queries_take_small_tiles_however_large_the_batch(
+    queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool
+) -> None:
+    call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
+    assert num_splits(call, CARD) == (1 if packs else 0)
+
+
+def test_keys_are_cut_where_too_few_tiles_are_there() -> None:
+    assert num_splits(_call((1, 1, 300, 64), (1, 1, 4096, 64)), CARD) > 1
+    assert num_splits(_call((1, 1, 300, 64), (1, 1, 90, 64)), CARD) == 0  # nor are there keys enough
+
+
+def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
+    assert variant_of(_call(scale=-0.5), "forward").mask == "float"
+    assert variant_of(_call(scale=0.5), "forward").mask == "none"
+
+
+@pytest.mark.parametrize("torch_has_a_kernel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_auto_thinks_of_it_where_torch_does_not_multiply_on_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, torch_has_a_kernel: bool
+) -> None:
+    for capability in ((5, 2), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0), None):
+        monkeypatch.setattr(route, "device_info", lambda device, c=capability: replace(CARD, capability=c))
+        on_tensor_cores = capability is not None and capability >= (7, 0) and dtype == torch.float16
+        expected = capability is not None and capability < (8, 0) and not (on_tensor_cores and torch_has_a_kernel)
+        assert route.may_win(_call(dtype=dtype), torch_has_a_kernel=torch_has_a_kernel) == expected

@@ -1,0 +1,185 @@
+"""What NVRTC makes of the kernels without a GPU: no spills, the registers of the table, the share of useful work.
+
+The whole table takes most of an hour on two cores (``python tools/fused.py table``); here a few variants per run are
+compiled afresh, others every day, and the rest is held against the table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import fused as tool  # noqa: E402
+import maxwell  # noqa: E402
+from share import KERNELS, backward_share, share  # noqa: E402
+
+from pascal_attn_core.fused import nvrtc, prebuilt
+from pascal_attn_core.fused import source as _source  # noqa: E402
+from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
+
+SHARE = 0.82
+SHARED_LIMIT = 48 << 10
+
+
+def _library() -> nvrtc.Nvrtc | None:
+    return next((lib for lib in nvrtc.load(nvrtc.candidates()) if lib.version == tool.NVRTC), None)
+
+
+LIBRARY = _library()
+needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
+
+
+def _compile(variant: Variant, arch: int) -> nvrtc.Compiled:
+    assert LIBRARY is not None
+    return LIBRARY.compile(source(variant.kind), arch, variant.macros())
+
+
+def _drawn(count: int) -> list[tuple[str, int]]:
+    """Variants of the table, others every day, the same in all processes of a run."""
+    cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
+    return random.Random(datetime.date.today().toordinal()).sample(cells, min(count, len(cells)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", range(6))
+def test_ptxas_says_what_the_table_says(place: int) -> None:
+    name, arch = _drawn(6)[place]
+    variant = next(v for v in tool.all_variants() if v.name == name)
+    found, shared = tool.usage(_compile(variant, arch).log)
+    expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
+    assert (shared, [spilled for _, spilled in found]) == (expected_shared, [spilled for _, spilled in expected])
+    for (now, _), (then, _) in zip(found, expected):
+        # What a process has compiled before now and then moves ptxas's choices a little.
+        assert abs(now - then) <= 8, f"{name} sm_{arch}: {now} registers, {then} in the table"
+
+
+def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() -> None:
+    table = tool.read_table()
+    assert table
+    for name, row in table.items():
+        for arch, cell in row.items():
+            functions, shared = tool.read_cell(cell)
+            assert all(spilled == 0 and registers <= 255 for registers, spilled in functions), f"{name} sm_{arch}"
+            assert shared <= SHARED_LIMIT
+
+
+def test_the_table_has_every_variant_on_every_architecture() -> None:
+    expected = {(variant.name, arch) for variant in tool.all_variants() for arch in tool.archs_of(variant)}
+    assert {(name, arch) for name, row in tool.read_table().items() for arch in row} == expected
+
+
+def test_the_table_was_made_from_this_source() -> None:
+    assert tool.read_digests() == tool.digests(), "the kernels have changed: python tools/fused.py table"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", tool.ARCHS)
+def test_every_architecture_compiles(arch: int) -> None:
+    kind = KINDS[tool.ARCHS.index(arch) % 4]
+    functions, _ = tool.usage(_compile(Variant(kind, 64, "float32"), arch).log)
+    assert [spilled for _, spilled in functions] == [0] * len(functions)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128])
+def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -> None:
+    for dtype in ("float32", "float16"):
+        variant = Variant("forward", head_dim, dtype)
+        assert share(variant, _compile(variant, 61).cubin).value >= SHARE
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dtype", "least"),  # a point below what there is
+    [
+        ("grad_query", 64, "float32", 0.792),
+        ("grad_query", 72, "bfloat16", 0.759),
+        ("grad_query", 112, "float16", 0.772),
+        ("grad_query", 128, "float32", 0.800),
+        ("grad_key_value", 64, "float32", 0.771),
+        ("grad_key_value", 72, "bfloat16", 0.739),
+        ("grad_key_value", 112, "float16", 0.760),
+        ("grad_key_value", 128, "float32", 0.795),
+    ],
+)
+def test_most_instructions_of_gradients_are_their_products(kind: str, head_dim: int, dtype: str, least: float) -> None:
+    variant = Variant(kind, head_dim, dtype)
+    assert share(variant, _compile(variant, 61).cubin).value >= least
+
+
+@needs_nvrtc
+def test_a_share_of_another_kernel_than_the_source_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = Variant("grad_key_value", 64, "float16")
+    cubin = _compile(variant, 61).cubin
+    right = KERNELS[variant.kind]
+    for wrong in ({"row_products": 1}, {"column_products": 1}, {"around": 2}):
+        monkeypatch.setitem(KERNELS, variant.kind, replace(right, **wrong))
+        with pytest.raises(ValueError, match="loops"):
+            share(variant, cubin)
+
+
+def test_the_backward_as_a_whole_needs_five_of_the_seven_products_it_makes() -> None:
+    assert backward_share(1.0, 1.0) == pytest.approx(5 / 7)
+    assert backward_share(0.5, 1.0) == pytest.approx(5 / (6 + 4))
+    assert backward_share(1.0, 0.5) == pytest.approx(5 / (3 + 8))
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
+    assert LIBRARY is not None
+    with pytest.raises(nvrtc.CompileError, match=r"unsupported tile geometry"):
+        LIBRARY.compile(source("forward"), 61, {**Variant("forward", 64, "float32").macros(), "PA_BR": 100})
+
+
+def test_prebuilt_kernels_were_made_from_this_source() -> None:
+    manifest = prebuilt.manifest()
+    for name, made_from in manifest["digests"].items():
+        variant = next(v for v in prebuilt.all_variants() if v.name == name)
+        assert made_from == digest(variant), f"{name} has changed: python tools/fused.py prebuilt"
+    for pack, places in manifest["packs"].items():
+        arch = int(pack.removeprefix("sm_").split("-")[0])
+        for name in places:
+            variant = next(v for v in prebuilt.all_variants() if v.name == name)
+            cubin = prebuilt.load(variant, arch)
+            assert cubin is not None
+            assert set(variant.functions) <= set(maxwell.sections(cubin))
+
+
+def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, text = Variant("forward", 64, "float32"), source("forward")
+    right = digest(variant)
+    for changed, is_same in ((f"// a comment\n\n{text}", True), (text.replace("SLACK 8.f", "SLACK 9.f"), False)):
+        _source._code.cache_clear()
+        digest.cache_clear()
+        monkeypatch.setattr(_source, "source", lambda kind, changed=changed: changed)
+        assert (digest(variant) == right) == is_same
+    monkeypatch.undo()
+    _source._code.cache_clear()
+    digest.cache_clear()
+    assert digest(variant) == right
+
+
+def test_what_ships_stays_small() -> None:
+    packs = list(prebuilt.FOLDER.glob("*"))
+    assert sum(path.stat().st_size for path in packs) < 3_500_000
+
+
+def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt, "shipped_archs", lambda: (50, 60, 61, 70))
+    wanted = {(5, 2): 50, (6, 0): 60, (6, 1): 61, (6, 2): 61, (7, 0): 70, (7, 5): 70, (8, 0): None, (3, 7): None}
+    assert {capability: prebuilt.best_arch(capability) for capability in wanted} == wanted
+
+
+def test_every_head_dim_and_kind_has_a_geometry() -> None:
+    for variant in tool.all_variants():
+        geometry = variant.geometry
+        assert geometry.threads % 32 == 0
+        assert variant.head_dim in HEAD_DIMS

@@ -1,0 +1,224 @@
+"""Pascal Memory Estimate without ComfyUI: following a model without its numbers, and what becomes of what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.comfy.stub import node_module
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.observe.memory import measure
+
+estimate, trace, shadows = (node_module(name) for name in ("estimate.figures", "estimate.trace", "estimate.shadow"))
+config, text = node_module("estimate.arithmetic"), node_module("estimate.text")
+MIB = 1 << 20
+HOST = estimate.Host(torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024)
+
+
+class Ffn(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4):
+        super().__init__()
+        self.qkv, self.ffn, self.heads = nn.Linear(width, 3 * width), Ffn(width), heads
+        self.seen: list[Any] = []
+        self.register_buffer("positions", torch.arange(8.0))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, override: Any) -> Tensor:
+        if override is not None:
+            return override(None, q, k, v, self.heads)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor, override: Any = None) -> Tensor:
+        self.seen.append(x)
+        self.last = x
+        scale = float(self.positions[3])  # a model may read its constants
+        x = x + scale * self.attention(*self.qkv(x).chunk(3, dim=-1), override)
+        return x + self.ffn(x)
+
+
+def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = shadows.Shadow(mode).of(module)
+    tracer = trace.Tracer(mode)
+    tracer.watch(shadow)
+    override = (lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs)) if announced else None
+    return tracer.run(lambda: shadow(x, override))
+
+
+# ---- following ----
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["override", "SDPA"])
+def test_calls_are_found_with_their_shapes(announced: bool) -> None:
+    call = follow(Block(), torch.zeros(2, 96, 32), announced=announced)
+    shape = (2, 4, 96, 8)
+    assert call.attention == [trace.AttentionShape(shape, shape, shape, torch.float32)]
+    assert [(ffn.name, ffn.shape) for ffn in call.ffn] == [("ffn", (2, 96, 32))]
+
+
+def test_memory_of_a_feed_forward_call_is_exact() -> None:
+    block, x = Block(), torch.zeros(2, 96, 32)
+    (found,) = follow(block, x).ffn
+    with torch.no_grad():
+        assert found.extra_bytes == measure(block.ffn, x).extra_bytes
+
+
+def test_memory_of_the_other_tensors_is_counted_outside_of_the_calls() -> None:
+    call = follow(Block(), torch.zeros(1, 1000, 32))
+    token = 1000 * 32 * 4
+    assert 3 * token <= call.other_bytes <= 5 * token  # q, k and v in one tensor, the result, the sum
+    assert call.attention[0].live_bytes == 4 * token
+    assert call.ffn[0].extra_bytes == (4 + 4 - 1) * token  # without the output
+
+
+def test_the_module_and_its_lists_stay_as_they_were() -> None:
+    block = Block()
+    block.ffn.w1.register_forward_hook(lambda *args: pytest.fail("a hook ran"))
+    block.qkv.forward = block.ffn.forward = lambda x: pytest.fail("another pack's patch ran")  # type: ignore[method-assign]
+    state, attributes = {k: v.data_ptr() for k, v in block.state_dict().items()}, set(vars(block))
+    follow(block, torch.zeros(1, 64, 32))
+    assert {k: v.data_ptr() for k, v in block.state_dict().items()} == state
+    assert set(vars(block)) == attributes
+    assert block.seen == []
+    assert not any(isinstance(p, FakeTensor) for p in block.parameters())
+
+
+def test_no_tensor_without_data_gets_into_a_cache_outside() -> None:
+    cache: dict[int, Tensor] = {}
+
+    class Caching(Block):
+        def forward(self, x: Tensor, override: Any = None) -> Tensor:
+            grid = cache.setdefault(x.shape[1], torch.linspace(0, 1, x.shape[1]))
+            return super().forward(x, override) * grid[:, None]
+
+    follow(Caching(), torch.zeros(1, 64, 32))
+    assert type(cache[64]) is Tensor
+
+
+def test_a_model_far_too_large_for_this_computer_is_followed() -> None:
+    with torch.device("meta"):
+        block = Block(16384, 128)
+    block.positions = torch.arange(8.0)
+    call = follow(block, torch.zeros(1, 16, 16384).expand(1, 16, 16384))
+    assert call.attention[0].query == (1, 128, 16, 128)
+
+
+# ---- figures ----
+
+
+def call_of(*attention: Any, ffn: tuple[Any, ...] = (), other: int = 0) -> Any:
+    return trace.ModelCall(list(attention), list(ffn), other)
+
+
+def attention_shape(tokens: int = 4096, dtype: torch.dtype = torch.bfloat16, live: int = 0) -> Any:
+    return trace.AttentionShape(*((1, 24, tokens, 128),) * 3, dtype, False, live)
+
+
+@pytest.mark.parametrize("takes", [True, False, None])
+def test_what_pytorch_does_without_the_patch_decides_what_it_saves(
+    takes: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
+    card = dataclasses.replace(HOST, info=DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30))
+    found = estimate.figures(call_of(attention_shape(live=MIB)), card)
+    assert found.attention_without == (768 * MIB if takes is False else 0)
+    assert found.attention_with == 0 if takes else 0 < found.attention_with <= 64 * MIB
+    assert found.total_without == MIB + found.attention_without
+    assert found.total_with == MIB + found.attention_with
+
+
+def test_another_method_of_the_host_is_named_and_not_counted() -> None:
+    found = estimate.figures(call_of(attention_shape()), dataclasses.replace(HOST, attention="attention_split"))
+    assert found.attention_without == 0
+    assert "attention_split" in found.why
+
+
+def test_this_pytorch_is_asked_with_a_few_tokens() -> None:
+    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("cpu")) is True
+    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("meta")) in (None, True, False)
+
+
+def test_chunking_bounds_long_calls_only() -> None:
+    shape = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 500 * MIB, 7)
+    short = dataclasses.replace(shape, shape=(1, 1023, 64), extra_bytes=100 * MIB)
+    assert estimate.chunked_bytes(shape, HOST) == 64 * MIB
+    assert estimate.chunked_bytes(short, HOST) == 100 * MIB
+    found = estimate.figures(call_of(ffn=(shape, short), other=MIB), HOST)
+    assert (found.ffn_without, found.ffn_with) == (500 * MIB, 100 * MIB)
+    assert (found.total_without, found.total_with) == (500 * MIB + 7, 100 * MIB + 7)
+
+
+def test_the_peak_is_never_below_the_other_tensors() -> None:
+    found = estimate.figures(call_of(other=900 * MIB), HOST)
+    assert found.total_without == found.total_with == 900 * MIB
+
+
+# ---- words ----
+
+
+def text_for(call: Any, **subject: Any) -> str:
+    given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "how": "How.", "weight_bytes": 20 << 30,
+             "free_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
+    return text.text_of(call, estimate.figures(call, HOST), HOST, text.Subject(**given))
+
+
+def test_the_text_says_what_is_counted_and_what_not() -> None:
+    lines = text_for(call_of(attention_shape(dtype=torch.float32), other=MIB)).splitlines()
+    assert lines[0] == "Memory estimate: Flux, latent 1 x 16 x 128 x 128, one prompt at a time, on CPU."
+    assert "1 calls, 1 different; the largest 1 x 24 heads x 4096 queries x 4096 keys of 128 in float32" in lines[1]
+    assert "Its score matrix is 1536 MiB" in lines[1]
+    assert "Feed-forward: no layer found" in "\n".join(lines)
+    assert lines[-1].startswith("Counted: ")
+    assert "Not counted: weights" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "words"),
+    [
+        (20, 11, "remain for weights; ComfyUI streams the others"),
+        (1, 11, "fits with all weights"),
+        (1, 0.5, "does not fit"),
+    ],
+)
+def test_the_text_says_whether_it_fits(weights: float, total: float, words: str) -> None:
+    call = call_of(other=1 << 30)
+    assert words in text_for(call, weight_bytes=int(weights * (1 << 30)), total_bytes=int(total * (1 << 30)))
+
+
+# ---- arithmetic ----
+
+
+def test_a_transformer_is_worked_out_from_its_configuration() -> None:
+    network = SimpleNamespace(named_modules=lambda: [], modules=list)
+    settings = {"patch_size": 2, "hidden_size": 3072, "num_heads": 24}
+    call = config.arithmetic(network, settings, (2, 16, 128, 128), 512, torch.float16)
+    assert call.is_rough
+    assert call.attention[0].query == (2, 24, 4096 + 512, 128)
+    video = {"patch_size": (1, 2, 2), "dim": 5120, "num_heads": 40}
+    call = config.arithmetic(network, video, (1, 16, 21, 90, 160), 0, torch.float16)
+    assert call.attention[0].query == (1, 40, 75600, 128)
+
+
+def test_a_unet_is_worked_out_from_its_first_level() -> None:
+    network = SimpleNamespace(named_modules=lambda: [], modules=list)
+    settings = {"model_channels": 320, "num_heads": 8}
+    call = config.arithmetic(network, settings, (2, 4, 64, 64), 77, torch.float16)
+    assert call.attention[0].query == (2, 8, 4096, 40)
+    rough = text_for(call)
+    assert "the largest call about 2 x 8 heads" in rough

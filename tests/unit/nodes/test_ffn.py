@@ -1,0 +1,358 @@
+"""Feed-forward chunking that a host takes off and puts back, and layers that bring their weights in each call."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
+from torch import Tensor, nn
+
+from pascal_attn_core.ffn.binding import FfnBinding
+from pascal_attn_core.ffn.plan import Settings, Site, make_plan
+from pascal_attn_core.observe.memory import PeakMemory
+
+WIDTH, TOKENS = 16, 96
+
+
+class CastingLinear(nn.Linear):
+    """As ComfyUI's layers: the weight is fetched, cast and patched within forward, through a buffer that is kept."""
+
+    comfy_cast_weights = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.weight_function: list[Any] = []
+        self._buffer: Tensor | None = None
+        self._fetched = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty_like(self.weight)
+        self._buffer.copy_(self.weight)
+        self._fetched += 1
+        address = self._buffer.data_ptr()  # as the copy from pinned memory does
+        weight = self._buffer.to(x.dtype)
+        for function in self.weight_function:
+            weight = function(weight)
+        assert self._buffer.data_ptr() == address
+        return F.linear(x, weight, self.bias.to(x.dtype))
+
+
+class Feed(nn.Module):
+    def __init__(self, linear: type[nn.Linear] = nn.Linear):
+        super().__init__()
+        self.w1, self.w2 = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, linear: type[nn.Linear] = nn.Linear):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"ffn": Feed(linear)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["ffn"](x)  # type: ignore[index]
+        return x
+
+    @property
+    def ffn(self) -> Feed:
+        return self.blocks[0]["ffn"]  # type: ignore[index, return-value]
+
+
+def binding(**options: Any) -> FfnBinding:
+    return FfnBinding(**{"chunk_tokens": 32, "min_tokens": 2, **options})
+
+
+def x(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(1, tokens, WIDTH, dtype=dtype)
+
+
+# ---- taking off and putting back ----
+
+
+@torch.no_grad()
+def test_what_was_proven_survives_taking_off_and_putting_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pascal_attn_core.ffn.plan as plans
+
+    proofs: list[int] = []
+    prove = plans.prove
+    monkeypatch.setattr(plans, "prove", lambda *args: proofs.append(1) or prove(*args))
+    model, chunking, given = Model(), binding(), x()
+    expected = model(given)
+    for _ in range(3):
+        assert chunking.attach(model) == 2
+        torch.testing.assert_close(model(given), expected)
+        assert chunking.report(model).count("chunked") == 2
+        assert chunking.detach(model) == 2
+        assert "forward" not in vars(model.ffn)
+    assert len(proofs) == 1, "the second block is built like the first"
+
+
+@torch.no_grad()
+def test_blocks_of_another_structure_are_proven_on_their_own() -> None:
+    class Mixing(Feed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - x.mean(dim=-2, keepdim=True)
+
+    model, given = Model(), x()
+    model.blocks[1]["ffn"] = Mixing()  # type: ignore[index, operator]
+    expected, chunking = model(given), binding()
+    chunking.attach(model)
+    torch.testing.assert_close(model(given), expected)
+    assert [line.state for line in chunking.report(model).lines] == ["chunked", "refused"]
+
+
+@torch.no_grad()
+def test_attach_takes_off_a_binding_that_was_forgotten_there() -> None:
+    model, forgotten, ours = Model(), binding(chunk_tokens=16), binding()
+    forgotten.attach(model)
+    ours.attach(model)
+    model(x())
+    assert forgotten.report(model).count("waiting") == 2
+    assert "3 slices" in ours.report(model).lines[0].why
+    ours.detach(model)
+    assert forgotten.detach(model) == 0
+    assert "forward" not in vars(model.ffn)
+
+
+@torch.no_grad()
+def test_below_another_packs_forward_it_hands_every_call_on() -> None:
+    model, chunking, given = Model(), binding(), x()
+    expected = model(given)
+    chunking.attach(model)
+    below = model.ffn.forward
+    model.ffn.forward = lambda x: below(x)  # type: ignore[method-assign]
+    chunking.detach(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(given), expected, rtol=0, atol=0)
+    model.ffn.forward = below  # as that pack puts back what it found
+    chunking.attach(model)
+    chunking.attach(model)
+    torch.testing.assert_close(model(given), expected)
+    assert "3 slices" in chunking.report(model).lines[0].why
+    assert len(model.ffn.forward.sites) == 1  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def test_a_proof_does_not_hold_for_another_forward_below() -> None:
+    model, chunking, given = Model(), binding(), x()
+    chunking.attach(model)
+    model(given)
+    chunking.detach(model)
+    plain = model.ffn.forward
+    model.ffn.forward = lambda x: plain(x) - x.mean(dim=-2, keepdim=True)  # type: ignore[method-assign]
+    expected = model(given)
+    chunking.attach(model)
+    torch.testing.assert_close(model(given), expected, rtol=0, atol=0)
+    assert chunking.report(model).count("refused") == 1
+    chunking.detach(model)
+    del model.ffn.forward
+    chunking.attach(model)
+    model(given)
+    assert chunking.report(model).count("chunked") == 2
+
+
+@torch.no_grad()
+def test_a_layer_whose_forward_was_patched_inside_is_proven_again() -> None:
+    model, chunking, given = Model(), binding(), x()
+    chunking.attach(model)
+    model(given)
+    plain = model.ffn.w1.forward
+    model.ffn.w1.forward = lambda x: plain(x) + x.mean(dim=-2, keepdim=True).repeat(1, 1, 4)  # type: ignore[method-assign]
+    out = model(given)
+    assert chunking.report(model).count("refused") == 1
+    chunking.detach(model)
+    torch.testing.assert_close(out, model(given), rtol=0, atol=0)
+
+
+def test_a_binding_keeps_no_model_alive() -> None:
+    chunking, model = binding(), Model()
+    chunking.attach(model)
+    chunking.detach(model)
+    gone = weakref.ref(model.ffn)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@torch.no_grad()
+def test_a_deep_copy_made_while_it_is_live_gets_its_own() -> None:
+    model, chunking, given = Model(), binding(), x()
+    chunking.attach(model)
+    expected = model(given)
+    other = copy.deepcopy(model)
+    chunking.attach(other)
+    torch.testing.assert_close(other(given), expected)
+    assert other.ffn.forward.module is other.ffn  # type: ignore[attr-defined]
+    assert len(other.ffn.forward.sites) == 1  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def test_the_preview_tells_refusals_without_running_the_model() -> None:
+    class Mixing(Feed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).cumsum(dim=-2)
+
+    model = Model()
+    model.blocks[1]["ffn"] = Mixing()  # type: ignore[index, operator]
+    with PeakMemory("cpu") as memory:
+        lines = binding(min_tokens=100_000).preview(model).lines
+    assert [line.state for line in lines] == ["waiting", "refused"]
+    assert "works along the token dimension" in lines[1].why
+    assert memory.peak_bytes < 1 << 16
+
+
+# ---- layers that bring their weights ----
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_layers_that_cast_and_patch_their_weights_are_chunked(inference: bool) -> None:
+    model, given = Model(CastingLinear).half(), x()
+    noise = torch.Generator()
+
+    def patch(weight: Tensor) -> Tensor:  # as LoRA with stochastic rounding
+        return weight + torch.rand(weight.shape, generator=noise.manual_seed(1)) * 1e-2
+
+    model.ffn.w1.weight_function.append(patch)  # type: ignore[union-attr, operator]
+    with torch.inference_mode() if inference else torch.no_grad():
+        expected = model(given)
+        chunking = binding()
+        chunking.attach(model)
+        torch.testing.assert_close(model(given), expected)
+        report = chunking.report(model)
+    assert report.count("chunked") == 2, report.text()
+    assert "forward" not in vars(model.ffn.w1)
+
+
+@torch.no_grad()
+def test_what_a_layer_keeps_of_its_weights_costs_no_new_proof() -> None:
+    import pascal_attn_core.ffn.forward as forwards
+
+    model, chunking, given = Model(CastingLinear), binding(), x()
+    chunking.attach(model)
+    model(given)
+    made, make = [], forwards.make_plan
+    forwards.make_plan = lambda *args, **kind: made.append(1) or make(*args, **kind)  # type: ignore[assignment]
+    try:
+        model.ffn.w1._buffer = None
+        model.ffn.w1.weight_function = [lambda weight: weight * 2]  # type: ignore[assignment]
+        model(given)
+    finally:
+        forwards.make_plan = make
+    assert not made
+
+
+@torch.no_grad()
+def test_memory_of_weights_that_are_brought_does_not_count() -> None:
+    plain, casting = (make_plan(m.forward, m, Site(Settings(budget_mib=0.01, min_tokens=2)), (x(512),), {})
+                      for m in (Feed(), Feed(CastingLinear)))  # fmt: skip
+    assert plain.sizes == casting.sizes != ()
+
+
+@torch.no_grad()
+def test_a_layer_that_mixes_tokens_is_refused_although_it_casts() -> None:
+    class MixingLinear(CastingLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(dim=-2, keepdim=True))
+
+    module = Feed(MixingLinear)
+    plan = make_plan(module.forward, module, Site(Settings(chunk_tokens=16)), (x(),), {})
+    assert plan.refused
+
+
+@torch.no_grad()
+def test_a_layer_whose_weights_depend_on_the_length_is_refused() -> None:
+    class Switching(Feed):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.w1, self.w3) if x.shape[-2] > 64 else (self.w3, self.w1)
+            return self.w2(first(x) + 2 * second(x))
+
+        def __init__(self) -> None:
+            super().__init__(CastingLinear)
+            self.w3 = CastingLinear(WIDTH, 4 * WIDTH)
+
+    module = Switching()
+    plan = make_plan(module.forward, module, Site(Settings(chunk_tokens=16)), (x(),), {})
+    assert plan.refused
+    assert "other operators" in plan.why
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyError])
+def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -> None:
+    class Interrupted(Feed):
+        trip = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.trip and type(x + 0) is not Tensor:  # in a trial
+                raise kind("not the module's fault")
+            return super().forward(x)
+
+    model, chunking = Model(), binding(passing=(KeyError,))
+    model.blocks[0]["ffn"] = Interrupted()  # type: ignore[index, operator]
+    chunking.attach(model)
+    if kind is KeyError:
+        with pytest.raises(KeyError):
+            model(x())
+    else:
+        model(x())
+    assert chunking.report(model).count("refused") == 0
+    model.ffn.trip = False
+    model(x())
+    assert chunking.report(model).count("chunked") == 2
+
+
+# ---- the node's own part ----
+
+
+class Patcher:
+    load_device = torch.device("cpu")
+
+    def __init__(self, network: nn.Module):
+        self.model = nn.Module()
+        self.model.diffusion_model = network
+
+
+@torch.no_grad()
+def test_a_patcher_that_is_collected_takes_its_slices_along(stub_host: StubHost) -> None:  # noqa: F811
+    ffn, network = node_module("comfy.ffn"), Model()
+    chunking = ffn.Chunking(binding(), "Model", "", None)
+    patcher = Patcher(network)
+    chunking.inject(patcher)
+    assert "forward" in vars(network.ffn)
+    del patcher
+    gc.collect()
+    assert "forward" not in vars(network.ffn)
+
+
+@torch.no_grad()
+def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:  # noqa: F811
+    ffn, runs, network = node_module("comfy.ffn"), node_module("engine.runs"), Model()
+    chunking, patcher = ffn.Chunking(binding(), "Model", "budget", "1"), Patcher(network)
+    chunking.inject(patcher)
+    for tokens, headline in ((TOKENS, "2 of 2 feed-forward modules chunked"),
+                             (1, "0 of 2 feed-forward modules chunked, 2 had no call of 2 tokens")):  # fmt: skip
+        chunking.before_run(patcher)
+        network(x(tokens))
+        chunking.after_run(patcher)
+        run = runs.remembered()[-1]
+        assert (run.part, run.notes[0], run.finished) == ("feed-forward", headline, True)
+        assert stub_host.said[-1] == f"Model: {headline}"
+    chunking.after_run(patcher)
+    assert len(runs.remembered()) == 2
+
+
+def test_the_budget_from_the_card_is_a_share_of_it() -> None:
+    budget_from = node_module("ffn_chunking").budget_from
+    assert budget_from(11 << 30) == 352
+    assert budget_from(1 << 30) == 64
+    assert budget_from(140 << 30) == 1024

@@ -1,0 +1,150 @@
+"""What the report says was gained: measured figures alone, and the reason where there is nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_support.comfy.runs import blocks, findings, kind, part, run
+
+GAIN, TEXT = part("nodes.reporting.gain"), part("nodes.reporting.text")
+ENGINE, CONFIG, CALL, ROUTES = (
+    part(name)
+    for name in ("nodes.engine.engine", "pascal_attn_core.config", "pascal_attn_core.call", "pascal_attn_core.routes")
+)
+SDPA = "attention_pytorch"
+STORED = {"route": "tiled", "torch_stores": True}
+WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32"}
+
+
+def line(*runs, attention=SDPA):
+    return GAIN.gain_line(runs, attention)
+
+
+def test_memory_is_that_of_torchs_scores_less_what_the_call_took():
+    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20, "elapsed_ms": 9.0})]
+    expected = "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB)."
+    assert line(run(tallies)) == expected
+
+
+def test_memory_that_was_not_measured_is_not_subtracted():
+    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": None})]
+    assert line(run(tallies)) == "Gained: 2,353 MiB of scores not stored in the largest call."
+
+
+def test_seconds_are_those_of_calls_timed_against_torchs_kernel():
+    timed = (kind("block 0", route="fused", over_torch=0.5, torch_stores=False), {"elapsed_ms": 41_000.0})
+    other = (kind("block 1", torch_stores=False), {"elapsed_ms": 99_000.0})
+    assert line(run([timed, other])) == "Gained: 41.0 s less in attention (timed on this card)."
+    assert "less in attention" not in line(run([other]))
+
+
+def test_memory_seconds_and_saved_outputs_of_several_runs_stand_in_one_sentence():
+    model = run([(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20})])
+    vae = run([(kind("mid", route="fused", over_torch=0.8), {"elapsed_ms": 4000.0, "repaired": 2})], part="VAE")
+    assert line(model, vae) == (
+        "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB), 1.00 s less in attention (timed "
+        "on this card), 2 outputs saved from NaN."
+    )
+
+
+def test_torchs_own_kernel_gains_nothing_and_that_is_said():
+    tallies = [(kind("double 0", torch_stores=False), {"elapsed_ms": 9.0, "extra_bytes": 1 << 20})]
+    assert line(run(tallies)) == (
+        "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node."
+    )
+
+
+def test_on_a_host_with_another_attention_nothing_is_claimed():
+    tallies = [(kind("double 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
+    assert line(run(tallies), attention="attention_sub_quad") == (
+        "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have "
+        "taken here was not measured."
+    )
+
+
+def test_what_nobody_asked_torch_about_is_not_claimed():
+    tallies = [(kind("double 0", route="tiled", torch_stores=None), {"extra_bytes": 1 << 20})]
+    assert "not measured" in line(run(tallies))
+
+
+def test_calls_that_were_all_passed_say_why():
+    tallies = [(kind("layer 0", "handed on", why="fewer than 1024 keys"), {"count": 32})]
+    assert line(run(tallies)) == "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."
+    tallies += [(kind("layer 1", "handed on", why="its argument sinks is not known"), {"count": 2})]
+    assert "32 of 34 calls passed to ComfyUI: fewer than 1024 keys" in line(run(tallies))
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        ((), "Nothing gained: no call came here."),
+        ((run(),), "Nothing gained: no call came here."),
+        ((run(part="feed-forward"),), "No attention was patched: feed-forward layers alone."),
+    ],
+)
+def test_without_calls_it_says_so(runs, sentence):
+    assert line(*runs) == sentence
+
+
+def test_differences_that_nobody_would_notice_are_none():
+    small = {"query": (1, 1, 64, 64), "key": (1, 1, 64, 64)}
+    tallies = [(kind("a", **STORED, **small), {"extra_bytes": 0, "elapsed_ms": 1.0})]
+    assert not line(run(tallies)).startswith("Gained")
+
+
+def test_it_is_the_first_line_of_the_text_also_above_warnings():
+    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
+    text = TEXT.report_text(findings(run(tallies), attention=SDPA, alarms=["beware"]))
+    assert text.splitlines()[0].startswith("Gained: 2,289 MiB")
+    assert text.index("Gained") < text.index("!! beware")
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (
+            run([(kind("b", **STORED, **WAN), {"extra_bytes": 64 << 20})]),
+            "Flux: 2,289 MiB less memory in the largest call",
+        ),
+        (run(blocks(3)), "Flux: 12 of 12 calls taken, 1 MiB extra at most"),
+        (
+            run([(kind("b", "handed on", why="fewer than 7 keys"), {"count": 4})]),
+            "Flux: 0 of 4 calls taken: fewer than 7",
+        ),
+        (run(notes=["compiled"]), "Flux: compiled"),
+    ],
+)
+def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
+    found = GAIN.status_line(made, SDPA)
+    assert found.startswith(sentence)
+    assert "\n" not in found
+    assert len(found) < 110
+
+
+def test_the_choice_of_a_route_says_what_torch_would_do(monkeypatch):
+    """Where the core asks torch: its kernel as it is, folded, and not at all."""
+    monkeypatch.setattr(ROUTES, "_tiled_is_faster", lambda call: False)
+    auto, plain = CONFIG.AttentionConfig(), torch.randn(1, 2, 64, 16)
+    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), auto)
+    assert (choice.route, choice.torch_stores) == ("torch", False)
+    for form, stores in (("rows", True), ("", False)):
+        fake = ROUTES.TorchForm(plain, plain, plain, None, fold=form)
+        assert ROUTES._torch_stores(fake) is stores
+    monkeypatch.setattr(ROUTES, "find_form", lambda *_, **__: ["torch has no kernel for it"])
+    config = CONFIG.AttentionConfig(math_limit_mib=0)
+    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), config)
+    assert (choice.route, choice.torch_stores, choice.over_torch) == ("tiled", True, None)
+
+
+def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
+    engine_module = ENGINE
+    monkeypatch.setattr(engine_module._host, "compute_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(engine_module._host, "throw_if_interrupted", lambda: None)
+    monkeypatch.setattr(engine_module._host, "prompt_id", lambda: "p")
+    monkeypatch.setattr(ROUTES, "_tiled_is_faster", lambda call: False)
+    engine = engine_module.Engine(engine_module.Settings(min_keys=0), "Model", "diffusion model", None)
+    plain = torch.randn(1, 2, 64, 16)
+    engine.begin()
+    assert engine.attend(plain, plain, plain, block="a") is not None
+    (counted,) = engine.end().tallies
+    assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)

@@ -1,0 +1,333 @@
+"""The ComfyUI pack's attention override and the scope around a model call, without ComfyUI."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from torch import Tensor
+
+override_module, scope_module = node_module("comfy.override"), node_module("comfy.scope")
+make_override = override_module.make_override
+pytestmark = pytest.mark.usefixtures("stub_host")
+HEADS = 2
+
+
+def tensors(tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(1, tokens, HEADS * 4) for _ in range(3))  # type: ignore[return-value]
+
+
+def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any) -> Tensor:
+    """As ComfyUI's: torch's SDPA over ``[B, N, H*D]``, key and value read by the query's batch."""
+    host_attention.calls += 1  # type: ignore[attr-defined]
+    batch, head_dim = q.shape[0], q.shape[-1] // heads
+    q, k, v = (t.reshape(batch, t.numel() // (batch * heads * head_dim), heads, head_dim) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> None:
+    host_attention.calls = 0  # type: ignore[attr-defined]
+
+
+def another(log: list[str], name: str, below: Any = None) -> Any:
+    """Another pack's override; ``below``: the one it hands on to."""
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return func(*args, **kwargs) if below is None else below(func, *args, **kwargs)
+
+    return override
+
+
+class Container:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Any = tensor
+
+    def peek(self) -> Tensor:
+        assert self.tensor is not None
+        return self.tensor
+
+    def take(self) -> Tensor:
+        tensor, self.tensor = self.peek(), None
+        return tensor
+
+
+def test_a_taken_call_reaches_neither_the_previous_override_nor_the_host() -> None:
+    engine, log, given = make_engine(), [], tensors()
+    ours = make_override(engine, scope_module.Scope(), another(log, "previous"))
+    for _ in range(3):
+        out = ours(host_attention, *given, HEADS)
+    assert (log, host_attention.calls) == ([], 1)  # a few rows of the first one, to compare
+    assert engine.run.count("taken") == 3
+    torch.testing.assert_close(out, host_attention(*given, HEADS))
+
+
+def test_a_small_call_goes_to_the_previous_override_as_it_came() -> None:
+    engine, log, given = make_engine(min_keys=7), [], tensors()
+    ours = make_override(engine, scope_module.Scope(), another(log, "previous"))
+    out = ours(host_attention, *given, HEADS)
+    assert (log, host_attention.calls) == (["previous"], 1)
+    assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.reasons("handed on") == {"fewer than 7 keys": 1}
+
+
+def test_a_call_that_is_not_understood_is_handed_on_with_all_its_arguments() -> None:
+    seen: dict[str, Any] = {}
+
+    def host(*args: Any, **kwargs: Any) -> str:
+        seen.update(kwargs, count=len(args))
+        return "the host's"
+
+    engine = make_engine()
+    ours = make_override(engine, scope_module.Scope(), None)
+    assert ours(host, *tensors(), HEADS, sinks=3, _inside_attn_wrapper=True) == "the host's"
+    assert seen == {"count": 4, "sinks": 3, "_inside_attn_wrapper": True}
+    assert engine.run.reasons("handed on") == {"its argument sinks is not known": 1}
+
+
+@pytest.mark.parametrize("batches", [(4, 1), (8, 2), (1, 2)], ids=["HyperTile", "HyperTile with cfg", "k of two"])
+def test_key_and_value_are_read_by_the_querys_batch(batches: tuple[int, int]) -> None:
+    engine, given = make_engine(), [torch.randn(batch, 12, HEADS * 4) for batch in (*batches, batches[1])]
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS)
+    torch.testing.assert_close(out, host_attention(*given, HEADS))
+    assert engine.run.count("taken") == 1
+    tokens = batches[1] * 12 // batches[0]
+    assert next(iter(engine.run.tallies)).key[2] == tokens  # and not 12: HyperTile's saving
+
+
+@pytest.mark.parametrize("which", ["queries", "keys"])
+def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
+    engine, given = make_engine(), list(tensors())
+    for i in (0,) if which == "queries" else (1, 2):
+        given[i] = given[i][:, :0]
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS)
+    assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.reasons("handed on") == {f"it has no {which}": 1}
+
+
+def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Any, kwargs: Any) -> Any:
+        raise RuntimeError("a layout that nobody has thought of")
+
+    monkeypatch.setattr(override_module.HostCall, "of", broken)
+    engine, given = make_engine(), tensors()
+    out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS, transformer_options={})
+    assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.count("handed on") == engine.run.count() == 1
+    (warning,) = engine.run.warnings
+    assert "a layout that nobody has thought of" in warning
+    assert "passed to ComfyUI" in warning
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, "of the host"])
+def test_cancel_while_a_call_is_read_is_not_kept(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    class Cancel(Exception):
+        pass
+
+    management = types.ModuleType("comfy.model_management")
+    management.InterruptProcessingException = Cancel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    error = Cancel if kind == "of the host" else kind
+
+    def cancelled(args: Any, kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(override_module.HostCall, "of", cancelled)
+    with pytest.raises(error):
+        make_override(make_engine(), scope_module.Scope(), None)(host_attention, *tensors(), HEADS)
+
+
+def test_a_call_that_is_misread_is_found_and_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = override_module.HostCall.of
+
+    def misread(args: Any, kwargs: Any) -> Any:
+        call = of(args, kwargs)
+        call.value = call.value.flip(2)
+        return call
+
+    monkeypatch.setattr(override_module.HostCall, "of", misread)
+    engine, given = make_engine(), tensors(40)
+    ours = make_override(engine, scope_module.Scope(), None)
+    for _ in range(3):
+        out = ours(host_attention, *given, HEADS)
+        assert torch.equal(out, host_attention(*given, HEADS))
+    assert engine.run.count("taken") == 0
+    assert engine.run.count() == 3
+    (warning,) = engine.run.warnings
+    assert "host_attention: calls like this are passed to ComfyUI" in warning
+    assert engine.run.sample is None
+
+
+def test_a_right_call_is_compared_once_per_kind_and_run() -> None:
+    engine, given = make_engine(), tensors(40)
+    ours = make_override(engine, scope_module.Scope(), None)
+    for _ in range(2):
+        engine.begin()
+        before = host_attention.calls  # type: ignore[attr-defined]
+        for _ in range(3):
+            ours(host_attention, *given, HEADS)
+        assert host_attention.calls == before + 1  # type: ignore[attr-defined]
+        (found,) = engine.run.compared.values()
+        assert found.is_rounding
+        assert found.rows == 16
+        engine.end()
+
+
+def test_a_host_that_cannot_be_asked_is_no_reason_to_leave_a_call() -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no")
+
+    engine = make_engine()
+    make_override(engine, scope_module.Scope(), None)(failing, *tensors(), HEADS)
+    assert engine.run.count("taken") == 1
+    assert any("not compared with ComfyUI's own function" in note for note in engine.run.notes)
+
+
+def test_a_next_override_that_chains_finds_ours() -> None:
+    engine, log = make_engine(), []
+    ours = make_override(engine, scope_module.Scope(), None)
+    another(log, "next", below=ours)(host_attention, *tensors(), HEADS)
+    assert (log, engine.run.count("taken")) == (["next"], 1)
+
+
+def test_a_replaced_patch_of_ours_never_stacks() -> None:
+    first_engine, second_engine, log = make_engine(), make_engine(min_keys=100), []
+    previous = another(log, "previous")
+    first = make_override(first_engine, scope_module.Scope(), override_module.previous_of(previous))
+    second = make_override(second_engine, scope_module.Scope(), override_module.previous_of(first))
+    second(host_attention, *tensors(), HEADS)
+    assert log == ["previous"]
+    assert second_engine.run.count() == 1
+    assert not first_engine.is_running
+
+
+def test_another_packs_wrapper_of_ours_is_not_taken_for_ours() -> None:
+    engine, log = make_engine(), []
+    ours = make_override(engine, scope_module.Scope(), None)
+    wrapper = functools.wraps(ours)(another(log, "wrapper", below=ours))
+    assert override_module.engine_of(ours) is engine
+    assert override_module.engine_of(wrapper) is None
+    assert override_module.previous_of(wrapper) is wrapper
+
+
+def test_containers_are_emptied_whether_the_call_is_taken_or_handed_on() -> None:
+    for least, taken in ((0, 1), (100, 0)):
+        engine, given = make_engine(min_keys=least), tensors()
+        boxes = [Container(t) for t in given]
+        out = make_override(engine, scope_module.Scope(), None)(host_attention, *boxes, HEADS)
+        assert all(box.tensor is None for box in boxes)
+        assert engine.run.count("taken") == taken
+        torch.testing.assert_close(out, host_attention(*given, HEADS))
+
+
+def test_a_previous_override_that_wants_containers_gets_them_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module("comfy.host"), "attention_function", lambda: host_attention)
+    previous = another([], "previous")
+    got: list[Any] = []
+    previous.container_function = lambda *args, **kwargs: got.extend(args) or "theirs"
+    ours = make_override(make_engine(min_keys=100), scope_module.Scope(), previous)
+    boxes = [Container(t) for t in tensors()]
+    assert ours.container_function(*boxes, HEADS) == "theirs"
+    assert got[:3] == boxes
+    assert all(box.tensor is not None for box in boxes)
+    plain = another([], "plain")
+    assert not hasattr(make_override(make_engine(), scope_module.Scope(), plain), "container_function")
+
+
+def test_blocks_are_named_by_the_host_and_else_by_their_number() -> None:
+    engine, scope = make_engine(), scope_module.Scope()
+    ours = make_override(engine, scope, None)
+    with scope.numbering("call"):
+        for options in ({"block": ("input", 4), "block_index": 0}, {"block_type": "double", "block_index": 3}, None):
+            ours(host_attention, *tensors(), HEADS, transformer_options=options)
+    assert [kind.block for kind in engine.run.tallies] == ["input 4.0", "double 3", "call 1"]
+
+
+# ---- the scope ----
+
+
+def model(x: Tensor) -> Tensor:
+    """Three calls: SDPA, something else, SDPA in another layout of arguments."""
+    y = F.scaled_dot_product_attention(x, x, x)
+    return F.scaled_dot_product_attention(query=torch.relu(y), key=x, value=x, is_causal=True)
+
+
+def caught(engine: Any, scope: Any, *, catches: bool = True) -> Any:
+    wrapper = scope_module.make_wrapper(engine, scope, "call", catches=catches)
+    return lambda x: wrapper(model, x)
+
+
+def test_the_whole_model_is_caught_and_the_result_is_the_same() -> None:
+    engine, x = make_engine(route="tiled"), torch.randn(1, 2, 9, 4)
+    torch.testing.assert_close(caught(engine, scope_module.Scope())(x), model(x))
+    assert engine.run.routes() == {"tiled": 2}
+    assert [(kind.block, kind.via) for kind in engine.run.tallies] == [("call 1", "SDPA"), ("call 2", "SDPA")]
+
+
+def test_without_catching_and_after_it_nothing_is_seen() -> None:
+    engine, x = make_engine(), torch.randn(1, 2, 9, 4)
+    assert torch.equal(caught(engine, scope_module.Scope(), catches=False)(x), model(x))
+    assert engine.run.count() == 0
+    caught(engine, scope_module.Scope())(x)
+    model(x)
+    assert engine.run.count() == 2
+
+
+def test_calls_below_the_override_are_not_counted_twice() -> None:
+    for least in (0, 100):
+        engine, scope = make_engine(min_keys=least, route="torch"), scope_module.Scope()
+        ours = make_override(engine, scope, None)
+        wrapper = scope_module.make_wrapper(engine, scope, "call", catches=True)
+        wrapper(lambda ours=ours: ours(host_attention, *tensors(), HEADS))
+        assert engine.run.count() == 1
+
+
+def test_nested_wrappers_catch_once() -> None:
+    engine, scope, x = make_engine(min_keys=100), scope_module.Scope(), torch.randn(1, 2, 9, 4)
+    wrapper = scope_module.make_wrapper(engine, scope, "outer", catches=True)
+    wrapper(lambda: caught(engine, scope)(x))
+    assert engine.run.count() == engine.run.count("handed on") == 2
+
+
+def test_an_error_below_unwinds_the_scope() -> None:
+    engine, scope = make_engine(), scope_module.Scope()
+    wrapper = scope_module.make_wrapper(engine, scope, "call", catches=True)
+    ours = make_override(make_engine(min_keys=100), scope, None)
+    with pytest.raises(KeyboardInterrupt):
+        wrapper(lambda: ours(lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt), *tensors(), HEADS))
+    assert not scope.is_inside
+    model(torch.randn(1, 2, 9, 4))
+    assert engine.run.count() == 0
+
+
+UNKNOWN = {"dropout": {"dropout_p": 0.5}, "an argument": {"new": 1}}
+
+
+@pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_direct_call_that_is_not_understood_is_handed_on(options: dict[str, Any]) -> None:
+    engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
+    with scope.catching(engine):
+        if "new" in options:
+            with pytest.raises(TypeError):
+                F.scaled_dot_product_attention(x, x, x, **options)
+        else:
+            assert F.scaled_dot_product_attention(x, x, x, **options).shape == x.shape
+    assert engine.run.count("handed on") == engine.run.count() <= 1
+
+
+def test_other_threads_are_not_caught() -> None:
+    engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
+    with scope.catching(engine):
+        thread = threading.Thread(target=model, args=(x,))
+        thread.start()
+        thread.join()
+    assert engine.run.count() == 0

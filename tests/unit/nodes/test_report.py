@@ -1,0 +1,344 @@
+"""What the report says, for runs made by hand."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from attn_support.comfy.runs import CU126, CU130, FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
+
+CHECK, TEXT, ROWS, WORDS = (part(f"nodes.reporting.{name}") for name in ("exactness", "text", "rows", "words"))
+REPORT, PREVIEW = part("nodes.report"), part("nodes.reporting.preview")
+
+PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
+
+
+def graph(*, through_report: bool = True, patch: str = PATCH) -> dict:
+    link = {"value": ["6", 0]} if through_report else {}
+    return {
+        "5": {"class_type": patch, "inputs": {"model": ["1", 0]}},
+        "6": {"class_type": SAMPLER, "inputs": {"model": ["5", 0], "seed": 3}},
+        "9": {"class_type": REPORTER, "inputs": link},
+    }
+
+
+# ---- which runs ----
+
+
+def test_the_runs_of_this_prompt_are_shown_and_no_others():
+    old, new = run(prompt_id="old"), run(prompt_id="new")
+    shown, remarks = FIND.choose_runs([old, new], graph(), "new", "9")
+    assert [entry.run for entry in shown] == [new]
+    assert remarks == []
+
+
+def test_a_cached_sampler_shows_its_newest_earlier_run_and_says_so():
+    first, second = run(prompt_id="a"), run(prompt_id="b")
+    shown, remarks = FIND.choose_runs([first, second], graph(), "c", "9")
+    assert [entry.run for entry in shown] == [second]
+    assert "earlier prompt" in shown[0].remark
+    assert "used the results in its cache" in remarks[0]
+
+
+def test_a_cached_sampler_beside_a_decoder_that_ran_shows_both():
+    sampling, decoding = run(prompt_id="a"), run(prompt_id="b", unique_id="7", part="VAE")
+    prompt = graph() | {"7": {"class_type": "PascalVAEAttention", "inputs": {}}}
+    shown, _ = FIND.choose_runs([sampling, decoding], prompt, "b", "9")
+    assert [entry.run for entry in shown] == [sampling, decoding]
+    assert [bool(entry.remark) for entry in shown] == [True, False]
+
+
+def test_a_patch_connected_to_nothing_is_told():
+    prompt = {"5": {"class_type": PATCH, "inputs": {}}}
+    _, remarks = FIND.choose_runs([], prompt, "p", None)
+    assert "connected to nothing" in remarks[0]
+
+
+def test_a_report_that_may_come_too_early_is_told():
+    _, remarks = FIND.choose_runs([], graph(through_report=False), "p", "9")
+    assert "has not run so far" in remarks[0]
+    assert "Nothing is connected to this report" in remarks[1]
+
+
+def test_a_prompt_without_a_patch_has_nothing_and_names_the_last_run():
+    shown, remarks = FIND.choose_runs([run(blocks(2), prompt_id="a")], {"9": graph()["9"]}, "b", "9")
+    assert shown == []
+    assert "no Pascal node" in remarks[0]
+    assert "8 calls, 8 taken (torch 8)" in remarks[0]
+
+
+def test_a_run_that_goes_on_is_marked():
+    shown, _ = FIND.choose_runs([run(finished=False, elapsed_s=0.0)], graph(), "p", "9")
+    assert "not finished" in shown[0].remark
+    assert TEXT.report_text(findings(*shown))
+
+
+def test_several_runs_of_one_node_are_one_section_with_everything_added_up():
+    first, second = run(blocks(2), peak_bytes=5), run(blocks(3), peak_bytes=9, warnings=["beware"])
+    other = run(blocks(2), unique_id="6")
+    both, alone = FIND.merged([FIND.Shown(first), FIND.Shown(other), FIND.Shown(second)])
+    assert alone.run is other
+    assert both.title == "Flux, diffusion model, 2 runs"
+    assert (both.run.count(), both.run.elapsed_s, both.run.peak_bytes) == (20, 20.0, 9)
+    assert both.run.warnings == ["beware"]
+    assert first.count() == 8
+
+
+def test_of_several_checks_the_one_that_failed_is_shown():
+    good, bad = CHECK.exactness_of(sample()), CHECK.exactness_of(sample(factor=2.0))
+    entries = [FIND.Shown(run(blocks(1)), "", found) for found in (good, bad, good)]
+    assert FIND.merged(entries)[0].exactness is bad
+
+
+# ---- text ----
+
+
+def test_the_summary_stands_above_the_sections_and_the_bug_report_below():
+    text = TEXT.report_text(findings(run(blocks(19))))
+    assert text.index("76 calls, 76 taken") < text.index("=== Flux, diffusion model, node 5") < text.index("copy from")
+    assert text.endswith("--- to here ---")
+
+
+def test_alarms_come_before_everything_else():
+    text = TEXT.report_text(findings(run(), alarms=["Flux: no attention call reached the patch"]))
+    assert text.index("!! Flux: no attention call") < text.index("0 calls")
+
+
+def test_neighbours_in_which_the_same_happened_share_a_line():
+    tallies = [*blocks(19), *blocks(38, "single", count=8)]
+    lines = TEXT.report_text(findings(run(tallies))).splitlines()
+    assert "  double 0-18  19 blocks, each 4 torch; 760 ms" in lines
+    assert "  single 0-37  38 blocks, each 8 torch; 1.52 s" in lines
+
+
+def test_a_block_that_differs_has_a_line_of_its_own():
+    tallies = blocks(5)
+    tallies[2] = (kind("double 2", "handed on", why="fewer than 1024 keys"), {"count": 4})
+    names = [group.name for group in ROWS.grouped(ROWS.block_rows(run(tallies)))]
+    assert names == ["double 0-1", "double 2", "double 3-4"]
+
+
+def test_names_with_dots_are_put_together_by_their_number():
+    rows = [ROWS.BlockRow(f"encoder.layers.{i}.self_attn", {"tiled": 1}) for i in range(12)]
+    assert [group.name for group in ROWS.grouped(rows)] == ["encoder.layers.0-11.self_attn"]
+
+
+def test_reasons_routes_memory_and_troubles_are_all_told():
+    tallies = [
+        (kind("double 0", route="tiled", why="no kernel"), {"count": 3, "elapsed_ms": 5000, "extra_bytes": 63 << 20}),
+        (kind("double 1", route="tiled", why="no kernel"), {"budget_halvings": 2, "repaired": 1}),
+        (kind("double 1", "handed on", why="fewer than 1024 keys"), {"count": 7}),
+    ]
+    text = TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"])))
+    for fact in (
+        "4 x tiled: no kernel",
+        "7 x fewer than 1024 keys",
+        "5.00 s in attention of 10.0 s (50%)",
+        "63.0 MiB",
+    ):
+        assert fact in text
+    for fact in ("972 MiB: what math attention", "7.00 GiB: peak", "11.0 GiB: all memory", "halved 2 times"):
+        assert fact in text
+    for fact in ("double 1 (1x)", "note        compiled", "WARNING     beware"):
+        assert fact in text
+
+
+def test_kinds_are_counted_over_all_blocks():
+    ((only, tally),) = ROWS.kinds_of(run(blocks(19)))
+    assert only.block == ""
+    assert (tally.count, tally.elapsed_ms, tally.extra_bytes) == (76, 760.0, 1 << 20)
+
+
+def test_adding_up_kinds_leaves_the_run_as_it_is():
+    made = run(blocks(3))
+    ROWS.kinds_of(made)
+    assert made.count() == 12
+
+
+def test_a_run_without_attention_tells_its_notes():
+    made = run(part="feed-forward", notes=["38 of 57 modules in chunks"])
+    text = TEXT.report_text(findings(made))
+    assert "Flux, feed-forward" in text
+    assert "38 of 57 modules in chunks" in text
+    assert REPORT._alarms_of(FIND.Shown(made)) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0032, "3.20 ms"), (12.34, "12.3 s"), (99.7, "1 min 40 s"), (3599, "1 h 00 min"), (14523, "4 h 02 min")],
+)
+def test_durations_are_read_at_a_glance(seconds, text):
+    assert WORDS.duration_text(seconds) == text
+
+
+def test_shares_of_several_devices_stay_below_one():
+    made = run([(kind("double 0"), {"elapsed_ms": 15000.0})])
+    made.devices.add("cuda:1")
+    assert made.share == 0.75
+    assert "on 2 devices (75%)" in TEXT.report_text(findings(made))
+
+
+# ---- the machine ----
+
+
+def test_a_wheel_without_code_for_the_card_is_a_complaint_with_the_wheel_that_has():
+    (complaint,) = INFO.complaints(machine(CU130))
+    assert "NO code for sm_61" in complaint
+    assert "whl/cu126" in complaint
+    assert INFO.complaints(machine(CU126)) == []
+
+
+def test_a_card_that_a_cpu_wheel_leaves_idle_is_a_complaint():
+    cpu = INFO.Machine(
+        "0.1.0",
+        "3.12",
+        "Linux",
+        part("pascal_attn_core.observe.wheels").TorchBuild("2.13.0+cpu", "cpu"),
+        (),
+        (),
+        smi=(INFO.SmiCard("GTX 1080 Ti", (6, 1), "11264 MiB"),),
+    )
+    (complaint,) = INFO.complaints(cpu)
+    assert "built without CUDA" in complaint
+    assert "whl/cu126" in complaint
+
+
+def test_the_bug_report_shares_the_facts_of_the_command_line():
+    block = TEXT.report_text(findings(run(blocks(2)))).partition("copy from here")[2]
+    for line in INFO.describe_facts(machine()):
+        assert line in block
+    assert "driver      560.94" in block
+    assert "tiles" not in block
+
+
+# ---- exactness ----
+
+
+def sample(dtype: torch.dtype = torch.float32, factor: float = 1.0, mask: torch.Tensor | None = None):
+    query, key, value = (torch.randn(n, 64, dtype=dtype) for n in (64, 300, 300))
+    right = CHECK.reference_sdpa(query.float(), key.float(), value.float(), mask)[0]
+    entry = kind("double 0", dtype=str(dtype).removeprefix("torch."))
+    return RUNS.Sample(entry, query, key, value, mask, None, (right * factor).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_right_answer_is_exact_and_a_wrong_one_is_not(dtype):
+    assert CHECK.exactness_of(sample(dtype)).is_exact
+    found = CHECK.exactness_of(sample(dtype, 1.1))
+    assert not found.is_exact
+    assert found.error > 4 * found.plain_error
+    assert "NOT EXACT" in found.text()
+
+
+def test_masks_take_part_in_the_check():
+    assert CHECK.exactness_of(sample(mask=torch.rand(1, 300) > 0.5)).is_exact
+    unmasked = sample()
+    masked = RUNS.Sample(
+        unmasked.kind, unmasked.query, unmasked.key, unmasked.value, torch.rand(64, 300) > 0.5, None, unmasked.out
+    )
+    assert not CHECK.exactness_of(masked).is_exact
+
+
+def test_an_answer_that_is_not_finite_is_not_exact():
+    broken = sample()
+    broken.out[3, 3] = math.nan
+    assert not CHECK.exactness_of(broken).is_exact
+
+
+def test_float16_that_overflows_in_plain_attention_is_held_against_nobody():
+    large = sample(torch.float16)
+    query, key = large.query * 200, large.key * 200
+    right = CHECK.reference_sdpa(query.float(), key.float(), large.value.float())[0].half()
+    assert CHECK.exactness_of(RUNS.Sample(large.kind, query, key, large.value, None, None, right)).is_exact
+
+
+def test_the_check_lets_the_tensors_go_and_remembers_the_result():
+    made = run(blocks(1), sample=sample())
+    held = weakref.ref(made.sample.key)
+    first = CHECK.check(made)
+    gc.collect()
+    assert held() is None
+    assert CHECK.check(made) is first
+
+
+def test_the_sample_of_a_run_that_goes_on_is_left_alone():
+    made = run(blocks(1), sample=sample(), finished=False)
+    assert CHECK.check(made) is None
+    assert made.sample is not None
+
+
+# ---- the node ----
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """No ComfyUI: the facts that the node would ask it for."""
+    monkeypatch.setattr(REPORT._host, "versions", lambda: {"ComfyUI": "0.33.0", "attention": "attention_pytorch"})
+    monkeypatch.setattr(REPORT._host, "free_and_total_bytes", lambda device: (1 << 30, 2 << 30))
+    monkeypatch.setattr(REPORT._host, "prompt_id", lambda: "p")
+    RUNS.forget()
+    yield
+    RUNS.forget()
+
+
+def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
+    RUNS.remember(run(blocks(3), device="cpu", sample=sample()))
+    value = {"samples": torch.zeros(1)}
+    given = REPORT.PascalAttentionReport().report(True, value, "9", graph())
+    same, image, text = given["result"]
+    assert same is value
+    assert image.shape[0] == 1
+    assert image.dtype == torch.float32
+    assert 0 <= float(image.min()) < float(image.max()) <= 1
+    assert "12 calls, 12 taken" in text
+    assert "exact within rounding" in text
+    assert given["ui"]["text"] == [text]
+
+
+def test_without_the_check_the_sample_stays_and_nothing_is_said_of_it(host):
+    RUNS.remember(run(blocks(3), device="cpu", sample=sample()))
+    text = REPORT.PascalAttentionReport().report(False, None, "9", graph())["result"][2]
+    assert "exact" not in text.partition("copy from")[0].replace("exactness_check", "")
+    assert RUNS.remembered()[0].sample is not None
+
+
+def test_a_finished_run_without_calls_and_reasons_is_an_alarm(host, caplog):
+    RUNS.remember(run(device="cpu"))
+    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
+    assert "!! Flux, diffusion model: no attention call reached the patch" in text
+    assert "no attention call reached the patch" in caplog.text
+
+
+def test_an_inexact_answer_is_an_alarm(host):
+    RUNS.remember(run(blocks(3), device="cpu", sample=sample(factor=1.5)))
+    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
+    assert "!! Flux, diffusion model: NOT EXACT" in text
+
+
+def test_it_runs_on_each_prompt():
+    first = REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
+    assert first != REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
+
+
+def test_its_type_differs_from_no_other():
+    assert not any(name != REPORT.ANY for name in ("LATENT", "IMAGE", "MODEL"))
+    assert str(REPORT.ANY) == "*"
+
+
+def test_every_input_and_output_has_a_tooltip():
+    node = REPORT.PascalAttentionReport
+    given = node.INPUT_TYPES()
+    assert all(options["tooltip"] for group in ("required", "optional") for _, options in given[group].values())
+    assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
+
+
+def test_looking_around_for_a_report_asks_no_card_for_its_memory(monkeypatch):
+    def asked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(INFO, "_free", asked)
+    monkeypatch.setattr(INFO, "ask_routes", asked)
+    assert INFO.look_around(asks_devices=False).free == (None,) * len(INFO.look_around(asks_devices=False).devices)

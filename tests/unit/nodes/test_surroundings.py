@@ -1,0 +1,185 @@
+"""What the ComfyUI pack reads around it: the prompt's graph, earlier patches, a model's code. Without ComfyUI."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from attn_support.comfy.stub import node_module
+from torch import nn
+
+prompts, others, sites = node_module("comfy.prompt"), node_module("comfy.others"), node_module("comfy.sites")
+objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
+
+
+def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
+    return {
+        node: {"class_type": kind, "inputs": {name: [source, 0] for name, source in inputs.items()}}
+        for node, (kind, inputs) in kinds.items()
+    }
+
+
+MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
+SAMPLER = ("KSampler", {"model": "merge"})
+
+
+def test_a_patch_whose_model_only_gives_weights_is_told() -> None:
+    prompt = graph(load=("UNETLoader", {}), patch=("Patch", {"model": "load"}), merge=MERGE, sampler=SAMPLER)
+    assert "ModelMergeSimple takes only the weights of model2" in prompts.where_only_weights_go(prompt, "patch")
+
+
+def test_so_is_one_with_a_lora_behind_it() -> None:
+    prompt = graph(
+        patch=("Patch", {}),
+        lora=("LoraLoaderModelOnly", {"model": "patch"}),
+        merge=("ModelSubtract", {"model1": "load", "model2": "lora"}),
+        sampler=SAMPLER,
+    )
+    assert "ModelSubtract" in prompts.where_only_weights_go(prompt, "patch")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})},
+        {"merge": MERGE, "other": ("KSampler", {"model": "patch"})},
+        {"merge": ("BasicGuider", {"model": "patch"})},
+        {},
+    ],
+    ids=["model1", "sampled beside", "a guider", "connected to nothing"],
+)
+def test_a_patch_that_may_run_is_not(more: dict[str, Any]) -> None:
+    prompt = graph(patch=("Patch", {}), sampler=SAMPLER, **more)
+    assert prompts.where_only_weights_go(prompt, "patch") == ""
+    assert prompts.where_only_weights_go(prompt, None) == ""
+
+
+def named(qualname: str, module: str) -> Any:
+    def override() -> None:
+        pass
+
+    override.__qualname__, override.__module__ = qualname, module
+    return override
+
+
+KJ = "custom_nodes.ComfyUI-KJNodes.nodes.model_optimization_nodes"
+
+
+@pytest.mark.parametrize(
+    ("qualname", "module", "keeps"),
+    [
+        ("PathchSageAttentionKJ.patch.<locals>.attention_override_sage", KJ, False),
+        ("attention_override_flash", KJ, False),
+        ("NABLA.patch.<locals>.attention_override_nabla", KJ, True),
+        ("attention_override_sage", "custom_nodes.unknown", True),
+        ("anything", "custom_nodes.unknown", True),
+    ],
+)
+def test_only_what_is_known_to_compute_makes_way(qualname: str, module: str, keeps: bool) -> None:
+    override = named(qualname, module)
+    assert others.keeps_turn(override, others.AUTO) is keeps
+    assert others.keeps_turn(override, others.KEEP)
+    assert not others.keeps_turn(override, others.REPLACE)
+    assert not others.keeps_turn(None, others.KEEP)
+
+
+def optimized_attention(*args: Any, **kwargs: Any) -> str:
+    return "host"
+
+
+def helper(x: Any) -> Any:
+    return optimized_attention(x)
+
+
+def announced_helper(x: Any, transformer_options: Any) -> Any:
+    return optimized_attention(x, transformer_options=transformer_options)
+
+
+elsewhere = ModuleType("elsewhere")
+elsewhere.optimized_attention = optimized_attention  # type: ignore[attr-defined]
+
+
+class Own(nn.Module):
+    def forward(self, x: Any, transformer_options: Any = None) -> Any:
+        return optimized_attention(x, transformer_options=transformer_options)
+
+
+class ThroughHelper(nn.Module):
+    def compute(self, x: Any) -> Any:
+        return helper(x)
+
+
+class ThroughModule(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return elsewhere.optimized_attention(x)  # type: ignore[attr-defined]
+
+
+class Announced(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return announced_helper(x, {})
+
+
+class Plain(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods"),
+    [(Own, ("forward",)), (ThroughHelper, ("compute",)), (ThroughModule, ("forward",)), (Announced, ()), (Plain, ())],
+)
+def test_methods_that_call_attention_past_the_override_are_found(kind: type, methods: tuple) -> None:
+    assert sites.by_name(kind) == methods
+
+
+class Patcher:
+    def __init__(self, model: nn.Module):
+        self.model, self.object_patches = model, {}
+
+    def add_object_patch(self, name: str, value: Any) -> None:
+        self.object_patches[name] = value
+
+    def get_model_object(self, name: str) -> Any:
+        return self.object_patches.get(name, self.model.get_submodule("a").forward)
+
+
+def test_replacements_that_a_later_patch_no_longer_asks_for_are_taken_off() -> None:
+    patcher = Patcher(nn.ModuleDict({"a": Plain()}))
+    objects._replace(patcher, {"a.forward": lambda previous: lambda x: previous(x)})
+    assert objects.is_ours(patcher.object_patches["a.forward"])
+    objects._replace(patcher, {})
+    assert patcher.object_patches == {}
+
+
+def test_blocks_that_compute_their_feed_forward_layers_themselves_are_named() -> None:
+    block = nn.Module()
+    block.ff_proj, block.ff_out = nn.Linear(2, 4), nn.Linear(4, 2)
+    assert "2 blocks (Module) compute their feed-forward layers" in ffn.inside_blocks(
+        nn.ModuleList([block, block_like()])
+    )
+    assert ffn.inside_blocks(nn.Linear(2, 2)) == ""
+
+
+def block_like() -> nn.Module:
+    block = nn.Module()
+    block.ff_proj, block.ff_out = nn.Linear(2, 4), nn.Linear(4, 2)
+    return block
+
+
+def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = node_module("estimate.host")
+    model = SimpleNamespace(memory_required=None)
+    del model.memory_required
+    monkeypatch.setattr(estimate, "efficient", lambda model: lambda shape: 1)
+    with estimate.asked_efficiently(model):
+        assert model.memory_required([1]) == 1
+    assert not vars(model)
+
+    def failing(model: Any) -> None:
+        assert model.memory_required([1]) == 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        estimate.batching(failing, model)
+    assert not vars(model)

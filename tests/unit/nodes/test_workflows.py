@@ -1,0 +1,224 @@
+"""The example workflows: what can be said of their files without ComfyUI."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from attn_support.comfy.pack import load_pack
+from attn_support.comfy.workflow_files import (
+    FOLDER,
+    FOREIGN,
+    NAMES,
+    PAGES,
+    SEED_MODES,
+    TINY,
+    is_link,
+    opened,
+    ours,
+    prompt_of,
+)
+from PIL import Image
+
+NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
+every_workflow = pytest.mark.parametrize("name", NAMES)
+
+
+def inputs_of(kind: str) -> dict[str, Any]:
+    """Name -> (type, options) of a node of the pack, in the order of its widgets."""
+    types = NODES[kind].INPUT_TYPES()
+    return {**types.get("required", {}), **types.get("optional", {})}
+
+
+def values(node: dict[str, Any]) -> list[Any]:
+    """The values of a node's widgets, without the front end's own."""
+    found = node.get("widgets_values") or []
+    return [value for value in found if not (isinstance(value, str) and value in SEED_MODES)]
+
+
+def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {str(node["id"]): node for node in workflow["nodes"] if node["type"] not in PAGES}
+
+
+def test_there_is_a_workflow_for_each_family_and_a_tiny_model_for_each_workflow() -> None:
+    assert set(NAMES) == set(TINY)
+    for word in ("SD15", "SDXL", "Z-Image", "Krea2", "Qwen-Image-GGUF", "Wan-2.2-5B", "LTX-2", "11-GB", "every-node"):
+        assert any(word in name for name in NAMES)
+
+
+def test_the_template_browser_finds_a_picture_for_each_workflow_and_nothing_else() -> None:
+    at_top = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    assert at_top == {f"{name}{end}" for name in NAMES for end in (".json", ".jpg")}
+    assert {path.stem for path in (FOLDER / "api").iterdir()} == set(NAMES)
+
+
+@every_workflow
+def test_names_work_in_the_address_of_a_template(name: str) -> None:
+    assert all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in name)
+
+
+@every_workflow
+def test_pictures_are_pictures_of_a_sane_size(name: str) -> None:
+    path = FOLDER / f"{name}.jpg"
+    with Image.open(path) as picture:
+        assert picture.format == "JPEG"
+        assert 1000 <= picture.width <= 2000
+        assert 300 <= picture.height <= 1200
+        distinct = picture.convert("L").resize((64, 32)).getextrema()
+    assert distinct[1] - distinct[0] > 60  # not an empty canvas
+    assert path.stat().st_size < 300_000
+
+
+@every_workflow
+def test_both_twins_are_the_same_graph(name: str) -> None:
+    workflow, prompt = opened(name), prompt_of(name)
+    nodes = running(workflow)
+    assert {key: node["type"] for key, node in nodes.items()} == {
+        key: node["class_type"] for key, node in prompt.items()
+    }
+    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    for key, node in nodes.items():
+        given = prompt[key]["inputs"]
+        linked = {slot["name"]: links[slot["link"]] for slot in node.get("inputs", []) if slot.get("link") is not None}
+        assert linked == {name: value for name, value in given.items() if is_link(value)}
+        if node["type"] == "PreviewAny":  # its widgets show what came in
+            continue
+        if node["type"] in NODES:
+            order = [name for name, spec in inputs_of(node["type"]).items() if is_widget(spec)]
+            unlinked = {name: value for name, value in zip(order, values(node), strict=True) if name not in linked}
+            assert unlinked == {name: value for name, value in given.items() if not is_link(value)}
+        elif node["type"] == "SaveVideo":  # its widgets depend on each other and on ComfyUI's version
+            assert values(node)[0] == given["filename_prefix"]
+        else:
+            assert values(node) == [value for value in given.values() if not is_link(value)]
+
+
+def is_widget(spec: tuple) -> bool:
+    return isinstance(spec[0], list) or spec[0] in ("INT", "FLOAT", "STRING", "BOOLEAN")
+
+
+@every_workflow
+def test_nodes_of_the_pack_get_inputs_that_they_have_and_values_that_they_allow(name: str) -> None:
+    for node in prompt_of(name).values():
+        kind = node["class_type"]
+        if not kind.startswith("Pascal"):
+            continue
+        assert set(NODES[kind].INPUT_TYPES()["required"]) <= set(node["inputs"]) <= set(inputs_of(kind))
+        for key, value in node["inputs"].items():
+            assert is_link(value) or allows(inputs_of(kind)[key], value), (kind, key, value)
+
+
+def allows(spec: tuple, value: Any) -> bool:
+    kind, options = spec[0], spec[1] if len(spec) > 1 else {}
+    if isinstance(kind, list):
+        return value in kind
+    if kind == "BOOLEAN":
+        return isinstance(value, bool)
+    if kind in ("INT", "FLOAT"):
+        number = isinstance(value, int if kind == "INT" else (int, float)) and not isinstance(value, bool)
+        return number and options.get("min", value) <= value <= options.get("max", value)
+    return kind == "STRING" and isinstance(value, str)
+
+
+@every_workflow
+def test_links_fit_the_nodes_of_the_pack(name: str) -> None:
+    prompt = prompt_of(name)
+    for node in prompt.values():
+        for key, value in node["inputs"].items():
+            if not is_link(value):
+                continue
+            source = NODES.get(prompt[value[0]]["class_type"])
+            taker = NODES.get(node["class_type"])
+            given = source.RETURN_TYPES[value[1]] if source else None
+            wanted = inputs_of(node["class_type"])[key][0] if taker else None
+            assert given is None or wanted is None or given == wanted
+
+
+@every_workflow
+def test_each_workflow_patches_the_model_and_ends_in_a_report(name: str) -> None:
+    assert {"PascalAttentionPatch", "PascalAttentionReport"} <= set(ours(prompt_of(name)).values())
+
+
+def test_one_workflow_has_every_node_of_the_pack() -> None:
+    assert set(ours(prompt_of("Pascal-SD15-every-node")).values()) == set(NODES)
+
+
+@every_workflow
+def test_files_to_download_are_named_in_the_note_and_known_to_the_front_end(name: str) -> None:
+    workflow = opened(name)
+    note = next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in PAGES)
+    loaded = {
+        value for node in workflow["nodes"] for value in values(node) if str(value).endswith((".safetensors", ".gguf"))
+    }
+    models = [model for node in workflow["nodes"] for model in node.get("properties", {}).get("models", [])]
+    assert loaded == {model["name"] for model in models} != set()
+    for model in models:
+        assert model["url"].startswith("https://huggingface.co/")
+        assert model["url"].endswith(f"/{model['name']}")
+        assert f"[{model['name']}]({model['url']})" in note
+        assert f"`models/{model['directory']}`" in note
+
+
+SCREEN = 1920, 950  # a browser's window on a common screen
+SHARE = 0.75  # of the window that the front end fills with a template
+LEAST_ZOOM = 8 / 14  # below it the front end draws no text: letters of 14 units would be smaller than 8 pixels
+
+
+@every_workflow
+def test_it_opens_at_a_zoom_at_which_text_is_drawn(name: str) -> None:
+    workflow = opened(name)
+    boxes = [box(node) for node in workflow["nodes"]]
+    boxes += [(x, y, x + width, y + height) for x, y, width, height in (g["bounding"] for g in workflow["groups"])]
+    width = max(b[2] for b in boxes) - min(b[0] for b in boxes)
+    height = max(b[3] for b in boxes) - min(b[1] for b in boxes)
+    assert SHARE * min(SCREEN[0] / width, SCREEN[1] / height) > LEAST_ZOOM
+
+
+@every_workflow
+def test_notes_are_short_and_the_report_has_room_for_its_picture(name: str) -> None:
+    workflow = opened(name)
+    note = next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in PAGES)
+    assert len(without_links(note).split()) <= 110
+    report = next(node for node in workflow["nodes"] if node["type"] == "PascalAttentionReport")
+    assert report["size"][0] >= 600
+    assert report["size"][1] >= 560
+
+
+def without_links(note: str) -> str:
+    return re.sub(r"\]\(\S+\)", "", note)
+
+
+@every_workflow
+def test_what_a_workflow_needs_beside_comfyui_is_named_in_its_note_and_known_to_the_front_end(name: str) -> None:
+    workflow = opened(name)
+    note = next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in PAGES)
+    for node in workflow["nodes"]:
+        pack, url = FOREIGN.get(node["type"], ("", ""))
+        assert node["properties"].get("cnr_id", "") == pack
+        assert url in note
+
+
+@every_workflow
+def test_nodes_do_not_overlap_and_links_go_left_to_right(name: str) -> None:
+    nodes = {node["id"]: node for node in opened(name)["nodes"]}
+    for a, b in itertools.combinations(map(box, nodes.values()), 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    for _, source, _, target, _, _ in opened(name)["links"]:
+        assert nodes[source]["pos"][0] <= nodes[target]["pos"][0]
+
+
+def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom; the title is above the position."""
+    (x, y), (width, height) = node["pos"], node["size"]
+    return x, y - 30, x + width, y + height
+
+
+@every_workflow
+def test_files_hold_nothing_of_the_page_that_saved_them(name: str) -> None:
+    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    assert set(json.loads(text)) >= {"nodes", "links", "groups", "version"}
+    for word in ("frontendVersion", "workspace_info", "/tmp/", "localhost", "127.0.0.1"):
+        assert word not in text

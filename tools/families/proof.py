@@ -1,0 +1,274 @@
+"""What one family of diffusers does with and without us, measured: calls, errors, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from pascal_attn_core.config import AttentionConfig
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import redirect as redirecting
+from pascal_attn_core.diffusers.sites import left_alone, sites_of
+from pascal_attn_core.ffn import patch_ffn
+from pascal_attn_core.reference import reference_sdpa
+
+from .family import Family
+
+#: our own tiles, several per call at these sizes; the default config would hand such short calls to torch
+TILES = AttentionConfig(route="tiled", q_block=5, kv_block=4)
+# ours may be off by so many times what torch's own backends are off, plus rounding of the output itself
+# Another order of the sums, some layers deep; how much that is differs between processors. A wrong attention is at
+# least a hundred times as far away.
+_TIMES_TORCH, _ROUNDINGS = 2.0, 64
+_NOTICED = 1e-3  # a wrong attention changes the output by at least this share of its largest value
+
+
+@dataclass
+class Proof:
+    """One row of the table.
+
+    Attributes:
+        made: calls of torch's SDPA by the stock model; masked: how many of them had a mask that tells keys apart.
+        taken: by way of handing ourselves over, how many of them reached us.
+        error: largest difference to exact attention of ours, relative to the largest value of the output.
+        torch_error: the same of torch's own backends, the worst of them.
+        uniform, maskless: how far off the output is, likewise, where every key counts the same and where masks are
+            dropped; None where there is no mask.
+        sliced: how many feed-forward modules ``patch_ffn`` ran in slices beside ours, with the same output.
+        left_alone: kinds of attention that are not ours.
+        problems: sentences; empty = proven.
+    """
+
+    family: str
+    made: int = 0
+    masked: int = 0
+    taken: dict[str, int] = field(default_factory=dict)
+    error: float = 0.0
+    torch_error: float = 0.0
+    uniform: float = 0.0
+    maskless: float | None = None
+    sliced: int = 0
+    left_alone: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Instead(TorchFunctionMode):
+    """Runs ``function`` in place of torch's SDPA, and counts."""
+
+    def __init__(self, function: Callable[..., Tensor] | None = None):
+        super().__init__()
+        self.function = function or redirecting.TORCH_SDPA
+        self.calls = self.masked = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not redirecting.TORCH_SDPA:
+            return func(*args, **kwargs)
+        self.calls += 1
+        self.masked += _matters(args[3] if len(args) > 3 else kwargs.get("attn_mask"))
+        return self.function(*args, **kwargs)
+
+
+def _matters(mask: Tensor | None) -> bool:
+    """Whether a mask tells keys apart."""
+    return mask is not None and bool((~mask).any() if mask.dtype == torch.bool else mask.amin() < mask.amax())
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **kw: Any) -> Tensor:
+    """Attention in float64, rounded once at the end."""
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.double()
+    kw = {name: kw[name] for name in ("is_causal", "scale", "enable_gqa") if name in kw}
+    return reference_sdpa(query.double(), key.double(), value.double(), attn_mask, **kw)[0].to(query.dtype)
+
+
+def uniform(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Wrong on purpose: every key counts the same."""
+    mean = value.mean(dim=-2, keepdim=True).repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+    return mean.expand(*query.shape[:-1], value.shape[-1])
+
+
+def maskless(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kw: Any) -> Tensor:
+    """Wrong on purpose: the mask is dropped."""
+    kw = {name: item for name, item in kw.items() if name not in ("attn_mask", "config")}
+    return redirecting.TORCH_SDPA(query, key, value, None, *args, **kw)
+
+
+def outputs(family: Family, model: nn.Module) -> Tensor:
+    """All tensors that one call of the model returns, as one vector."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        return torch.cat([part.double().flatten() for part in _tensors(model(**family.arguments()))])
+
+
+def prove(family: Family) -> Proof:
+    """Measure one family; what the model is built of must exist in the installed diffusers."""
+    model = family.build()
+    with Instead() as stock_calls:
+        stock = outputs(family, model)
+    if not list(sites_of([model])):
+        problems = [f"{stock_calls.calls} calls made, none can be taken"] if stock_calls.calls else []
+        return Proof(family.name, made=stock_calls.calls, left_alone=left_alone([model]), problems=problems)
+    before = attention_state(model)
+    proof = Proof(family.name, made=stock_calls.calls, masked=stock_calls.masked)
+    true = _with_exact_attention(family, model, through_us=not proof.made)
+    size = true.abs().max().item()
+    proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
+    _measure_ours(family, model, proof, true)
+    _measure_beside_ffn(family, model, proof, true)
+    if attention_state(model) != before:
+        proof.problems.append("what was there before is not back")
+    elif not torch.equal(outputs(family, model), stock):
+        proof.problems.append("the output has changed after removal")
+    _judge(proof, size)
+    return proof
+
+
+def _measure_ours(family: Family, model: nn.Module, proof: Proof, true: Tensor) -> None:
+    size = true.abs().max().item()
+    for name, hand_over in DOORS.items():
+        for config in (TILES, None):
+            with hand_over(model, config) as patch, counted() as calls:
+                error = _distance(outputs(family, model), true) / size
+            proof.taken[name] = len(calls)
+            proof.error = max(proof.error, error)
+        proof.left_alone = getattr(patch, "left_alone", proof.left_alone)
+    with patch_pipeline(model), replaced(uniform):
+        proof.uniform = _distance(outputs(family, model), true) / size
+    if proof.masked:
+        with patch_pipeline(model), replaced(maskless):
+            proof.maskless = _distance(outputs(family, model), true) / size
+
+
+def _measure_beside_ffn(family: Family, model: nn.Module, proof: Proof, true: Tensor) -> None:
+    ffn = patch_ffn(model, chunk_tokens=4, min_tokens=5)
+    with patch_pipeline(model), ffn, counted() as calls:
+        error = _distance(outputs(family, model), true) / true.abs().max().item()
+        proof.sliced = ffn.report().count("chunked")
+    proof.taken["beside patch_ffn"] = len(calls)
+    proof.error = max(proof.error, error)
+
+
+def _judge(proof: Proof, size: float) -> None:
+    taken = set(proof.taken.values())
+    if proof.made and taken != {proof.made}:
+        proof.problems.append(f"{proof.made} calls made, taken {proof.taken}")
+    if not proof.made and (len(taken) != 1 or 0 in taken):
+        proof.problems.append(f"no call taken: {proof.taken}")
+    limit = _TIMES_TORCH * proof.torch_error + _ROUNDINGS * torch.finfo(torch.float32).eps
+    if not proof.error <= limit:
+        proof.problems.append(f"error {proof.error:.1e} above {limit:.1e}")
+    for name in ("uniform", "maskless"):
+        difference = getattr(proof, name)
+        if difference is not None and not difference >= max(_NOTICED, 10 * limit):
+            proof.problems.append(f"{name} attention would go unnoticed ({difference:.1e})")
+
+
+def attention_state(model: nn.Module) -> list[tuple]:
+    """Class, processor and attributes of every module, by identity."""
+    return [(type(m), id(getattr(m, "processor", None)), sorted(m.__dict__)) for m in model.modules()]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[dict[str, Any]]]:
+    """One dict of keywords per call that reaches our sdpa."""
+    calls: list[dict[str, Any]] = []
+    original = redirecting.sdpa
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    with replaced(counting):
+        yield calls
+
+
+@contextlib.contextmanager
+def replaced(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Something else in place of our sdpa."""
+    original: Any = redirecting.sdpa
+    redirecting.sdpa = function
+    try:
+        yield
+    finally:
+        redirecting.sdpa = original
+
+
+@contextlib.contextmanager
+def _by_model(model: Any, config: AttentionConfig | None) -> Iterator[None]:
+    model.set_attn_processor(PascalAttnProcessor(config))
+    try:
+        yield
+    finally:
+        model.set_attn_processor(None)
+
+
+@contextlib.contextmanager
+def _by_pipeline(model: Any, config: AttentionConfig | None) -> Iterator[None]:
+    pipe = pipeline_of(model)
+    pipe.set_attn_processor(PascalAttnProcessor(config))
+    try:
+        yield
+    finally:
+        pipe.set_attn_processor(None)
+
+
+def pipeline_of(model: nn.Module) -> Any:
+    """A pipeline with this one component."""
+    import diffusers
+
+    base: Any = diffusers.DiffusionPipeline
+
+    class Pipeline(base):
+        def __init__(self, model: Any):
+            super().__init__()
+            self.register_modules(model=model)
+
+    return Pipeline(model)
+
+
+#: the ways to hand ourselves to a model
+DOORS: dict[str, Callable[[Any, AttentionConfig | None], Any]] = {
+    "patch": patch_pipeline,
+    "model": _by_model,
+    "pipeline": _by_pipeline,
+}
+
+
+def _with_exact_attention(family: Family, model: nn.Module, *, through_us: bool) -> Tensor:
+    """Older models compute attention without SDPA; for them we hand the calls over."""
+    if not through_us:
+        with Instead(exact):
+            return outputs(family, model)
+    with patch_pipeline(model), replaced(exact):
+        return outputs(family, model)
+
+
+def _by_math(family: Family, model: nn.Module) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return outputs(family, model)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value.detach()
+        return
+    if hasattr(value, "to_tuple"):
+        value = value.to_tuple()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
