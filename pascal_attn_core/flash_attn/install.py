@@ -24,7 +24,7 @@ _FA3 = "flash_attn_interface"
 _FA3_RESULTS = ("out", "out_and_lse", None)
 _PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
 
-# A stand-in -> where its names come from: a module of this folder, or the folder itself. "a=b": our b is called a there.
+# A stand-in -> the modules of this folder ("" = the folder itself) that its names come from. "a=b": our b is a there.
 _INTERFACE = (
     ": flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
@@ -57,8 +57,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "flash_attn.modules.mha": (
         "extras.mha: LinearResidual MHA ParallelMHA _update_kv_cache=update_kv_cache",
-        "extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
-        "get_alibi_slopes",
+        "extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
         "extras.rotary: RotaryEmbedding",
         "extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
         _INTERFACE,

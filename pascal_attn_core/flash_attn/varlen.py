@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tiled.layout import accumulate_dtype
+from ..call import accumulate_dtype
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
 from .packed import packed_attend
 

@@ -34,12 +34,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Results, TiledStats, accumulate_dtype, empty_output
 from ..observe.progress import current_checkpoint
-from ..outputs import TiledOutput, TiledStats
 from .bounds import BOUNDED_BITS, max_norm, query_limits
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
-from .layout import Units, accumulate_dtype, copies, empty_output, unit_views
+from .layout import Units, copies, unit_views
 from .mask_writer import MaskWriter
 from .masks import Band, Rule, Rules, padding_as_bool
 from .schedule import block_schedule, has_bias, lazy_tiles, unit_spans
@@ -85,7 +84,7 @@ def tiled_forward(
     trim_masks: bool = True,
     seed: Tensor | None = None,
     stats: TiledStats | None = None,
-) -> TiledOutput:
+) -> Results:
     """Attention of a checked call in tiles of the given shape.
 
     Args:
@@ -109,7 +108,7 @@ def tiled_forward(
                 rows.fill_(NEG_INF)
         if lse is not None and call.sinks is not None:
             lse.copy_(call.sinks[:, None] if lse.dim() > 1 else call.sinks)
-        return TiledOutput(out, lse, log_sum)
+        return Results(out, lse, log_sum, seed)
     may_bound = readable and softmax == "auto" and call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS
     if may_bound and call.sinks is not None:
         may_bound = float(call.sinks.detach().abs().amax()) * LOG2_E <= BOUNDED_BITS
@@ -128,7 +127,7 @@ def tiled_forward(
             done += 1
             if checkpoint is not None:
                 checkpoint(done, total)
-    return TiledOutput(out, lse, log_sum)
+    return Results(out, lse, log_sum, seed)
 
 
 class _Group(NamedTuple):

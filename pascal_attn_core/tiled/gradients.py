@@ -18,22 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Gradients, Results, accumulate_dtype, distinct
 from .forward import LOG2_E, TileMath
-from .layout import Units, accumulate_dtype, distinct, unit_views
+from .layout import Units, unit_views
 from .masks import Band, Rule, Rules
 from .schedule import block_schedule, lazy_tiles, unit_spans
 from .tiles import TilePlan, even_ranges
-
-
-@dataclass(slots=True)
-class Gradients:
-    """Gradients in the shapes of the inputs; that of attn_mask only where it was wanted."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
 
 
 @torch.no_grad()
@@ -41,13 +31,11 @@ def tiled_backward(
     call: AttentionCall,
     plan: TilePlan,
     grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Results,
     *,
-    log_sum: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    seed: Tensor | None = None,
     wants_mask: bool = False,
+    wants_sinks: bool = False,
     trim_masks: bool = True,
     readable: bool = True,
 ) -> Gradients:
@@ -55,10 +43,12 @@ def tiled_backward(
 
     Args:
         plan: planned with ``backward=True``.
-        grad_out, out: ``[*batch, Hq, L, Dv]``; lse, log_sum, grad_lse: ``[*batch, Hq, L]``.
-        seed: that of the forward pass, if the call has dropout.
-        wants_mask: also return the gradient of a float mask, in the mask's shape.
+        grad_out: ``[*batch, Hq, L, Dv]``; grad_lse: ``[*batch, Hq, L]``.
+        saved: what ``tiled_forward(for_grad=True)`` returned.
+        wants_mask, wants_sinks: also return the gradient of a float mask, of the sinks.
     """
+    out, lse, log_sum, seed = saved
+    assert lse is not None
     sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
     if call.num_scores:
         tile_math = GradientMath(call, plan, seed)
@@ -68,7 +58,8 @@ def tiled_backward(
             rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look, lazy=lazy_tiles(call, units))
             for u0, u1 in unit_spans(units, call, 1 if sums.units_share else plan.units):
                 _UnitRange(units, u0, u1, tile_math, call, plan).run(rules)
-    return sums.result()
+    sinks = sinks_gradient(call, grad_out, out, lse, grad_lse) if wants_sinks else None
+    return sums.result(sinks)
 
 
 class _Sums:
@@ -93,7 +84,7 @@ class _Sums:
             for stride, size in zip(view.stride()[:-2], view.shape[:-2])
         )
 
-    def result(self) -> Gradients:
+    def result(self, sinks: Tensor | None) -> Gradients:
         call = self.call
         if call.num_scores == 0:
             self.query.zero_()
@@ -101,7 +92,7 @@ class _Sums:
         mask = None
         if self.mask is not None and call.attn_mask is not None:
             mask = self.mask.to(call.attn_mask.dtype)
-        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask)
+        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask, sinks)
 
 
 @dataclass(slots=True)

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, distinct
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
-from .layout import distinct
 from .tiles import even_ranges
 
 # A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural

@@ -7,7 +7,7 @@ import torch
 from attn_support.table import ROUTES, TABLE, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pascal_attn_core import AttentionConfig, custom_op, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
 
 TILED = AttentionConfig(route="tiled")
 # A graph of its own for each is slow: one of each kind.
@@ -123,19 +123,19 @@ def test_the_operator_keeps_its_promises(for_grad: bool, mask: torch.dtype | Non
     bias = None if mask is None else torch.ones(9, 9).to(mask)
     if for_grad and mask == torch.float32:
         bias.requires_grad_()
-    args = _arguments(custom_op._sdpa, query=query, key=key, value=value, attn_mask=bias, for_grad=for_grad)
+    args = _arguments(operator._sdpa, query=query, key=key, value=value, attn_mask=bias, for_grad=for_grad)
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-    torch.library.opcheck(custom_op._sdpa, args, test_utils=utils)
+    torch.library.opcheck(operator._sdpa, args, test_utils=utils)
 
 
 def test_the_backward_operator_keeps_its_promises() -> None:
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
     tensors = {"query": query, "key": key, "value": value}
-    saved = custom_op._sdpa(*_arguments(custom_op._sdpa, **tensors, for_grad=True))
-    names = [a.name for a in custom_op._sdpa_backward._opoverload._schema.arguments]
+    saved = operator._sdpa(*_arguments(operator._sdpa, **tensors, for_grad=True))
+    names = [a.name for a in operator._sdpa_backward._opoverload._schema.arguments]
     outputs = dict(zip(names[names.index("out") :], saved))
-    args = _arguments(custom_op._sdpa_backward, grad_out=torch.ones_like(saved[0]), **tensors, **outputs)
-    torch.library.opcheck(custom_op._sdpa_backward, args, test_utils=("test_schema", "test_faketensor"))
+    args = _arguments(operator._sdpa_backward, grad_out=torch.ones_like(saved[0]), **tensors, **outputs)
+    torch.library.opcheck(operator._sdpa_backward, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("case", TABLE[::5], ids=lambda case: case.name)
