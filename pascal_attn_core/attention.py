@@ -12,8 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .call import PLAIN, AttentionOutput, Options, check_call, prepared
 from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
 from .lazy_mask import LazyMask
-from .routes import choose, is_plainly_short, is_short, why_not
-from .routes import operator
+from .routes import choose, is_plainly_short, is_short, operator, why_not
 from .routes.run import is_watched, run
 from .routes.shapes import run_shapes
 from .routes.torch_kernel import run_as_it_is, torch_sdpa

@@ -29,10 +29,10 @@ from ..call import (
 )
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..lazy_mask import LazyMask, MaskRule, rule_named
-from . import Choice, Request, Route, choose
-from .run import note, run, show
 from ..runtime import Runtime, runtime_of
 from ..version import __version__
+from . import Choice, Request, Route, choose
+from .run import note, run, show
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 _OPTIONS = (

@@ -8,6 +8,7 @@ from attn_support.table import ROUTES, TABLE, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
+from pascal_attn_core.routes import operator
 
 TILED = AttentionConfig(route="tiled")
 # A graph of its own for each is slow: one of each kind.
@@ -106,12 +107,12 @@ def test_autocast_means_the_same_when_compiled() -> None:
     assert torch.equal(out, expected)
 
 
-def _arguments(operator, **given):
+def _arguments(of, **given):
     """The arguments of an operator in the order of its schema, those not given at their most ordinary."""
     ordinary = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "alignment": "upper_left", "config": "",
                 "with_lse": True, "for_grad": False, "wants_mask": False, "wants_sinks": False, "rule": "",
                 "rule_shape": [], "rule_tensors": []}  # fmt: skip
-    names = [argument.name for argument in operator._opoverload._schema.arguments]
+    names = [argument.name for argument in of._opoverload._schema.arguments]
     assert set(given) <= set(names)
     return tuple({**dict.fromkeys(names), **ordinary, **given}[name] for name in names)
 

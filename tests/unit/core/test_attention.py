@@ -22,7 +22,7 @@ from pascal_attn_core import (
 from pascal_attn_core.call import AttentionCall, Gradients, Results, check_call
 from pascal_attn_core.config import ROUTES, RouteUnavailable
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import choose, why_not
+from pascal_attn_core.routes import choose, short, why_not
 from pascal_attn_core.routes.run import add_observer
 
 AUTO = AttentionConfig()
@@ -125,6 +125,7 @@ def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monke
         return query
 
     monkeypatch.setattr(attention, "run_as_it_is", as_it_is)
+    monkeypatch.setattr(short, "run_as_it_is", as_it_is)
     monkeypatch.setattr(attention, "torch_sdpa", as_it_is)
     query = torch.randn(1, 2, 8, 8)
     expected = int(options in SHORT)
