@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
-from ...pascal_attn_core.call import AttentionCall, TiledStats, autocast_on, check_call, prepared
+from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import mask_kind
