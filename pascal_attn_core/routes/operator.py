@@ -136,7 +136,8 @@ def _checked(
     *options, token, rule, rule_shape, rule_tensors = options  # type: ignore[assignment]
     mask = _lazy_mask(rule, rule_shape, rule_tensors, query) if rule else attn_mask
     given = Options(*options)
-    given = given._replace(window=None if given.window is None else tuple(given.window))
+    if given.window is not None:
+        given = given._replace(window=(given.window[0], given.window[1]))
     return check_call(query, key, value, mask, *given), token
 
 

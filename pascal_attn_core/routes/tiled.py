@@ -48,7 +48,7 @@ class TiledRoute(Route):
 
     name = "tiled"
 
-    def __init__(self, torch_route: Route):
+    def __init__(self, torch_route: Route | None = None):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> list[str] | None:
@@ -61,7 +61,9 @@ class TiledRoute(Route):
     def claim(self, request: Request) -> Choice | None:
         if request.plan(self):
             return None
-        reasons = request.plan(self.torch_route)
+        reasons = request.plan(self.torch_route) if self.torch_route is not None else None
+        if not isinstance(reasons, list):
+            return Choice(self, "no route before it takes the call")
         if not request.with_lse:
             _warn_once(request.call.query.device.type, reasons[0])
         return Choice(self, reasons[0], torch_stores=True)
@@ -70,7 +72,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: None,
+        plan: None = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,

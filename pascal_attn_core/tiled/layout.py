@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, accumulate_dtype
 from ..device import CPU_LIKE
+from ..lazy_mask import LazyMask
 
 
 @dataclass(slots=True)
@@ -65,6 +66,18 @@ def unit_views(
         units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
         index += len(units)
         yield units
+
+
+def unit_spans(units: Units, call: AttentionCall, step: int) -> list[tuple[int, int]]:
+    """Ranges of at most ``step`` units; under a mask that is a rule none crosses from one batch element to the next."""
+    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else len(units)
+    spans, first = [], 0
+    while first < len(units):
+        end = first + period - (units.index + first) % period if period < len(units) else len(units)
+        last = min(first + step, end, len(units))
+        spans.append((first, last))
+        first = last
+    return spans
 
 
 def _with_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
