@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.flash_attn.oracle import Largest, plain
 from torch import Tensor, nn
 
 from pascal_attn_core.flash_attn.extras.generation import (
@@ -27,7 +28,6 @@ from pascal_attn_core.flash_attn.extras.inner_attention import (
     get_alibi_slopes,
 )
 from pascal_attn_core.flash_attn.extras.mha import MHA, LinearResidual, update_kv_cache
-from attn_support.flash_attn.oracle import Largest, plain
 
 F64 = torch.float64
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.flash_attn.oracle import plain
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa2
 from pascal_attn_core.flash_attn.extras import padding, version1, version3
 from pascal_attn_core.flash_attn.options import FlashArgumentError
-from attn_support.flash_attn.oracle import plain
 
 F64 = torch.float64
 
