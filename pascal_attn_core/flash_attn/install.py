@@ -24,14 +24,14 @@ _FA3 = "flash_attn_interface"
 _FA3_RESULTS = ("out", "out_and_lse", None)
 _PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
 
-# A module that programs import -> where its names come from: a module of this folder, the folder itself, or einops,
-# whose names programs also import from flash-attn's modules. "a=b": our b has the name a there.
-_EINOPS = "einops"
-_EINOPS_NAMES = f"{_EINOPS}: rearrange repeat"
+# A stand-in -> the modules of this folder ("" = the folder itself) that its names come from. "a=b": our b is a there.
 _INTERFACE = (
     ": flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
 )
+# Programs import these from flash-attn's modules, which have them from einops.
+_EINOPS = "einops"
+_EINOPS_NAMES = f"{_EINOPS}: rearrange repeat"
 _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": (_INTERFACE,),
     "flash_attn.flash_attn_interface": (

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from .. import attention
@@ -54,8 +53,8 @@ def packed_attend(
         )
     except fused.KernelUnavailable:  # why_not says so from now on
         return None
-    packed_out = rearrange(out, "1 h n d -> n h d").contiguous()
-    return packed_out, rearrange(lse, "1 h n -> h n") if with_lse and lse is not None else None
+    # squeeze, not [0], whose gradient is a copy
+    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0) if with_lse and lse is not None else None
 
 
 def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
@@ -78,7 +77,7 @@ def _sequences(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
-    query, key, value = (rearrange(t, "n h d -> 1 h n d") for t in (q, k, v))
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
     query, key, value, *_ = prepared(query, key, value, None, options.causal, alignment)
     return check_call(
         query,
