@@ -14,6 +14,8 @@ from .config import default_config
 from .device import device_info
 from .tiled.tiles import recommended_tile_size_for
 
+__all__ = ["TiledAttention", "recommended_tile_size", "tiled_attention"]
+
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
     """64, 128 or 256 tokens by the L2 cache of a device, asked of its driver.
