@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..pascal_attn_core.cli.info import complaints, look_around
+from ..pascal_attn_core.observe.machine import complaints, look_around
 from .comfy import host
 from .engine import runs
 from .reporting.chart import draw_report

@@ -6,6 +6,7 @@
 Importing it changes nothing and starts no CUDA.
 """
 
+from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
 from .attention import explain, sdpa, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .call import AttentionOutput

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from .call import AttentionCall, accumulate_dtype, check_call
@@ -73,8 +74,8 @@ def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
     query, key = call.query.index_select(-2, rows).to(dtype), call.key.to(dtype).transpose(-2, -1)
     if call.groups == 1:
         return query @ key * call.scale
-    grouped = query.unflatten(-3, (-1, call.groups)).flatten(-3, -2)  # [*batch, Hkv, G * R, D]
-    return (grouped @ key * call.scale).unflatten(-2, (call.groups, -1)).flatten(-4, -3)
+    grouped = rearrange(query, "... (hkv g) r d -> ... hkv (g r) d", g=call.groups)
+    return rearrange(grouped @ key * call.scale, "... hkv (g r) s -> ... (hkv g) r s", g=call.groups)
 
 
 def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor) -> Tensor | None:

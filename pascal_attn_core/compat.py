@@ -6,12 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from .attention import sdpa
 from .config import default_config
 from .device import device_info
 from .tiled.tiles import recommended_tile_size_for
+
+__all__ = ["TiledAttention", "recommended_tile_size", "tiled_attention"]
 
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
@@ -94,7 +97,7 @@ class TiledAttention(nn.Module):
         """Attention of query over key and value; ``mask`` broadcasts to ``[B, Hq, L, S]``."""
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         packed = query.dim() == 3
-        query, key, value = (self._unpack(t, h).transpose(1, 2) for t, h in zip((query, key, value), heads))
+        query, key, value = (self._heads_first(t, h) for t, h in zip((query, key, value), heads))
         out = tiled_attention(
             query,
             key,
@@ -104,18 +107,19 @@ class TiledAttention(nn.Module):
             tile_size=None if isinstance(self.tile_size, str) else self.tile_size,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return out.flatten(2) if packed else out
+        return rearrange(out, "b n h d -> b n (h d)") if packed else out
 
-    def _unpack(self, tensor: Tensor, heads: int) -> Tensor:
+    def _heads_first(self, tensor: Tensor, heads: int) -> Tensor:
+        """``[B, N, heads * D]`` or ``[B, N, heads, D]`` -> ``[B, heads, N, D]``."""
         if tensor.dim() == 3 and tensor.shape[2] % heads == 0:
-            tensor = tensor.unflatten(2, (heads, -1))
+            tensor = rearrange(tensor, "b n (h d) -> b n h d", h=heads)
         fits = tensor.dim() == 4 and tensor.shape[2] == heads
         if not fits or (self.head_dim is not None and tensor.shape[3] != self.head_dim):
             head_dim = "head_dim" if self.head_dim is None else self.head_dim
             raise ValueError(
                 f"input must be [B, N, {heads} * {head_dim}] or [B, N, {heads}, {head_dim}], got {tuple(tensor.shape)}"
             )
-        return tensor
+        return tensor.transpose(1, 2)
 
     def extra_repr(self) -> str:
         return (

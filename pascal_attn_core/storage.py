@@ -1,15 +1,17 @@
-"""Writing small files that several processes read."""
+"""Small files that several processes read and write: whole or as they were, never in part."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, and its folder, so that no reader ever sees a part of it: whole, or as it was.
+    """Write a file, and its folder, in one step: a reader sees all of it, or what was there before.
 
     Raises:
         OSError: it could not be written; nothing is left behind.
@@ -24,3 +26,30 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
         raise
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; an empty one where there is no file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, or holds something other than an object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def write_object(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object that a person can read, in one step as :func:`replace_file` does.
+
+    Raises:
+        OSError: it could not be written.
+        TypeError: a value that JSON cannot hold; the file is left as it was.
+    """
+    replace_file(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...pascal_attn_core.ffn.binding import FfnBinding
+from ...pascal_attn_core.ffn.hosts import CastingLayers, register
 from ...pascal_attn_core.ffn.report import FfnReport
 from ..engine import runs
 from ..engine.runs import Run
@@ -18,6 +19,8 @@ from . import host
 log = logging.getLogger("pascal_attn")
 KEY = f"{host.KEY}_ffn"
 PART = "feed-forward"
+CASTING_LAYERS = CastingLayers("comfy_cast_weights", cache_prefixes=("comfy_", "prev_comfy_"))
+register(CASTING_LAYERS)
 
 
 class Chunking:

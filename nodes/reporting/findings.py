@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...pascal_attn_core.cli.info import Machine
+from ...pascal_attn_core.observe.machine import Machine
 from ..engine.runs import Run
 from .exactness import Exactness
 from .rows import together

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Iterable
 
-from ...pascal_attn_core.cli.info import describe_facts
+from ...pascal_attn_core.observe.machine import describe_facts
 from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text
 from .gain import gain_line

@@ -7,12 +7,13 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
@@ -137,15 +138,6 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 # --- attaching ---
-
-
-def forward_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a module's forward may lie, innermost first: below accelerate's hook, below those of diffusers, plain."""
-    if "_old_forward" in module.__dict__:
-        yield module.__dict__, "_old_forward"
-    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
-        yield vars(reference), "forward" if reference.original_forward is None else "original_forward"
-    yield module.__dict__, "forward"
 
 
 def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from .hosts import HOOKS
+from .hosts import is_hooked
 from .probe import relative_limit
 from .proof import Trace, prove, trace
 from .rules import NotTokenwise
@@ -182,7 +182,7 @@ def make_plan(
         return Plan((), "gradients are wanted and checkpoint=False")
     if _cannot_decide_now(x, site.settings):
         return WHOLE
-    shared, alike = site.settings.shared, None if _has_host_hooks(module) else proof
+    shared, alike = site.settings.shared, None if any(map(is_hooked, module.modules())) else proof
     if kind is not None and alike is not None and (kind, alike) in shared:
         return shared[kind, alike]
     known_here = _known_of(site, module, inputs, args, kwargs, proof)
@@ -217,10 +217,6 @@ def refuse(site: Site, x: Tensor, module: nn.Module, inputs: Inputs, reason: str
     site.refusals[mode] = reason
     site.known.clear()
     site.settings.shared.clear()
-
-
-def _has_host_hooks(module: nn.Module) -> bool:
-    return any(hook in child.__dict__ for child in module.modules() for hook in (*HOOKS, "_old_forward"))
 
 
 def _decide(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .hosts import CASTS, HOOKS, PLAIN, SKIPPED, plain_state
+from .hosts import PLAIN, casts_weights, hook_names, is_hooked, settings_of
 from .rules import NotTokenwise
 
 _OPAQUE = (Tensor, nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
@@ -111,14 +111,14 @@ class _Snapshot:
     """The attributes of one module, and one or two levels into what they hold."""
 
     def __init__(self, module: nn.Module):
-        self._casting = module if hasattr(module, CASTS) else None
+        self._casting = module if casts_weights(module) else None
         self._data: list[tuple[str, Tensor, Tensor]] = []
         self._levels: list[tuple[str, Any, Any]] = []
         if self._casting is not None:
             self._state, self._parameters = dict(module.__dict__), dict(module._parameters)
-            self._plain = plain_state(module)
+            self._settings = settings_of(module)
             return
-        self._moves_weights = any(hook in module.__dict__ for hook in HOOKS)
+        self._moves_weights = is_hooked(module)
         own = (
             ()
             if self._moves_weights
@@ -151,7 +151,7 @@ class _Snapshot:
         """Where weights are kept between calls is the host's business, unless tensors without data got there."""
         state = layer.__dict__
         leaked = [key for key, value in {**state, **state["_parameters"]}.items() if isinstance(value, FakeTensor)]
-        if not leaked and plain_state(layer) == self._plain:
+        if not leaked and settings_of(layer) == self._settings:
             return []
         kept = state.get("forward")
         state.clear()
@@ -163,7 +163,8 @@ class _Snapshot:
 
     def _take(self, name: str, holder: Any, depth: int) -> None:
         if isinstance(holder, dict):
-            values = {key: value for key, value in holder.items() if key not in SKIPPED or name}
+            skipped = () if name else hook_names()
+            values = {key: value for key, value in holder.items() if key not in skipped}
             self._levels.append((name, holder, values))
             inside = list(values.items())
         elif isinstance(holder, (list, set)):
@@ -182,8 +183,8 @@ class _Snapshot:
 
 def _same(holder: Any, old: Any) -> bool:
     if isinstance(holder, dict):
-        relevant = {key for key in holder if key not in SKIPPED}
-        return relevant == set(old) - set(SKIPPED) and all(_alike(holder[key], old[key]) for key in relevant)
+        relevant = set(holder) - hook_names()
+        return relevant == set(old) - hook_names() and all(_alike(holder[key], old[key]) for key in relevant)
     if isinstance(holder, list):
         return len(holder) == len(old) and all(map(_alike, holder, old))
     return holder == old
@@ -194,7 +195,7 @@ def _alike(new: Any, old: Any) -> bool:
 
 
 def _first_difference(holder: dict, old: dict) -> str:
-    keys = [key for key in {**old, **holder} if key not in SKIPPED]
+    keys = [key for key in {**old, **holder} if key not in hook_names()]
     return next(str(key) for key in keys if key not in holder or key not in old or not _alike(holder[key], old[key]))
 
 
@@ -203,7 +204,7 @@ def _restore(holder: Any, old: Any) -> None:
         holder[:] = old
         return
     if isinstance(holder, dict):
-        for key in set(holder) - set(old) - set(SKIPPED):
+        for key in set(holder) - set(old) - hook_names():
             del holder[key]
     else:
         holder.clear()

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .hosts import CASTS, PLAIN, SKIPPED, plain_state
+from .hosts import PLAIN, casts_weights, own_names, settings_of
 
 _MOST_ENTRIES = 8192  # of one module; what lies beyond is left to the re-check
 _MOST_INNER = 64  # modules inside one that is not registered; a larger one is the model itself
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                  "_global_backward_pre_hooks")  # fmt: skip
-_BASE = {key for key in nn.Module().__dict__ if key != "training"} | set(SKIPPED)
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 _KNOWN_CODE = set(sys.stdlib_module_names) | {"torch", "numpy"}
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial)
@@ -299,7 +298,7 @@ class _Layer(_Point):
 
     def __init__(self, name: str, module: nn.Module):
         super().__init__(name)
-        self._module, self._casts = weakref.ref(module), hasattr(module, CASTS)
+        self._module, self._casts = weakref.ref(module), casts_weights(module)
 
     def read(self) -> list[Any]:
         module = self._module()
@@ -311,7 +310,7 @@ class _Layer(_Point):
         for key, parameter in state["_parameters"].items():
             values += [key] if parameter is None else [key, parameter.dtype, parameter.requires_grad]
         if self._casts:
-            values += [part for entry in plain_state(module).items() for part in entry]
+            values += [part for entry in settings_of(module).items() for part in entry]
         return values
 
     def key(self) -> tuple:
@@ -371,9 +370,9 @@ class _Walk:
             if module is not self._root or child is not module:
                 yield _Forward(name, child)
             self._add_class(type(child))
-            if hasattr(child, CASTS):
+            if casts_weights(child):
                 continue
-            yield from self._dict(name, child.__dict__, _BASE)
+            yield from self._dict(name, child.__dict__, own_names())
             yield from self._slots(name, child)
             forward = child.__dict__.get("forward")
             if child is not module and isinstance(forward, _FUNCTIONS):

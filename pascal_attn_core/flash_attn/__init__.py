@@ -114,17 +114,7 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
     k, v = _unpacked("kv", kv, "[B, tokens, 2, heads, head_dim]", 2, 5)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 
@@ -142,17 +132,7 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``."""
     q, k, v = _unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
 
 

@@ -29,6 +29,9 @@ _INTERFACE = (
     ": flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
 )
+# Programs import these from flash-attn's modules, which have them from einops.
+_EINOPS = "einops"
+_EINOPS_NAMES = f"{_EINOPS}: rearrange repeat"
 _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": (_INTERFACE,),
     "flash_attn.flash_attn_interface": (
@@ -39,6 +42,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.bert_padding": (
         "extras.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
         "unpad_input_for_concatenated_sequences",
+        _EINOPS_NAMES,
     ),
     "flash_attn.flash_attention": ("extras.version1: FlashAttention FlashMHA",),
     "flash_attn.layers": (),
@@ -46,6 +50,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.layers.rotary": (
         "extras.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
         "apply_rotary_emb_kv_ apply_rotary_emb_qkv_ apply_rotary_emb_torch rotate_half",
+        _EINOPS_NAMES,
     ),
     "flash_attn.losses": (),
     "flash_attn.losses.cross_entropy": ("extras.losses: CrossEntropyLoss cross_entropy_loss",),
@@ -61,6 +66,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "extras.rotary: RotaryEmbedding",
         "extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
         _INTERFACE,
+        _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
         "extras.mlp: GatedMlp Mlp ParallelGatedMlp ParallelMLP",
@@ -106,10 +112,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
 # Loaded by the installation, so that ``flash_attn.bert_padding`` is there without being imported; the others when a
 # program imports them.
 _EAGER = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
-# flash-attn's modules import these from einops, and programs import them from there.
-_EINOPS = {name: ("rearrange", "repeat") for name in ("flash_attn.bert_padding", "flash_attn.layers.rotary")}
-_EINOPS["flash_attn.modules.mha"] = ("rearrange", "repeat")
-
 _lock = threading.Lock()
 _installed: list[_Installation] = []
 _users = 0
@@ -248,15 +250,13 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         members: dict[str, Any] = {"__file__": __file__, "__version__": VERSION}
         for source in _MODULES[name]:
             where, _, names = source.partition(": ")
-            ours = importlib.import_module(f"{_PACKAGE}.{where}" if where else _PACKAGE)
+            ours = importlib.import_module(where if where == _EINOPS else f"{_PACKAGE}.{where}".rstrip("."))
             for member in names.split():
                 public, _, own = member.partition("=")
                 members[public] = getattr(ours, own or public)
         if name == _FA3 and self.fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
                 members[member] = _with_lse(members[member])
-        if name in _EINOPS:
-            members["__getattr__"] = _einops_names(name)
         vars(module).update(members)
         self.modules[name] = module
 
@@ -275,18 +275,3 @@ def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return always
-
-
-def _einops_names(module: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that imports einops when one of its names is asked for."""
-
-    def get(name: str) -> Any:
-        if name not in _EINOPS[module]:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        try:
-            import einops
-        except ModuleNotFoundError as error:
-            raise ImportError(f"{module}.{name} is a function of einops, which is not installed") from error
-        return getattr(einops, name)
-
-    return get

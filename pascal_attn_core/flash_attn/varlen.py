@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..call import accumulate_dtype
@@ -85,8 +86,8 @@ def _attend_run(
 ) -> tuple[Tensor, Tensor | None]:
     """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of one run."""
     k, v = keys.of(run)
-    out, lse = attend(q.unflatten(0, (run.size, run.q_len)), k, v, options, with_lse=with_lse)
-    return out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
+    out, lse = attend(rearrange(q, "(b n) h d -> b n h d", b=run.size), k, v, options, with_lse=with_lse)
+    return rearrange(out, "b n h d -> (b n) h d"), None if lse is None else rearrange(lse, "b h n -> h (b n)")
 
 
 def _concatenated(
@@ -138,7 +139,7 @@ class _Slices:
 
     def of(self, run: _Run) -> tuple[Tensor, Tensor]:
         """``[size, k_len, Hkv, D]`` views."""
-        k, v = (part.unflatten(0, (run.size, run.k_len)) for part in self.parts[run])
+        k, v = (rearrange(part, "(b n) h d -> b n h d", b=run.size) for part in self.parts[run])
         return k, v
 
 
@@ -179,7 +180,7 @@ def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
         raise FlashArgumentError(
             f"block_table must name enough pages for {tokens} tokens, got {pages.shape[0]} of {page_tokens} tokens"
         )
-    return cache.index_select(0, pages[:needed].long()).flatten(0, 1)[:tokens]
+    return rearrange(cache.index_select(0, pages[:needed].long()), "pages n h d -> (pages n) h d")[:tokens]
 
 
 def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +119,24 @@ def test_a_patch_removed_below_an_accelerate_hook_is_gone() -> None:
         assert _count_slices(model.ff, lambda: model(x)) == 1
         hooks.remove_hook_from_module(model.ff)
         assert _count_slices(model.ff, lambda: model(x)) == 1
+
+
+def test_hooked_models_need_no_import_of_ours_beside_patch_ffn() -> None:
+    pytest.importorskip("accelerate")
+    program = """
+import sys, torch, accelerate
+from torch import nn
+from pascal_attn_core.ffn import patch_ffn
+model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).eval(), torch.randn(1, 64, 16)
+with torch.no_grad():
+    expected = model(x)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with patch_ffn(model, include="", chunk_tokens=16, min_tokens=8) as patch:
+        torch.testing.assert_close(model(x), expected)
+        assert patch.report().lines[0].state == "chunked", patch.report().text()
+assert not {"diffusers", "pascal_attn_core.diffusers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_weights_offloaded_by_accelerate_are_brought_for_each_slice() -> None:

@@ -4,10 +4,11 @@ import subprocess
 
 import pytest
 
-from pascal_attn_core.cli import info as info_command
-from pascal_attn_core.cli.info import Machine, describe, look_around, parse_smi
+from pascal_attn_core.cli.info import Info, describe, gather
 from pascal_attn_core.config import ROUTES, AttentionConfig
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.observe import machine as machine_facts
+from pascal_attn_core.observe.machine import Machine, parse_smi
 from pascal_attn_core.observe.wheels import TorchBuild
 
 CU126 = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
@@ -27,8 +28,9 @@ ROUTES_HERE = {
 }
 
 
-def block(device, build, **changes):
-    return describe(Machine("0.1.0", "3.12.1", "Linux", build, (device,), (10 << 30,), routes=ROUTES_HERE, **changes))
+def block(device, build, smi=(), **changes):
+    machine = Machine("0.1.0", "3.12.1", "Linux", build, (device,), (10 << 30,), smi=smi)
+    return describe(Info(machine, routes=ROUTES_HERE, **changes))
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -77,7 +79,7 @@ def test_amd_cards_are_named_by_their_architecture():
 
 
 def test_unknown_cache_and_memory_are_said_to_be_unknown():
-    text = describe(Machine("0.1.0", "3.12", "Linux", CU126, (DeviceInfo("cuda", "X", (6, 1)),), (None,)))
+    text = describe(Info(Machine("0.1.0", "3.12", "Linux", CU126, (DeviceInfo("cuda", "X", (6, 1)),), (None,))))
     assert "L2 unknown" in text
     assert "memory      unknown" in text
 
@@ -116,14 +118,14 @@ def test_a_missing_or_failing_nvidia_smi_is_tolerated(monkeypatch, failure):
     def fail(*args, **kwargs):
         raise failure
 
-    monkeypatch.setattr(info_command.subprocess, "run", fail)
-    assert info_command.ask_nvidia_smi() == ()
+    monkeypatch.setattr(machine_facts.subprocess, "run", fail)
+    assert machine_facts.ask_nvidia_smi() == ()
 
 
 def test_this_machine_can_be_described():
-    machine = look_around()
-    text = describe(machine)
-    assert set(machine.routes) == {f"{d}{g}" for d in ("float32", "float16", "bfloat16") for g in ("", " GQA")}
+    info = gather()
+    text = describe(info)
+    assert set(info.routes) == {f"{d}{g}" for d in ("float32", "float16", "bfloat16") for g in ("", " GQA")}
     for route in ROUTES:
         assert route in text
-    assert not any(machine.routes["float32"]["tiled"])
+    assert not any(info.routes["float32"]["tiled"])

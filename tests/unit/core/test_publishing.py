@@ -82,3 +82,29 @@ def test_the_library_does_not_come_with_the_nodes() -> None:
 
     found = find_packages(str(ROOT), include=["pascal_attn_core*"])
     assert {name.partition(".")[0] for name in found} == {"pascal_attn_core"}
+
+
+def test_the_package_is_typed_and_licensed_in_the_form_that_indexes_read() -> None:
+    project = PROJECT["project"]
+    assert (ROOT / "pascal_attn_core" / "py.typed").exists()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["pascal_attn_core"]
+    assert project["license"] == "MIT"
+    assert not [
+        line for line in project["classifiers"] if line.startswith("License ::")
+    ]  # refused beside an expression
+    versions = [
+        line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language ::")
+    ]
+    assert f">={versions[1]}" == project["requires-python"]
+
+
+def test_ci_runs_what_the_package_claims() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    claimed = re.search(r"torch>=([\d.]+)", " ".join(PROJECT["project"]["dependencies"]))
+    assert claimed is not None
+    assert f'torch: "{claimed[1]}.' in text
+    assert f'python: "{PROJECT["project"]["requires-python"].removeprefix(">=")}"' in text
+    assert "windows-latest" in text
+    uses = re.findall(r"uses: (\S+)(.*)", text)
+    assert uses
+    assert [name for name, note in uses if not (re.search(r"@[0-9a-f]{40}$", name) and re.search(r"# v\d", note))] == []

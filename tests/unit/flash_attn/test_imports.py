@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import pascal_attn_core
 
 ROOT = Path(pascal_attn_core.__file__).parent.parent
@@ -158,7 +156,6 @@ def theirs():
     return sorted(name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "flash_attn_interface"))
 
 answers, finders = {}, list(sys.meta_path)
-assert "einops" not in sys.modules
 for program, lines in json.load(sys.stdin).items():
     with install_as_flash_attn():
         try:
@@ -178,7 +175,6 @@ print(json.dumps(answers))
 
 
 def test_the_import_lines_of_real_programs_run() -> None:
-    pytest.importorskip("einops")
     assert len(PROGRAMS) >= 22
     lines = {program: "\n".join(line.strip() for line in text.split("\n")) for program, text in PROGRAMS.items()}
     for text in lines.values():
@@ -200,7 +196,6 @@ def test_what_is_loaded_when() -> None:
         assert extras() == {"padding"}, extras()
         patch = install_as_flash_attn()
         assert extras() == {"padding", "version1"}, extras()
-        assert "einops" not in sys.modules
         import flash_attn.layers.rotary
         assert extras() == {"padding", "version1", "rotary"}, extras()
         from flash_attn import layers
@@ -288,28 +283,6 @@ def test_a_real_flash_attention_3_is_left_alone_unless_told(tmp_path: Path) -> N
             assert flash_attn_interface is not real
         import flash_attn_interface
         assert flash_attn_interface is real and real.flash_attn_func() == "real"
-        """,
-        paths=[tmp_path],
-    )
-
-
-def test_einops_is_named_where_it_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "einops.py").write_text("raise ModuleNotFoundError(\"No module named 'einops'\")\n")
-    _run(
-        """
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        with install_as_flash_attn():
-            from flash_attn.bert_padding import pad_input
-            try:
-                from flash_attn.bert_padding import rearrange
-            except ImportError as error:
-                assert "function of einops, which is not installed" in str(error)
-            else:
-                raise SystemExit("einops is missing")
-            try:
-                from flash_attn.bert_padding import anything
-            except ImportError as error:
-                assert "anything" in str(error)
         """,
         paths=[tmp_path],
     )

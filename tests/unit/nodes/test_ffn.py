@@ -14,28 +14,30 @@ from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F4
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
+from pascal_attn_core.ffn.hosts import CastingLayers, register
 from pascal_attn_core.ffn.plan import Settings, Site, make_plan
 from pascal_attn_core.observe.memory import PeakMemory
 
 WIDTH, TOKENS = 16, 96
+register(CastingLayers("fetches_weights", cache_prefixes=("cached_",)))
 
 
 class CastingLinear(nn.Linear):
     """As ComfyUI's layers: the weight is fetched, cast and patched within forward, through a buffer that is kept."""
 
-    comfy_cast_weights = True
+    fetches_weights = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.weight_function: list[Any] = []
         self._buffer: Tensor | None = None
-        self._fetched = 0
+        self.cached_count = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self._buffer is None:
             self._buffer = torch.empty_like(self.weight)
         self._buffer.copy_(self.weight)
-        self._fetched += 1
+        self.cached_count += 1
         address = self._buffer.data_ptr()  # as the copy from pinned memory does
         weight = self._buffer.to(x.dtype)
         for function in self.weight_function:

@@ -340,5 +340,4 @@ def test_looking_around_for_a_report_asks_no_card_for_its_memory(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(INFO, "_free", asked)
-    monkeypatch.setattr(INFO, "ask_routes", asked)
     assert INFO.look_around(asks_devices=False).free == (None,) * len(INFO.look_around(asks_devices=False).devices)

@@ -1,0 +1,217 @@
+"""The facts of this machine that a bug report needs: Python, torch, driver, cards, and what torch cannot use of them.
+
+``pascal-attn info`` and the ComfyUI report node both show them.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+from ..device import DeviceInfo, device_info, free_bytes
+from ..version import __version__
+from .wheels import TorchBuild, judge, wheel_for
+
+MIB, GIB = 1 << 20, 1 << 30
+_LABEL = 12
+_SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
+
+
+@dataclass(frozen=True)
+class SmiCard:
+    """One line of nvidia-smi. ``capability`` is None where an old driver does not report it."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts; may be made by hand for any card.
+
+    Attributes:
+        devices: what torch can use: one per GPU, else the CPU alone.
+        free: free memory of each device in bytes, None where it is unknown.
+        smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
+        driver: version of NVIDIA's driver, "" if unknown.
+    """
+
+    package: str
+    python: str
+    system: str
+    build: TorchBuild
+    devices: tuple[DeviceInfo, ...]
+    free: tuple[int | None, ...]
+    smi: tuple[SmiCard, ...] = ()
+    driver: str = ""
+
+
+# ---- gathering -------------------------------------------------------------------------------------------------------
+
+
+def look_around(*, asks_devices: bool = True) -> Machine:
+    """Gather the facts of this machine.
+
+    Args:
+        asks_devices: also how much memory is free, which starts CUDA on every card.
+    """
+    build, names = torch_build(), device_names()
+    return Machine(
+        package=__version__,
+        python=platform.python_version(),
+        system=platform.platform(),
+        build=build,
+        devices=tuple(device_info(name) for name in names),
+        free=tuple(_free(name) if asks_devices else None for name in names),
+        smi=() if torch.cuda.is_available() else ask_nvidia_smi(),
+        driver=ask_driver() if build.kind == "cuda" else "",
+    )
+
+
+def device_names() -> list[str]:
+    """What torch calls the devices it can use: every GPU, or else the CPU."""
+    if torch.cuda.is_available():
+        return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["mps"] if torch.backends.mps.is_available() else ["cpu"]
+
+
+def torch_build() -> TorchBuild:
+    """The torch of this process."""
+    if torch.version.hip is not None:
+        return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
+    if torch.version.cuda is not None:
+        # the flags that torch was built with; get_arch_list() is empty where no driver is found
+        archs = torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
+        return TorchBuild(torch.__version__, "cuda", torch.version.cuda, tuple(archs))
+    return TorchBuild(torch.__version__, "cpu")
+
+
+def ask_nvidia_smi() -> tuple[SmiCard, ...]:
+    """The cards that nvidia-smi lists; none where it is missing or fails."""
+    return parse_smi(_output_of(_SMI))
+
+
+@functools.cache
+def ask_driver() -> str:
+    """The version of NVIDIA's driver, asked once per process; "" where nvidia-smi is missing or fails."""
+    return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
+
+
+def _output_of(command: tuple[str, ...]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_smi(text: str) -> tuple[SmiCard, ...]:
+    """The cards in nvidia-smi's CSV; lines that do not fit are left out."""
+    cards = []
+    for line in text.splitlines()[1:]:
+        parts = [part.strip() for part in line.rsplit(",", 2)]
+        if len(parts) != 3:
+            continue
+        major, _, minor = parts[1].partition(".")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+        cards.append(SmiCard(parts[0], capability, parts[2]))
+    return tuple(cards)
+
+
+def _free(name: str) -> int | None:
+    try:
+        return free_bytes(name)
+    except RuntimeError:  # a card that the driver lists but cannot start
+        return None
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def complaints(machine: Machine) -> list[str]:
+    """A sentence for each card that this torch cannot use, or not well, with what to install; [] if all is fine."""
+    verdicts = [(info.name, judge(info, machine.build)) for info in machine.devices]
+    found = [f"{name}: {verdict.why}. Install: {verdict.install}" for name, verdict in verdicts if verdict.install]
+    for card in machine.smi:
+        if machine.build.kind == "cuda":
+            found.append(f"{card.name}: torch {machine.build.version} finds no GPU: is the driver new enough for it?")
+        else:
+            wheel = wheel_for(card.capability or (6, 1))
+            found.append(f"{card.name}: torch {machine.build.version} is built without CUDA. Install: {wheel}")
+    return found
+
+
+def describe_facts(machine: Machine) -> list[str]:
+    """The lines that a bug report needs of any machine."""
+    lines = head_lines(machine)
+    for number in range(len(machine.devices)):
+        lines += device_lines(machine, number)
+    return lines
+
+
+def head_lines(machine: Machine) -> list[str]:
+    """The package, Python, the system, torch, cards that it cannot use, and the driver."""
+    first = f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"
+    driver = [line("driver", machine.driver)] if machine.driver else []
+    return [first, *_torch_lines(machine), *driver]
+
+
+def _torch_lines(machine: Machine) -> list[str]:
+    build = machine.build
+    toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, "CPU only")
+    lines = [line("torch", f"{build.version}, {toolkit}")]
+    if build.archs:
+        lines.append(line("code for", " ".join(build.archs)))
+    for card in machine.smi:
+        capability = "unknown" if card.capability is None else "{}.{}".format(*card.capability)
+        lines.append(line("unused GPU", f"{card.name}, compute capability {capability}, {card.memory}"))
+        if build.kind == "cuda":
+            lines.append(line("", "torch is built with CUDA but finds no GPU: is the driver new enough for it?"))
+        else:
+            lines.append(line("", "this torch is built without CUDA and cannot use it. Install"))
+            lines.append(line("", "  " + wheel_for(card.capability or (6, 1))))
+    return lines
+
+
+def device_lines(machine: Machine, number: int) -> list[str]:
+    """One device: its name, what it has, its memory, and whether this torch has code for it."""
+    info, free = machine.devices[number], machine.free[number]
+    if not info.is_gpu:
+        lines = [
+            line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
+        ]
+    else:
+        units = "compute units" if info.kind == "hip" else "SMs"
+        lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
+        facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
+        facts += [f"{info.num_sms} {units}", f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+        lines.append(line("", ", ".join(facts)))
+        lines.append(line("memory", _memory(info.total_bytes, free)))
+        verdict = judge(info, machine.build)
+        lines.append(line("wheel", verdict.why))
+        if verdict.install:
+            lines.append(line("install", verdict.install))
+    return lines
+
+
+def _torch_name(info: DeviceInfo, number: int) -> str:
+    return f"cuda:{number}" if info.kind in ("cuda", "hip") else f"{info.kind}:{number}"
+
+
+def line(label: str, text: str) -> str:
+    """``text`` behind a label in a column of its own."""
+    return f"{label:{_LABEL}s}{text}".rstrip()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
+
+
+def _memory(total: int, free: int | None) -> str:
+    text = _size(total) if total else "unknown"
+    return text if free is None else f"{text}, {_size(free)} free"

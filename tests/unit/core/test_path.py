@@ -1,0 +1,39 @@
+"""tools/path.py counts what it says, and a short call stays short."""
+
+from __future__ import annotations
+
+import torch
+
+from pascal_attn_core import LazyMask
+from tools.path import Step, Way, calls, product_lines, way_of
+
+
+def test_the_way_of_a_call_is_every_function_of_this_package() -> None:
+    mask = LazyMask((1, 1, 4, 4), lambda b, h, q, k: q >= k, device="cpu")
+    way = way_of(lambda: [mask.dim(), torch.zeros(2).sum(), mask.dim()])
+    assert way.steps == [Step("pascal_attn_core/lazy_mask.py", way.steps[0].function)] * 2
+    assert way.steps[0].function.endswith("dim")
+
+
+def test_moves_and_visits_are_counted() -> None:
+    way = Way([Step(file, "f") for file in "aabacc"])
+    assert way.files == ["a", "b", "c"]
+    assert way.moves == 3
+    assert way.most_visits == ("a", 2)
+
+
+def test_a_short_call_takes_at_most_14_functions() -> None:
+    with torch.no_grad():
+        assert len(way_of(calls()["short"]).steps) <= 14
+
+
+def test_lines_are_those_of_code_by_folder() -> None:
+    files = [
+        ("__init__.py", b"a\n"),
+        ("pascal_attn_core/call.py", b"a\nb\n"),
+        ("pascal_attn_core/fused/cuda/forward.cu", b"a\nb\nc\n"),
+        ("pascal_attn_core/fused/prebuilt/sm_61-64.xz", b"a\n"),
+        ("pascal_attn_core/cli/zoo/image.py", b"a\n"),
+        ("nodes/web/docs/Patch.md", b"a\n"),
+    ]
+    assert product_lines(files) == {".": 1, "pascal_attn_core": 2, "pascal_attn_core/fused": 3}

@@ -1,0 +1,122 @@
+"""What a host adds to modules is recognised by what its package has registered, and by nothing in the core."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.comfy.pack import NAME
+from attn_support.comfy.stub import node_module
+from torch import Tensor, nn
+
+from pascal_attn_core.ffn import FfnPatch, hosts, patch_ffn
+
+FFN = Path(hosts.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def registered_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_hooks", "_casting", "_hook_names"):
+        monkeypatch.setattr(hosts, name, getattr(hosts, name))
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+def offload(module: nn.Module, calls: list[torch.Size]) -> None:
+    """As a host does: the weights are empty between calls, and the hook counts them in an attribute of the module."""
+    state: Any = module.__dict__
+    weights = {name: parameter.data for name, parameter in module.named_parameters()}
+    state["hosts_inner"], state["hosts_calls"] = module.forward, 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0].shape)
+        state["hosts_calls"] += 1
+        for name, parameter in module.named_parameters():
+            parameter.data = weights[name]
+        try:
+            return state["hosts_inner"](*args, **kwargs)
+        finally:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.new_empty(0)
+
+    module.forward = forward  # type: ignore[method-assign]
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+
+
+def slots(module: nn.Module) -> Iterator[hosts.Slot]:
+    if "hosts_inner" in module.__dict__:
+        yield module.__dict__, "hosts_inner"
+
+
+def patched(model: nn.Module) -> FfnPatch:
+    return patch_ffn(model, include="", chunk_tokens=16, min_tokens=8)
+
+
+def test_slices_run_below_hooks_that_are_registered() -> None:
+    hosts.register(hosts.WeightHooks(("hosts_inner", "hosts_calls"), slots))
+    model, x, calls = Feed().eval(), torch.randn(1, 64, 16), []
+    with torch.no_grad():
+        expected = model(x)
+        offload(model, calls)
+        with patched(model) as patch:
+            torch.testing.assert_close(model(x), expected)
+            torch.testing.assert_close(model(x), expected)
+            assert patch.report().lines[0].state == "chunked", patch.report().text()
+        assert calls == [x.shape, x.shape]  # once per call, not once per slice
+        torch.testing.assert_close(model(x), expected)
+    assert model.__dict__["hosts_inner"] == Feed.forward.__get__(model)
+
+
+def test_a_hook_that_is_not_registered_is_part_of_the_module() -> None:
+    model, x, calls = Feed().eval(), torch.randn(1, 64, 16), []
+    with torch.no_grad():
+        expected = model(x)
+        offload(model, calls)
+        with patched(model) as patch:
+            torch.testing.assert_close(model(x), expected)
+            assert patch.report().lines[0].state == "refused"
+            assert "hosts_calls" in patch.report().lines[0].why
+
+
+def test_equal_ones_are_registered_once() -> None:
+    mine = hosts.WeightHooks(("hosts_inner",), slots)
+    hosts.register(mine, hosts.WeightHooks(("hosts_inner",), slots))
+    assert hosts._hooks.count(mine) == 1
+
+
+def test_other_things_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected WeightHooks or CastingLayers, got str"):
+        hosts.register("_hook")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file", sorted(FFN.glob("*.py")), ids=lambda file: file.name)
+def test_no_attribute_of_a_host_is_named(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert [name for name in names if re.search(r"^_?(prev_)?(comfy|hf|diffusers|accelerate)_|^_old_", name)] == []
+
+
+def test_the_pack_registers_the_layers_of_comfyui() -> None:
+    """With the copy of the core that the pack brings."""
+    node_module("comfy.ffn")
+    casts_weights = importlib.import_module(f"{NAME}.pascal_attn_core.ffn.hosts").casts_weights
+    layer = nn.Linear(2, 2)
+    assert not casts_weights(layer)
+    layer.comfy_cast_weights = False  # type: ignore[assignment]  # there, and off for now
+    assert casts_weights(layer)

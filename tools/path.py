@@ -1,0 +1,176 @@
+"""How long the way of a call through this package is, and how large the package is.
+
+python tools/path.py                          functions called, files entered, moves between files, per call
+python tools/path.py --follow "one tile"      every function of one call, in order
+python tools/path.py --against v0.1.0         lines of product code, here and at a git revision
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import groupby, pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
+
+PRODUCT = ("__init__.py", "pascal_attn_core", "nodes")
+CODE = (".py", ".cu", ".cuh", ".js")
+NOT_PRODUCT = ("pascal_attn_core/cli/zoo/",)  # the model families, before they moved to tools/families
+
+
+class Step(NamedTuple):
+    """One call of a Python function of this package."""
+
+    file: str
+    function: str
+
+
+class Way(NamedTuple):
+    """The functions that one call of ``sdpa`` calls, in order."""
+
+    steps: list[Step]
+
+    @property
+    def files(self) -> list[str]:
+        """In the order in which they are entered."""
+        return list(dict.fromkeys(step.file for step in self.steps))
+
+    @property
+    def moves(self) -> int:
+        """How often a function is called in another file than the one before it."""
+        return sum(one.file != two.file for one, two in pairwise(self.steps))
+
+    @property
+    def most_visits(self) -> tuple[str, int]:
+        """The file that is come to most often, and how often."""
+        return Counter(file for file, _ in groupby(step.file for step in self.steps)).most_common(1)[0]
+
+
+def way_of(call: Callable[[], Any]) -> Way:
+    """Run a call twice to fill caches, and follow the third run."""
+    call()
+    call()
+    steps: list[Step] = []
+    prefix = f"{ROOT}/"
+    product = tuple(prefix + part for part in PRODUCT)
+
+    def follow(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(product):
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has no qualified names
+            steps.append(Step(file.removeprefix(prefix), name))
+
+    sys.setprofile(follow)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Way(steps)
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """The calls that are followed, by name."""
+    short, one_tile = torch.randn(1, 2, 64, 64), torch.randn(1, 1, 512, 64)
+    query, key = torch.randn(1, 4, 2048, 64), torch.randn(1, 2, 2048, 64)
+    tiled, kernel = AttentionConfig(route="tiled"), AttentionConfig(route="torch")
+    return {
+        "short": lambda: sdpa(short, short, short),
+        "one tile": lambda: sdpa(one_tile, one_tile, one_tile, config=tiled),
+        "tiled": lambda: sdpa(query, query, query, config=tiled),
+        "tiled, GQA, causal": lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True, config=tiled),
+        "auto": lambda: sdpa(query, query, query),
+        "torch, GQA": lambda: sdpa(query, key, key, enable_gqa=True, config=kernel),
+    }
+
+
+def print_ways() -> None:
+    """One line per call."""
+    print(f"{'call':20s}{'functions':>10s}{'distinct':>10s}{'files':>7s}{'moves':>7s}  most visits to one file")
+    with torch.no_grad():
+        for name, call in calls().items():
+            way = way_of(call)
+            file, visits = way.most_visits
+            numbers = f"{len(way.steps):10d}{len(set(way.steps)):10d}{len(way.files):7d}{way.moves:7d}"
+            print(f"{name:20s}{numbers}  {visits} x {file}")
+
+
+def print_steps(name: str) -> None:
+    """Each function of one call; the file where it changes."""
+    with torch.no_grad():
+        way = way_of(calls()[name])
+    for file, steps in groupby(way.steps, key=lambda step: step.file):
+        print(file)
+        for function, repeated in groupby(step.function for step in steps):
+            count = len(list(repeated))
+            print(f"    {function}" + (f"  x {count}" if count > 1 else ""))
+
+
+def product_lines(files: Iterable[tuple[str, bytes]]) -> Counter[str]:
+    """Lines of product code by folder: ``"pascal_attn_core/tiled"``."""
+    lines: Counter[str] = Counter()
+    for name, content in files:
+        if name.endswith(CODE) and not name.startswith(NOT_PRODUCT):
+            lines["/".join(name.split("/")[:-1][:2]) or "."] += content.count(b"\n")
+    return lines
+
+
+def files_here() -> Iterable[tuple[str, bytes]]:
+    """(name, content) of the product's files that git knows, as they are now."""
+    names = subprocess.run(["git", "ls-files", *PRODUCT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return ((name, (ROOT / name).read_bytes()) for name in names.splitlines() if (ROOT / name).is_file())
+
+
+def files_at(revision: str) -> Iterable[tuple[str, bytes]]:
+    """The same at a git revision."""
+    archive = subprocess.run(["git", "archive", revision, *PRODUCT], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            content = tar.extractfile(member)
+            if content is not None:
+                yield member.name, content.read()
+
+
+def print_sizes(revision: str) -> None:
+    """Lines by folder, before and now."""
+    before, now = product_lines(files_at(revision)), product_lines(files_here())
+    print(f"{'folder':32s}{revision[:12]:>12s}{'now':>9s}")
+    for folder in sorted({*before, *now}):
+        print(f"{folder:32s}{before[folder]:12d}{now[folder]:9d}")
+    print(f"{'all':32s}{before.total():12d}{now.total():9d}  {now.total() / before.total() - 1:+.1%}")
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--follow", metavar="CALL", choices=list(calls()), help="print every function of this call")
+    parser.add_argument("--against", metavar="REVISION", help="compare the lines of product code with a git revision")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.follow:
+        print_steps(options.follow)
+    elif options.against:
+        try:
+            print_sizes(options.against)
+        except subprocess.CalledProcessError as error:
+            print(f"git: {error.stderr if isinstance(error.stderr, str) else error.stderr.decode()}", file=sys.stderr)
+            return 1
+    else:
+        print_ways()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
