@@ -129,7 +129,7 @@ def _runner(original_call: Callable, cls: type) -> Callable:
     copied = with_other_attention(original_call, cls, FUNCTIONAL, dispatch) if ours_to_copy else None
 
     def run_under_mode(redirect: SdpaRedirect, *args: Any, **kwargs: Any) -> Any:
-        with redirect:
+        with redirect.mode:
             return original_call(*args, **kwargs)
 
     def run_copy(redirect: SdpaRedirect, *args: Any, **kwargs: Any) -> Any:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
 from ..tiled.layout import distinct, may_read, worth_looking
 
 log = logging.getLogger("pascal_attn")
-
-# The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
-torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
 
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
