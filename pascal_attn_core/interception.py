@@ -1,8 +1,8 @@
-"""Calls of torch's ``scaled_dot_product_attention``, intercepted: the one mode, the one binder of its arguments, and the
-one mark for calls that our own routes make.
+"""Intercepting calls of torch's ``scaled_dot_product_attention``.
 
-Every module of this package that must see these calls (the switch :mod:`.sdpa_patch`, patched diffusers models, the
-ComfyUI nodes, counters of tests and tools) enters a :class:`SdpaMode` with a handler of its own.
+Whatever must see these calls (the switch :mod:`.sdpa_patch`, patched diffusers models, the ComfyUI nodes, counters of
+tools and tests) enters a :class:`SdpaMode` with a handler of its own and reads the arguments by :func:`bind_sdpa`. Our
+own routes call torch by :func:`torch_sdpa`, which no mode intercepts.
 """
 
 from __future__ import annotations
