@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .interception import PLAIN
 from .lazy_mask import LazyMask
 from .tiled.layout import autocast_on
-
-PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
 
 
 def prepared(
