@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, AttentionOutput, Options, check_call, prepared
+from .call import AttentionOutput, Options, check_call, prepared
 from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
+from .interception import PLAIN
 from .lazy_mask import LazyMask
 from .routes import choose, is_plainly_short, is_short, operator, why_not
 from .routes.run import is_watched, run

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .interception import PLAIN
 from .lazy_mask import LazyMask
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
 
 
 class Options(NamedTuple):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .call import AttentionCall
+from .interception import PLAIN, bind_sdpa
 from .lazy_mask import LazyMask
 from .patching import Patch
 from .routes.run import add_observer
@@ -167,22 +167,6 @@ _lock = threading.Lock()
 _active: list[_Recorder] = []
 
 
-def _sdpa(  # the signature that a call's arguments are bound to
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **others: Any,
-) -> None: ...
-
-
-_SIGNATURE = inspect.signature(_sdpa)
-
-
 @dataclass(eq=False)
 class _Recorder:
     """The calls seen so far by one capture."""
@@ -286,18 +270,15 @@ class _Recorder:
 
 def _bind(args: tuple, kwargs: dict[str, Any]) -> CapturedCall | None:
     """The call, or None where there is nothing to copy: wrong arguments, fake or meta tensors, a CUDA graph."""
-    try:
-        bound = _SIGNATURE.bind(*args, **kwargs)
-    except TypeError:
+    call = bind_sdpa(args, kwargs, like_torch=False)
+    if isinstance(call, str):
         return None
-    arguments = {name: value for name, value in bound.arguments.items() if name != "others"}
-    tensors = [arguments[name] for name in TENSORS if arguments.get(name) is not None]
-    kinds = (Tensor, torch.nn.Parameter)
-    if any(type(t) not in kinds or t.is_meta or t.layout != torch.strided for t in tensors):
+    tensors = call[:3] if call.attn_mask is None else call[:4]
+    if any(type(t) not in PLAIN or t.is_meta or t.layout != torch.strided for t in tensors):
         return None
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return CapturedCall(**arguments, device=str(tensors[0].device))
+    return CapturedCall(**call._asdict(), device=str(tensors[0].device))
 
 
 def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:

@@ -34,28 +34,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
+from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
 from .call import check_call
 from .config import AttentionConfig, default_config, switched_on
+from .interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching import Patch
 from .routes import is_plainly_short
-from .routes import torch_kernel as torch_route
 from .routes.run import is_watched
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
 log = logging.getLogger("pascal_attn")
 
-_NAME = "scaled_dot_product_attention"
-_PACKAGE = __name__.rpartition(".")[0]
-_PACKAGE_NAME = _PACKAGE.rpartition(".")[2]  # also of a second copy, say one in a ComfyUI pack
-_TORCH_SDPA = torch_route.torch_sdpa
-_PLAIN = (Tensor, torch.nn.Parameter)
-_MASKS = (*_PLAIN, CausalBias)
-_KEYWORDS = frozenset(("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"))
-_POSITIONAL = 6  # torch takes the last two by keyword only
+_PACKAGE_NAME = __name__.split(".")[-2]  # also of a second copy, say one in a ComfyUI pack
+_MASKS = (*PLAIN, CausalBias)
 
 _lock = threading.RLock()
 _enabled: Patch | None = None
@@ -117,8 +111,8 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
     scope = _Scope(default_config() if config is None else config)
     if switched_on("PASCAL_ATTN_DISABLE"):
-        log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", _NAME)
-        return Patch(_NAME, lambda: None, sites=0)
+        log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
+        return Patch(SDPA_NAME, lambda: None, sites=0)
     with _lock:
         replacement = _replacement()
         replacement.add(scope)
@@ -126,18 +120,21 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
 
 
 class _Scope:
-    """One request to compute by ``config``, as long as it is active."""
+    """One request to compute by ``config``, as long as it is active; the handler of its block's mode."""
 
     def __init__(self, config: AttentionConfig):
         self.config, self.active = config, True
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return _attend(TORCH_SDPA, self.config, args, kwargs) if self.active else TORCH_SDPA(*args, **kwargs)
 
 
 class _SdpaPatch(Patch):
     """The Patch of :func:`patch_sdpa`; as a context manager it enters a mode too."""
 
     def __init__(self, scope: _Scope, replacement: _Replacement):
-        super().__init__(_NAME, functools.partial(replacement.take_away, scope))
-        self._mode = _SdpaMode(scope)
+        super().__init__(SDPA_NAME, functools.partial(replacement.take_away, scope))
+        self._mode = SdpaMode(scope)
 
     def __enter__(self) -> Patch:
         self._mode.__enter__()
@@ -164,8 +161,8 @@ class _Replacement:
 
     def add(self, scope: _Scope) -> None:
         self.scopes = (*self.scopes, scope)
-        if getattr(F, _NAME) is not self.function:
-            setattr(F, _NAME, self.function)
+        if getattr(F, SDPA_NAME) is not self.function:
+            setattr(F, SDPA_NAME, self.function)
             _tell_torchscript(self.function)
 
     def take_away(self, scope: _Scope) -> list[str]:
@@ -174,10 +171,10 @@ class _Replacement:
             self.scopes = tuple(other for other in self.scopes if other is not scope)
             if self.scopes:
                 return []
-            if getattr(F, _NAME) is self.function:
-                setattr(F, _NAME, self.original)
+            if getattr(F, SDPA_NAME) is self.function:
+                setattr(F, SDPA_NAME, self.original)
                 return []
-        return [f"{_NAME} was replaced again since: ours stays below, handing calls on"]
+        return [f"{SDPA_NAME} was replaced again since: ours stays below, handing calls on"]
 
 
 # Never forgotten: torch.jit knows their functions by id. One for each function that was found at torch's name.
@@ -186,7 +183,7 @@ _made: list[_Replacement] = []
 
 def _replacement() -> _Replacement:
     """The one whose function is at torch's name now, in force or not, or else one over what is there."""
-    current = getattr(F, _NAME)
+    current = getattr(F, SDPA_NAME)
     for made in _made:
         if made.function is current or (made.original is current and not made.scopes):
             return made
@@ -205,10 +202,10 @@ def _function_of(replacement: _Replacement) -> Any:
             return _attend(original, config, args, kwargs)
         if torch._C._len_torch_function_stack():
             closest = _get_current_function_mode()
-            if isinstance(closest, _SdpaMode):
-                config = closest.scope.config if closest.scope.active else config
-            elif type(closest).__module__.startswith(_PACKAGE):
-                return _TORCH_SDPA(*args, **kwargs)  # that of a patched pipeline decides
+            if isinstance(closest, SdpaMode):
+                if not isinstance(closest.handler, _Scope):
+                    return TORCH_SDPA(*args, **kwargs)  # that of a patched pipeline or model decides
+                config = closest.handler.config if closest.handler.active else config
             else:
                 # Modes of others see the call under the name that they know it by; then it comes back without them.
                 tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -219,42 +216,17 @@ def _function_of(replacement: _Replacement) -> Any:
     return scaled_dot_product_attention
 
 
-class _SdpaMode(TorchFunctionMode):
-    """While active in a thread, torch's function means ours also where it is held by another name."""
-
-    def __init__(self, scope: _Scope):
-        super().__init__()
-        self.scope = scope
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is _TORCH_SDPA:
-            return self._attend(args, kwargs or {})
-        if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # the same operation; dynamo cannot trace the method's super() call under a mode
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _attend(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not self.scope.active or (not torch.compiler.is_compiling() and _called_by_our_route()):
-            return _TORCH_SDPA(*args, **kwargs)
-        return _attend(_TORCH_SDPA, self.scope.config, args, kwargs)
-
-
-def _called_by_our_route() -> bool:
-    """Whether the call that a mode is looking at is torch's kernel as a route of ours."""
-    return sys._getframe(3).f_globals is vars(torch_route)
-
-
 def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call by ours, or by ``original`` what is not for us."""
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     if not torch._C._len_torch_function_stack():
         if _is_plainly_short(config, args, kwargs):
-            return _TORCH_SDPA(*args, **kwargs)
+            return TORCH_SDPA(*args, **kwargs)
     else:
         with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
             if _is_plainly_short(config, args, kwargs):
-                return _TORCH_SDPA(*args, **kwargs)
+                return TORCH_SDPA(*args, **kwargs)
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:
@@ -287,18 +259,15 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call is of the kind that we compute: plain strided tensors, given as torch wants them, to be computed
     here and now."""
-    if len(args) > _POSITIONAL or not kwargs.keys() <= _KEYWORDS:
+    call = bind_sdpa(args, kwargs)
+    if isinstance(call, str):
         return False
-    three = (
-        args[:3] if len(args) > 2 else (*args, *(kwargs.get(name) for name in ("query", "key", "value")[len(args) :]))
-    )
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    if any(type(t) not in _PLAIN for t in three) or (mask is not None and type(mask) not in _MASKS):
+    three, mask = call[:3], call.attn_mask
+    if any(type(t) not in PLAIN for t in three) or (mask is not None and type(mask) not in _MASKS):
         return False
     if any(t.is_nested or t.layout is not torch.strided or t.is_quantized for t in three):
         return False
-    is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-    if mask is not None and is_causal:
+    if mask is not None and call.is_causal:
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
@@ -307,7 +276,7 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _note_refusal(reason: str) -> None:
-    log.info("%s: a call went to torch as it was: %s", _NAME, reason)
+    log.info("%s: a call went to torch as it was: %s", SDPA_NAME, reason)
 
 
 def _tell_torchscript(function: Any) -> None:
@@ -316,7 +285,7 @@ def _tell_torchscript(function: Any) -> None:
 
     register = getattr(_builtins, "_register_builtin", None)
     if register is not None:
-        register(function, f"aten::{_NAME}")
+        register(function, f"aten::{SDPA_NAME}")
 
 
 def _report_holders() -> None:
@@ -329,10 +298,10 @@ def _report_holders() -> None:
     if holders:
         log.warning(
             "%s was taken by name before by %s, which keep torch's; wrap their calls in `with patch_sdpa():`",
-            _NAME,
+            SDPA_NAME,
             ", ".join(holders),
         )
 
 
 def _holds_torch_sdpa(module: Any) -> bool:
-    return any(value is _TORCH_SDPA for value in list(getattr(module, "__dict__", {}).values()))
+    return any(value is TORCH_SDPA for value in list(getattr(module, "__dict__", {}).values()))

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import sdpa
+from pascal_attn_core.interception import TORCH_SDPA as TORCH
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
-TORCH = torch._C._nn.scaled_dot_product_attention
 CALLS_A_ROUND = 100
 KINDS = ("plain", "causal", "bool mask")
 

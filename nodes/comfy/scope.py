@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from ...pascal_attn_core.interception import PLAIN, TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
 from ..engine.compare import with_torch
 from ..engine.engine import Engine
-
-_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 class _Local(threading.local):
@@ -69,7 +68,7 @@ class Scope:
             return
         self.local.catching = True
         try:
-            with _CatchSDPA(engine, self):
+            with SdpaMode(functools.partial(_attend, engine, self)):
                 yield
         finally:
             self.local.catching = False
@@ -85,54 +84,31 @@ def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> C
     return wrapper
 
 
-class _CatchSDPA(TorchFunctionMode):
-    """Takes the calls of ``scaled_dot_product_attention`` in this thread that no override has seen."""
-
-    def __init__(self, engine: Engine, scope: Scope):
-        super().__init__()
-        self.engine, self.scope = engine, scope
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not _SDPA or self.scope.is_inside or not all(t in _PLAIN for t in types):
-            return func(*args, **kwargs)
-        return _sdpa_of(self.engine, self.scope, func, args, kwargs)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_OPTIONS = {*_NAMES, "scale", "enable_gqa"}
-
-
-def _sdpa_of(engine: Engine, scope: Scope, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(_NAMES, args)) | kwargs
-    block = scope.next_name()
-    why = _why_not(given)
+def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One call of ``scaled_dot_product_attention`` that no override has seen."""
+    if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
+        return TORCH_SDPA(*args, **kwargs)
+    block, call = scope.next_name(), bind_sdpa(args, kwargs)
+    why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
     if why:
         engine.leave(block, why, via="SDPA")
-        return func(*args, **kwargs)
+        return TORCH_SDPA(*args, **kwargs)
+    assert isinstance(call, SdpaArguments)
     with scope.inside():
         out = engine.attend(
-            given["query"],
-            given["key"],
-            given["value"],
-            given.get("attn_mask"),
-            scale=given.get("scale"),
-            enable_gqa=bool(given.get("enable_gqa", False)),
-            is_causal=bool(given.get("is_causal", False)),
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            scale=call.scale,
+            enable_gqa=bool(call.enable_gqa),
+            is_causal=bool(call.is_causal),
             block=block,
             via="SDPA",
-            compare=lambda ours: with_torch(func, args, kwargs, ours),
+            compare=functools.partial(with_torch, call),
         )
-    return func(*args, **kwargs) if out is None else out
+    return TORCH_SDPA(*args, **kwargs) if out is None else out
 
 
-def _why_not(given: dict[str, Any]) -> str:
-    unknown = sorted(set(given) - _OPTIONS)
-    if unknown:
-        return f"its argument {', '.join(unknown)} is not known"
-    if not {"query", "key", "value"} <= set(given):
-        return "an argument is missing"
-    if given.get("dropout_p"):
-        return "it has dropout"
-    return ""
+def _has_own_behaviour(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) not in PLAIN

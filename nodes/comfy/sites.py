@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from ...pascal_attn_core.interception import SDPA_NAME
+
 ARGUMENT = "optimized_attention"
 #: ComfyUI's attention functions, and the function that returns one of them
 HOST_FUNCTIONS = frozenset({"optimized_attention", "optimized_attention_masked", "optimized_attention_for_device"})
-_SDPA = "scaled_dot_product_attention"
 _HELPER_DEPTH = 2
 
 
@@ -157,7 +158,7 @@ def _reaches(function: Any, depth: int) -> bool:
     if not isinstance(function, FunctionType):
         return False
     names = set(_names(function.__code__))
-    if names & {_SDPA, *HOST_FUNCTIONS}:
+    if names & {SDPA_NAME, *HOST_FUNCTIONS}:
         return True
     helpers = (function.__globals__.get(name) for name in names)
     return depth > 0 and any(_reaches(h, depth - 1) for h in helpers if isinstance(h, FunctionType))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...pascal_attn_core.interception import SDPA_NAME, SdpaArguments, torch_sdpa
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
 
@@ -86,22 +87,18 @@ def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     return difference(name, part, right, query.dtype)
 
 
-def with_torch(function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], ours: Tensor) -> Difference | None:
-    """A call of ``scaled_dot_product_attention``, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | kwargs
-    query, key, value, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
-    assert isinstance(query, Tensor)
-    assert isinstance(key, Tensor)
-    assert isinstance(value, Tensor)
+def with_torch(call: SdpaArguments, ours: Tensor) -> Difference | None:
+    """A call of torch's function, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     tokens, size = query.shape[-2], 4 * (key.numel() + value.numel())
-    if size > _MOST_BYTES or (given.get("is_causal") and tokens > _WHOLE_TOKENS):
+    if size > _MOST_BYTES or (call.is_causal and tokens > _WHOLE_TOKENS):
         return None
-    if not given.get("is_causal"):
+    if not call.is_causal:
         rows = _rows(tokens, query.device)
-        given["query"], ours = query.index_select(-2, rows), ours.index_select(-2, rows)
-        given["attn_mask"] = _mask_rows(mask, rows) if isinstance(mask, Tensor) else mask
-    right = function(**{name: _in_float32(part) for name, part in given.items()})
-    return difference("scaled_dot_product_attention", ours, right, query.dtype)
+        mask = None if mask is None else _mask_rows(mask, rows)
+        call, ours = call._replace(query=query.index_select(-2, rows), attn_mask=mask), ours.index_select(-2, rows)
+    right = torch_sdpa(**{name: _in_float32(part) for name, part in call.keywords().items()})
+    return difference(SDPA_NAME, ours, right, query.dtype)
 
 
 def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Tensor) -> Difference | None:

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...pascal_attn_core.ffn.find import find_ffn
+from ...pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..comfy.layout import HostCall, NotOurs, empty_containers
 from .inputs import Latent, arguments
 from .shadow import Shadow
 
-_SDPA = torch._C._nn.scaled_dot_product_attention
 _LARGE_BYTES = 32 << 20  # a fresh tensor from here on has no memory either
 
 
@@ -156,6 +155,15 @@ class Tracer(TorchDispatchMode):
         self.found.attention.append(AttentionShape(*shapes, query.dtype, mask is not None, self.live))
         return out.transpose(1, 2)
 
+    def _sdpa(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """A call of torch's function, which a model makes without asking the override."""
+        call = bind_sdpa(args, kwargs)
+        if isinstance(call, str):
+            return TORCH_SDPA(*args, **kwargs)  # which refuses it in its own words
+        query, key, value = (_four_dimensions(tensor) for tensor in call[:3])
+        out = self.attend(query, key, value, call.attn_mask)
+        return out.reshape(*call.query.shape[:-3], *out.shape[-3:])
+
     # ---- feed-forward ----
 
     def watch(self, network: nn.Module) -> None:
@@ -182,29 +190,10 @@ class Tracer(TorchDispatchMode):
 
     def run(self, call: Callable[[], Any]) -> ModelCall:
         """``call()`` under this tracer."""
-        with torch.no_grad(), _CatchSDPA(self), self:
+        with torch.no_grad(), SdpaMode(self._sdpa), self:
             call()
         self.found.other_bytes = self.peak_outside
         return self.found
-
-
-class _CatchSDPA(TorchFunctionMode):
-    """Calls that a model makes past the override."""
-
-    def __init__(self, tracer: Tracer):
-        super().__init__()
-        self.tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not _SDPA:
-            return func(*args, **kwargs)
-        given = dict(zip(("query", "key", "value", "attn_mask"), args)) | kwargs
-        query = given["query"]
-        lead = query.shape[:-3]
-        key, value = _four_dimensions(given["key"]), _four_dimensions(given["value"])
-        out = self.tracer.attend(_four_dimensions(query), key, value, given.get("attn_mask"))
-        return out.reshape(*lead, *out.shape[-3:]) if query.dim() != 4 else out
 
 
 def _four_dimensions(tensor: Tensor) -> Tensor:

@@ -5,26 +5,24 @@
     with pascal.patch_pipeline(pipe):                            # until the block ends
         pipe(prompt)
 
-    pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until another processor is set
+    pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until pipe.set_attn_processor(None)
 
 Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and ``ModularPipeline``), and that method
-with the property ``attn_processors`` to those models that diffusers gives none; it teaches the ``set_processor`` of
-diffusers' attention modules to keep the processor that a ``PascalAttnProcessor`` is set over, and
-``set_attention_backend`` to warn where ours is at work; for every other processor both do what they did.
-:func:`uninstall` takes all of it back.
+with the property ``attn_processors`` to those models that diffusers gives none. It replaces ``set_processor`` of
+diffusers' attention modules, so that a ``PascalAttnProcessor`` runs the processor that it is set over and stays around
+processors set later, and ``set_attention_backend``, which warns where ours is at work. Modules on which no
+``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of it.
 
-diffusers has attention backends too, chosen by name from a closed list; there is no public way to add one, so this is
-not one.
+diffusers has attention backends too, chosen by name from a closed list. There is no public way to add one, so this
+module does not.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from inspect import getattr_static
-from types import FrameType
 from typing import Any
 
 import diffusers as _diffusers
@@ -33,11 +31,18 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from ..config import AttentionConfig
+from ..interception import TORCH_SDPA
 from ..patching import Patch, PatchGroup
 from . import arrivals
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
-from .processors import RedirectedProcessor, redirect_processor, takes_its_own_backend
-from .redirect import TORCH_SDPA, SdpaRedirect, redirects_of
+from .processors import (
+    RedirectedProcessor,
+    can_be_derived,
+    is_redirected_class,
+    redirect_processor,
+    takes_its_own_backend,
+)
+from .redirect import SdpaRedirect, redirects_of
 from .sites import (
     computes_attention,
     default_processor_class,
@@ -52,16 +57,7 @@ __all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_pipeline", 
 
 log = logging.getLogger("pascal_attn")
 
-# Methods of diffusers that set processors as one step of something else: what was ours before stays ours around them.
-_SETS_PROCESSORS = {
-    "fuse_qkv_projections",
-    "unfuse_qkv_projections",
-    "load_ip_adapter",
-    "unload_ip_adapter",
-    "_load_ip_adapter_weights",
-    "load_attn_procs",
-    "set_attention_slice",
-}
+_PACKAGE = __name__.rpartition(".")[0]
 
 
 class PascalAttnProcessor(RedirectedProcessor):
@@ -71,13 +67,16 @@ class PascalAttnProcessor(RedirectedProcessor):
         model.set_attn_processor(PascalAttnProcessor(AttentionConfig(budget_mib=16)))
         unet.set_attn_processor({name: PascalAttnProcessor() for name in unet.attn_processors})
 
-    When it is set on an attention module, it takes on the processor found there: rotary embeddings, IP-Adapter weights,
-    fused projections, masks and norms stay that processor's work, and what is then found on the module is an instance
-    of that processor's class as well as of this one. Linear attention is left alone. It stays when diffusers sets other
-    processors as a step of ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their
-    opposites, when a pipeline assigns ``module.processor`` (perturbed-attention guidance), and on blocks that a
-    pipeline builds again (``enable_free_noise``); any other processor set afterwards replaces it, and ``None`` gives
-    back the one it was set over.
+    Set on an attention module, it runs the processor found there: rotary embeddings, IP-Adapter weights, fused
+    projections, masks and norms stay that processor's work, and what is then found on the module is an instance of that
+    processor's class as well as of this one. Linear attention is left alone.
+
+    It stays until it is taken off. Any processor that is set while it is on, whether by you, by a pipeline or by
+    ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their opposites, is wrapped: its own
+    code runs, with our attention inside. Processors that a pipeline assigns to ``module.processor`` (perturbed
+    attention guidance) and attention modules that it builds again (``enable_free_noise``) are redirected too. Three
+    things take it off: setting ``None``, which restores the processor that it runs; setting that same object back,
+    saved from ``model.attn_processors`` before; and :func:`uninstall`.
 
     Args:
         config: how to compute; None = the default.
@@ -170,22 +169,23 @@ def install() -> None:
     for name, ours in _ADDED_TO_MODELS.items():
         if name not in vars(_diffusers.ModelMixin):
             setattr(_diffusers.ModelMixin, name, _MemberOfModels(name, ours))
-    for cls, name, taught in _taught_methods():
+    for cls, name, ours in _replaced_methods():
         if not hasattr(getattr(cls, name), "_pascal_original"):
-            setattr(cls, name, taught(getattr(cls, name)))
+            setattr(cls, name, ours(getattr(cls, name)))
 
 
 def uninstall() -> None:
-    """Take back every change to diffusers' classes. Pipelines on which a processor is set keep it; blocks that they
-    build afterwards are not served."""
-    arrivals.stop()
+    """Revert every change to diffusers' classes, and take every PascalAttnProcessor off the modules that it is set on.
+    A Patch stays until its ``.remove()``, but attention that comes into its models from now on is not redirected."""
+    for module in arrivals.stop():
+        _take_off_module(module)
     for cls in _pipeline_classes():
         if cls.__dict__.get("set_attn_processor") is _set_attn_processor:
             del cls.set_attn_processor
     for name in _ADDED_TO_MODELS:
         if isinstance(vars(_diffusers.ModelMixin).get(name), _MemberOfModels):
             delattr(_diffusers.ModelMixin, name)
-    for cls, name, _ in _taught_methods():
+    for cls, name, _ in _replaced_methods():
         original = getattr(getattr(cls, name), "_pascal_original", None)
         if original is not None:
             setattr(cls, name, original)
@@ -221,9 +221,9 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
 
     Args:
-        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes ours off everywhere.
-            Any other takes ours off and is then set on the models that are not autoencoders. For one model also a dict
-            with the keys of its ``attn_processors``.
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes it off everywhere.
+            Any other is set on the models that are not autoencoders, and where a PascalAttnProcessor is on, it stays
+            and runs that one. For one model also a dict with the keys of its ``attn_processors``.
     Raises:
         TypeError: a dict for a pipeline; its keys belong to one model, so set it there.
         ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
@@ -244,9 +244,10 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
         return
     model: Any
     for model in models:
-        for module in model.modules():
-            _take_off_module(module)
-        if processor is not None and not hasattr(model, "decode"):
+        if processor is None:
+            for module in model.modules():
+                _take_off_module(module)
+        elif not hasattr(model, "decode"):
             _set_other(model, processor)
 
 
@@ -280,12 +281,11 @@ def _set_any(module: Any, processor: Any) -> None:
     """Set ``processor``, ours or another, on a module that may have no ``set_processor``."""
     if hasattr(module, "set_processor"):
         module.set_processor(processor)
-    elif isinstance(processor, PascalAttnProcessor):
-        _set_on_module(module, processor)
-    else:
-        _take_off_module(module)
-        if processor is not None:
-            module.processor = processor
+        return
+    processor, redirect = _effective(module, processor)
+    if processor is not None:
+        module.processor = processor
+    set_lasting_redirect(module, redirect)
 
 
 def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
@@ -340,20 +340,26 @@ def _restored(original: Any, redirect: SdpaRedirect) -> Any:
     return PascalAttnProcessor(redirect.config) if original is None else _around(original, redirect)
 
 
-def _taught(original: Callable) -> Callable:
+def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | None]:
+    """What setting ``processor`` on ``module`` comes to: the processor to put there, and the redirect of ours that is
+    in force then, None if ours is off."""
+    current, redirect = processor_of(module), lasting_redirect(module)
+    is_ours = isinstance(current, PascalAttnProcessor)
+    if processor is None or (is_ours and processor is current._original):
+        return current._original if is_ours else current, None
+    if not isinstance(processor, PascalAttnProcessor):
+        return (processor, None) if redirect is None else (_kept_around(processor, redirect), redirect)
+    if redirect is not None and processor._original is None and is_redirected_class(type(processor)):
+        return current, redirect  # made by diffusers of the class that it found: load_ip_adapter, on self-attention
+    _warn_if_sdpa_is_replaced()
+    processor = _bound(processor, module)
+    return processor, processor._redirect if isinstance(processor, PascalAttnProcessor) else None
+
+
+def _keeps_ours(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_processor(self: nn.Module, processor: Any) -> None:
-        current, redirect = processor_of(self), lasting_redirect(self)
-        if redirect is not None and _is_a_step(sys._getframe(1)):
-            processor = _kept_around(current, processor, redirect)
-        elif isinstance(processor, PascalAttnProcessor):
-            _warn_if_sdpa_is_replaced()
-            processor = _bound(processor, self)
-            redirect = processor._redirect if isinstance(processor, PascalAttnProcessor) else None
-        else:
-            redirect = None
-            if processor is None:
-                processor = current._original if isinstance(current, PascalAttnProcessor) else current
+        processor, redirect = _effective(self, processor)
         original(self, processor)
         set_lasting_redirect(self, redirect)
 
@@ -396,20 +402,10 @@ def _say_which_counts(host: nn.Module, backend: str) -> None:
         )
 
 
-def _is_a_step(frame: FrameType | None) -> bool:
-    """Whether this call comes from a method of diffusers that sets processors as one step of something else."""
-    while frame is not None:
-        if frame.f_code.co_name in _SETS_PROCESSORS and frame.f_globals.get("__name__", "").startswith("diffusers."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _kept_around(current: Any, processor: Any, redirect: SdpaRedirect) -> Any:
-    if isinstance(processor, PascalAttnProcessor):
-        # unbound where diffusers has made another one of the class that it found
-        return processor if processor._original is not None else current
-    return _around(processor, redirect) if computes_attention(processor) else processor
+def _kept_around(processor: Any, redirect: SdpaRedirect) -> Any:
+    """Ours around ``processor``; as it is where it computes no attention that we take over, or cannot be derived from:
+    then the redirect of its module serves it."""
+    return _around(processor, redirect) if computes_attention(processor) and can_be_derived(processor) else processor
 
 
 def _pipeline_classes() -> list[Any]:
@@ -424,12 +420,12 @@ def _attention_classes() -> list[Any]:
     return [cls for cls in classes if cls is not None]
 
 
-def _taught_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
+def _replaced_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
     from diffusers.models import attention
 
     backends = [_diffusers.ModelMixin, getattr(attention, "AttentionModuleMixin", None)]
     return [
-        *((cls, "set_processor", _taught) for cls in _attention_classes()),
+        *((cls, "set_processor", _keeps_ours) for cls in _attention_classes()),
         *((cls, "set_attention_backend", _warns) for cls in backends if hasattr(cls, "set_attention_backend")),
     ]
 
@@ -446,8 +442,9 @@ def _require_sites(sites: list[nn.Module], host: Any, models: list[nn.Module]) -
 
 
 def _warn_if_sdpa_is_replaced() -> None:
-    current = F.scaled_dot_product_attention
-    if current is not TORCH_SDPA and not str(current.__module__).startswith(__name__.rpartition(".")[0]):
+    current: Any = F.scaled_dot_product_attention
+    defined_in = str(getattr(current, "__globals__", {}).get("__name__", ""))  # ours carry torch's __module__
+    if current is not TORCH_SDPA and not defined_in.startswith(f"{_PACKAGE}."):
         _warn_once(f"{current.__module__}.{getattr(current, '__qualname__', current)}")
 
 

@@ -52,11 +52,13 @@ def unwatch(module: nn.Module) -> None:
             _remove_hook()
 
 
-def stop() -> None:
-    """Remove the hook, whatever is still redirected."""
+def stop() -> list[nn.Module]:
+    """Remove the hook. Returns the modules that are still redirected."""
     with _lock:
+        redirected = list(_watched)
         _watched.clear()
         _remove_hook()
+    return redirected
 
 
 def _remove_hook() -> None:

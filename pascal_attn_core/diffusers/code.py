@@ -10,8 +10,9 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..function_copy import copy_over
+from ..interception import SDPA_NAME
 
-_SDPA, _DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
+_DISPATCH = "dispatch_attention_fn"
 _HELPER_DEPTH = 3
 
 
@@ -22,7 +23,7 @@ def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) ->
     if not isinstance(function, FunctionType):
         return False
     names = set(_names_in(function.__code__))
-    if names & {_SDPA, _DISPATCH}:
+    if names & {SDPA_NAME, _DISPATCH}:
         return True
     return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
 
@@ -56,7 +57,7 @@ def with_other_attention(function: Callable, owner: type, functional: Any, dispa
     if "super" in names or any(reaches_sdpa(h, owner) for h in _helpers(function, names - {_DISPATCH}, owner)):
         return None
     replaced: dict[str, Any] = {}
-    if _SDPA in names:
+    if SDPA_NAME in names:
         if "functional" in names or variables.get("F") is not F:
             return None
         replaced["F"] = functional

@@ -84,7 +84,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
             return original_call(self, *args, **kwargs)  # the processor redirects by itself
         stand_in = None if compiling else _stand_in(self, redirect)
         if stand_in is None:
-            with redirect:
+            with redirect.mode:
                 return original_call(self, *args, **kwargs)
         before, this_thread.acting = this_thread.acting, (self, stand_in)
         try:

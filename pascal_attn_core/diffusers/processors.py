@@ -55,7 +55,7 @@ def redirect_processor(
         TypeError: ``original`` is a function or has no ``__dict__`` that could be shared.
     """
     shown: Any = type(original)
-    if not hasattr(original, "__dict__") or callable(getattr(shown, "__get__", None)):
+    if not can_be_derived(original):
         raise TypeError(
             f"the processor must be an object of a class that can be derived from, got {original!r}; patch_pipeline "
             "redirects it as it is"
@@ -66,6 +66,16 @@ def redirect_processor(
     object.__setattr__(processor, "_original", original)
     object.__setattr__(processor, "_redirect", redirect)
     return processor
+
+
+def can_be_derived(processor: Any) -> bool:
+    """Whether an object of a subclass can share the processor's attributes; not so for a plain function, say."""
+    return hasattr(processor, "__dict__") and not callable(getattr(type(processor), "__get__", None))
+
+
+def is_redirected_class(cls: type) -> bool:
+    """Whether :func:`redirect_processor` made this class."""
+    return hasattr(cls, "_shown")
 
 
 def native_backend() -> Any:
@@ -129,7 +139,7 @@ def _runner(original_call: Callable, cls: type) -> Callable:
     copied = with_other_attention(original_call, cls, FUNCTIONAL, dispatch) if ours_to_copy else None
 
     def run_under_mode(redirect: SdpaRedirect, *args: Any, **kwargs: Any) -> Any:
-        with redirect:
+        with redirect.mode:
             return original_call(*args, **kwargs)
 
     def run_copy(redirect: SdpaRedirect, *args: Any, **kwargs: Any) -> Any:

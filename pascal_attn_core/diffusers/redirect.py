@@ -1,8 +1,8 @@
 """How one attention call inside a diffusers model reaches our ``sdpa``: nothing of the model is re-implemented.
 
-:class:`SdpaRedirect` is a thread-local mode that hands ``scaled_dot_product_attention`` to us and everything else on.
-Python is asked about every torch function that runs under a mode, at 1 to 2 us each, and a processor calls 15 to 60.
-So where the code of a processor shows how it calls attention, a copy of that code calls :data:`FUNCTIONAL` or
+:class:`SdpaRedirect` has a thread-local mode that passes ``scaled_dot_product_attention`` to ours and everything else
+to torch. Python is called for every torch function that runs under a mode, at 1 to 2 us each, and a processor calls 15
+to 60. So where the code of a processor shows how it calls attention, a copy of that code calls :data:`FUNCTIONAL` or
 :func:`dispatch` instead, and no mode is needed for the rest (see ``code``).
 """
 
@@ -15,28 +15,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from ..attention import sdpa
 from ..config import AttentionConfig
+from ..interception import TORCH_SDPA, SdpaMode
 
 #: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
 REDIRECTS = "_pascal_redirects"
 
-#: torch's own function, even where somebody has put another one at ``F.scaled_dot_product_attention``
-TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-
 
 class ThisThread(threading.local):
-    """What is going on in a thread.
+    """State of the module calls in progress in a thread.
 
     Attributes:
-        inside_sdpa: our sdpa is at work; what it calls of torch is not to come back to us.
-        redirect: whose turn it is when a copied processor calls attention.
+        redirect: the redirect in force while a copied processor runs.
         acting: the module whose processor another one stands in for, and that other one.
     """
 
-    inside_sdpa = False
     redirect: SdpaRedirect | None = None
     acting: tuple[Any, Any] | None = None
 
@@ -44,10 +40,9 @@ class ThisThread(threading.local):
 this_thread = ThisThread()
 
 
-class SdpaRedirect(TorchFunctionMode):
-    """While active in this thread, ``scaled_dot_product_attention`` means :func:`pascal_attn_core.sdpa`.
-
-    It has no state that a call changes, so one object serves any number of threads.
+class SdpaRedirect:
+    """How the attention calls of a module are computed. No call changes its state, so one object serves any number of
+    threads.
 
     Args:
         config: passed on to ``sdpa``.
@@ -56,30 +51,20 @@ class SdpaRedirect(TorchFunctionMode):
     """
 
     def __init__(self, config: AttentionConfig | None = None, *, scale: float | None = None, lasting: bool = False):
-        super().__init__()
         self.config, self.scale, self.lasting = config, scale, lasting
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is TORCH_SDPA:
-            return self.attend(args, kwargs or {})
-        if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # the same operation; dynamo cannot trace the method's super() call under a mode
-        return func(*args, **kwargs) if kwargs else func(*args)
+    @property
+    def mode(self) -> SdpaMode:
+        """While it is entered in a thread, ``scaled_dot_product_attention`` is :meth:`attend` there."""
+        return SdpaMode(self.attend)
 
     def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """One call of ``scaled_dot_product_attention``."""
         if self.scale is not None:
             kwargs = {"scale": self.scale, **kwargs}
-        if torch.compiler.is_compiling():
-            return sdpa(*args, config=self.config, **kwargs)
-        # the call may be torch's own route of our sdpa, seen by a redirect around the one that is at work
-        if this_thread.inside_sdpa or _scores_are_skipped(*args, **kwargs):
+        if not torch.compiler.is_compiling() and _scores_are_skipped(*args, **kwargs):
             return TORCH_SDPA(*args, **kwargs)
-        this_thread.inside_sdpa = True
-        try:
-            return sdpa(*args, config=self.config, **kwargs)
-        finally:
-            this_thread.inside_sdpa = False
+        return sdpa(*args, config=self.config, **kwargs)
 
 
 def redirects_of(module: nn.Module) -> tuple[SdpaRedirect, ...]:
@@ -88,7 +73,7 @@ def redirects_of(module: nn.Module) -> tuple[SdpaRedirect, ...]:
 
 
 def _scores_are_skipped(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:
-    """Whether a guider of diffusers wants this call for itself: a mode outside ours that returns ``value`` as it is."""
+    """Whether a guider of diffusers replaces this call: by a mode outside ours that returns ``value`` as it is."""
     if not torch._C._len_torch_function_stack() or query.shape[2:3] != value.shape[2:3]:
         return False
     return any(type(mode).__name__ == "AttentionScoreSkipFunctionMode" for mode in _get_current_function_mode_stack())
@@ -105,7 +90,7 @@ class _Functional:
         assert redirect is not None
         if F.scaled_dot_product_attention is TORCH_SDPA:
             return redirect.attend(args, kwargs)
-        with redirect:  # somebody else's comes first, and may call torch's
+        with redirect.mode:  # another replacement of torch's function comes first, and may call torch's
             return F.scaled_dot_product_attention(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -119,5 +104,5 @@ def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """diffusers' ``dispatch_attention_fn`` for a copied processor: ``function``, under the redirect."""
     redirect = this_thread.redirect
     assert redirect is not None
-    with redirect:
+    with redirect.mode:
         return function(*args, **kwargs)

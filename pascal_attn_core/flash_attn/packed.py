@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call import PLAIN, AttentionCall, Options, check_call, prepared
+from ..call import AttentionCall, Options, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..fused.launches_packed import Packed
+from ..interception import PLAIN
 from ..routes import fused
 from ..routes.run import run_packed
 from .options import FlashOptions

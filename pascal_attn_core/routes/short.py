@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FLOATS, PLAIN, AttentionCall, Results
+from ..call import FLOATS, AttentionCall, Results
 from ..config import AttentionConfig
 from ..device import MIB
+from ..interception import PLAIN
 from ..lazy_mask import LazyMask
 from ..tiled.layout import rows_overlap
 from .route import Choice, Request, Route

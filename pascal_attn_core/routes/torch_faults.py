@@ -11,20 +11,17 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
+from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
 from ..runtime import Runtime, runtime_of
 from ..tiled.layout import may_read, worth_looking
 
 log = logging.getLogger("pascal_attn")
-
-# The function behind torch.nn.functional's name: still torch's own when somebody has replaced that name.
-torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
 
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3

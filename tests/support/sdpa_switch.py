@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record
+from pascal_attn_core.interception import TORCH_SDPA as TORCH
 from pascal_attn_core.sdpa_patch import disable
 
-TORCH = torch._C._nn.scaled_dot_product_attention
 TILED = AttentionConfig(route="tiled")
 
 

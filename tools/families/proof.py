@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.diffusers import redirect as redirecting
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
+from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.reference import reference_sdpa
 
 from .family import Family
@@ -59,21 +59,25 @@ class Proof:
     problems: list[str] = field(default_factory=list)
 
 
-class Instead(TorchFunctionMode):
-    """Runs ``function`` in place of torch's SDPA, and counts."""
+class Calls:
+    """Counts the calls of torch's SDPA within its ``with`` block, and has ``function`` compute them."""
 
-    def __init__(self, function: Callable[..., Tensor] | None = None):
-        super().__init__()
-        self.function = function or redirecting.TORCH_SDPA
-        self.calls = self.masked = 0
+    def __init__(self, function: Callable[..., Tensor] = TORCH_SDPA):
+        self.function, self._mode = function, SdpaMode(self._attend)
+        self.count = self.masked = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not redirecting.TORCH_SDPA:
-            return func(*args, **kwargs)
-        self.calls += 1
-        self.masked += _matters(args[3] if len(args) > 3 else kwargs.get("attn_mask"))
+    def _attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        call = bind_sdpa(args, kwargs)
+        self.count += 1
+        self.masked += not isinstance(call, str) and _matters(call.attn_mask)
         return self.function(*args, **kwargs)
+
+    def __enter__(self) -> Calls:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
 
 
 def _matters(mask: Tensor | None) -> bool:
@@ -98,7 +102,7 @@ def uniform(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Te
 def maskless(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kw: Any) -> Tensor:
     """Wrong on purpose: the mask is dropped."""
     kw = {name: item for name, item in kw.items() if name not in ("attn_mask", "config")}
-    return redirecting.TORCH_SDPA(query, key, value, None, *args, **kw)
+    return torch_sdpa(query, key, value, None, *args, **kw)
 
 
 def outputs(family: Family, model: nn.Module) -> Tensor:
@@ -111,13 +115,13 @@ def outputs(family: Family, model: nn.Module) -> Tensor:
 def prove(family: Family) -> Proof:
     """Measure one family; what the model is built of must exist in the installed diffusers."""
     model = family.build()
-    with Instead() as stock_calls:
+    with Calls() as stock_calls:
         stock = outputs(family, model)
     if not list(sites_of([model])):
-        problems = [f"{stock_calls.calls} calls made, none can be taken"] if stock_calls.calls else []
-        return Proof(family.name, made=stock_calls.calls, left_alone=left_alone([model]), problems=problems)
+        problems = [f"{stock_calls.count} calls made, none can be taken"] if stock_calls.count else []
+        return Proof(family.name, made=stock_calls.count, left_alone=left_alone([model]), problems=problems)
     before = attention_state(model)
-    proof = Proof(family.name, made=stock_calls.calls, masked=stock_calls.masked)
+    proof = Proof(family.name, made=stock_calls.count, masked=stock_calls.masked)
     true = _with_exact_attention(family, model, through_us=not proof.made)
     size = true.abs().max().item()
     proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
@@ -245,7 +249,7 @@ DOORS: dict[str, Callable[[Any, AttentionConfig | None], Any]] = {
 def _with_exact_attention(family: Family, model: nn.Module, *, through_us: bool) -> Tensor:
     """Older models compute attention without SDPA; for them we hand the calls over."""
     if not through_us:
-        with Instead(exact):
+        with Calls(exact):
             return outputs(family, model)
     with patch_pipeline(model), replaced(exact):
         return outputs(family, model)

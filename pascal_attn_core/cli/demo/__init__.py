@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from ... import AttentionConfig, UnsupportedAttention, __version__
+from ...interception import TORCH_SDPA, SdpaMode
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
@@ -182,31 +181,30 @@ def _warm_up(case: Case, pipe: Any, device: torch.device, dtype: torch.dtype) ->
 
     arguments, shape = case.warm_up
     denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    counter = _CallCounter()
-    hooks = [
-        denoiser.register_forward_pre_hook(lambda *_: setattr(counter, "counts", True)),
-        denoiser.register_forward_hook(lambda *_: setattr(counter, "counts", False)),
-    ]
+    calls, depth = 0, 0
+
+    def entered(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def left(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    def counted(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        nonlocal calls
+        calls += depth > 0
+        return TORCH_SDPA(*args, **kwargs)
+
+    hooks = [denoiser.register_forward_pre_hook(entered), denoiser.register_forward_hook(left)]
     try:
-        with counter:
+        with SdpaMode(counted):
             latents = starting_latents(shape).to(device, dtype)
             pipe(**{**case.arguments, **arguments}, latents=latents, output_type="latent")
     finally:
         for hook in hooks:
             hook.remove()
-    return counter.calls
-
-
-class _CallCounter(TorchFunctionMode):
-    """Counts calls of torch's attention function while ``counts`` is on."""
-
-    calls = 0
-    counts = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and self.counts:
-            self.calls += 1
-        return func(*args, **(kwargs or {}))
+    return calls
 
 
 def _measure(case: Case, pipe: Any, start: Tensor, row: Row, progress: Progress) -> Tensor:

@@ -13,25 +13,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
+
 REDIRECT = "pascal_attn_core.diffusers.redirect.sdpa"
 
 
-class StockCalls(TorchFunctionMode):
-    """Counts the calls of torch's scaled_dot_product_attention, and whether they had a mask."""
+class StockCalls:
+    """The calls of torch's scaled_dot_product_attention: how many, and how many of them had a mask."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.count = self.masked = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is TORCH_SDPA:
-            self.count += 1
-            self.masked += (args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None
-        return func(*args, **kwargs)
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        call = bind_sdpa(args, kwargs)
+        assert not isinstance(call, str)
+        self.count += 1
+        self.masked += call.attn_mask is not None
+        return TORCH_SDPA(*args, **kwargs)
 
 
 def uniform_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -41,7 +40,7 @@ def uniform_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: 
 
 def maskless_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **kw: Any) -> Tensor:
     """Wrong on purpose: the mask is dropped."""
-    return TORCH_SDPA(query, key, value)
+    return torch_sdpa(query, key, value)
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +61,8 @@ def stock_calls() -> Callable[..., Any]:
     """``stock_calls(function) -> (result, StockCalls)``."""
 
     def run(function: Callable[[], Any]) -> tuple[Any, StockCalls]:
-        with StockCalls() as calls:
+        calls = StockCalls()
+        with SdpaMode(calls):
             return function(), calls
 
     return run

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline, redirect
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.interception import SdpaMode
 from tools.families import families
 from tools.families.proof import counted, outputs
 
@@ -26,13 +27,13 @@ SEEN_PER_DISPATCH = 8
 def seen(monkeypatch):
     """The functions that the redirect has been asked about."""
     functions = []
-    original = redirect.SdpaRedirect.__torch_function__
+    original = SdpaMode.__torch_function__
 
     def asked(self, func, types, args=(), kwargs=None):
         functions.append(func)
         return original(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(redirect.SdpaRedirect, "__torch_function__", asked)
+    monkeypatch.setattr(SdpaMode, "__torch_function__", asked)
     return functions
 
 
@@ -119,7 +120,7 @@ def test_a_dispatch_function_that_is_patched_meanwhile_keeps_its_turn(monkeypatc
 
 
 def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):
-    """Code that had replaced torch's function keeps its turn; we get what it hands on to torch's own."""
+    """Code that had replaced torch's function keeps its turn; we get what it passes to torch's own."""
     torchs, calls = F.scaled_dot_product_attention, []
 
     def doubled(query, key, value, *args, **kwargs):

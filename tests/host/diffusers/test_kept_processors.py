@@ -17,6 +17,16 @@ from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 CONFIG = AttentionConfig(budget_mib=2)
 
 
+def run_unet(unet):
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return unet(
+            torch.randn(1, 4, 8, 8, generator=random),
+            10,
+            encoder_hidden_states=torch.randn(1, 7, 32, generator=random),
+        ).sample
+
+
 def ip_adapter_state(model, names, width, inner):
     """An IP-Adapter for the attention modules called ``names``, as its file would be read: random weights."""
     random = torch.Generator().manual_seed(3)
@@ -127,12 +137,72 @@ def test_attention_slicing_switched_on_and_off_afterwards_changes_nothing(how, t
     assert len(routed) == 2 * calls.count
 
 
-def test_what_the_user_sets_replaces_ours_even_if_it_is_a_fused_processor(tiny, routed):
-    unet = tiny.tiny_unet()
+@pytest.mark.parametrize("by", ["a user", "a step of a pipeline"])
+def test_it_does_not_matter_who_sets_a_processor(by, tiny, stock_calls, routed, assert_same):
+    unet, config = tiny.tiny_unet(), AttentionConfig(budget_mib=3)
     unet.fuse_qkv_projections()
-    unet.set_attn_processor(PascalAttnProcessor())
-    unet.set_attn_processor(host.FusedAttnProcessor2_0())
-    assert not any(isinstance(p, PascalAttnProcessor) for p in unet.attn_processors.values())
+    stock, calls = stock_calls(lambda: run_unet(unet))
+    unet.set_attn_processor(PascalAttnProcessor(config))
+    if by == "a user":
+        unet.set_attn_processor(host.FusedAttnProcessor2_0())
+    else:
+        unet.fuse_qkv_projections()
+    assert {type(p._original) for p in unet.attn_processors.values()} == {host.FusedAttnProcessor2_0}
+    assert_same(run_unet(unet), stock)
+    assert len(routed) == calls.count
+    assert all(call["config"] is config for call in routed)
+
+
+def plain_function(attn, hidden_states, **_):
+    heads = [getattr(attn, name)(hidden_states).unflatten(-1, (attn.heads, -1)) for name in ("to_q", "to_k", "to_v")]
+    out = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads))
+    return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+class TwiceAttnProcessor(host.AttnProcessor2_0):
+    """A processor whose own maths shows in the result."""
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return 2 * super().__call__(attn, hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("theirs", [TwiceAttnProcessor(), plain_function], ids=["an object", "a function"])
+def test_a_processor_set_over_ours_keeps_its_own_maths(theirs, routed, assert_same):
+    module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
+    module.set_processor(theirs)
+    stock = module(x)
+    module.set_processor(host.AttnProcessor2_0())
+    module.set_processor(PascalAttnProcessor(CONFIG))
+    module.set_processor(theirs)
+    assert_same(module(x), stock)
+    assert [call["config"] for call in routed] == [CONFIG]
+    module.set_processor(None)
+    assert module.processor is theirs
+    assert torch.equal(module(x), stock)
+    assert len(routed) == 1
+
+
+def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_again(routed):
+    if not hasattr(host, "SanaLinearAttnProcessor2_0"):
+        pytest.skip("this diffusers has no linear attention")
+    module, linear = host.Attention(16, heads=2, dim_head=8).eval(), host.SanaLinearAttnProcessor2_0()
+    module.set_processor(PascalAttnProcessor(CONFIG))
+    module.set_processor(linear)
+    module(torch.randn(1, 5, 16))
+    assert module.processor is linear
+    assert not routed
+    module.set_processor(host.AttnProcessor2_0())
+    module(torch.randn(1, 5, 16))
+    assert [call["config"] for call in routed] == [CONFIG]
+
+
+def test_another_of_ours_replaces_the_config_and_runs_the_same_processor():
+    module, theirs, config = host.Attention(16, heads=2, dim_head=8), host.AttnProcessor2_0(), AttentionConfig()
+    module.set_processor(theirs)
+    for processor in (PascalAttnProcessor(CONFIG), PascalAttnProcessor(config)):
+        module.set_processor(processor)
+    assert module.processor.config is config
+    assert module.processor._original is theirs
 
 
 # --- taking off -------------------------------------------------------------------------------------------------------
@@ -183,10 +253,21 @@ def test_a_model_with_a_method_of_its_own_keeps_it(tiny):
     assert "diffusers." in diffusers.PriorTransformer.set_attn_processor.__module__
 
 
-def test_uninstalled_the_method_is_gone_from_models_too():
+def test_uninstalled_the_method_is_gone_from_models_too_and_ours_is_off(tiny, routed):
+    unet, vae = tiny.tiny_unet(), tiny.BUILD["wan"]().pipe.vae
+    before = {id(m): (type(m), m.__dict__.get("processor")) for each in (unet, vae) for m in each.modules()}
+    for each in (unet, vae):
+        each.set_attn_processor(PascalAttnProcessor())
     try:
         pascal.uninstall()
         assert not hasattr(diffusers.AutoencoderKLCogVideoX, "set_attn_processor")
+        run_unet(unet)
+        assert not routed
+        for each in (unet, vae):
+            for module in each.modules():
+                cls, processor = before[id(module)]
+                assert type(module) is cls
+                assert module.__dict__.get("processor") is processor
     finally:
         pascal.install()
     assert hasattr(diffusers.AutoencoderKLCogVideoX, "set_attn_processor")
@@ -216,12 +297,6 @@ def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
         found = {p._attention_backend for p in transformer.attn_processors.values()}
         assert found == {dispatch.AttentionBackendName[expected]}
         transformer.set_attn_processor(None)
-
-
-def plain_function(attn, hidden_states, **_):
-    heads = [getattr(attn, name)(hidden_states).unflatten(-1, (attn.heads, -1)) for name in ("to_q", "to_k", "to_v")]
-    out = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads))
-    return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
 def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed, assert_same):

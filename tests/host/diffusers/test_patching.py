@@ -19,8 +19,9 @@ from diffusers.models import attention_processor as host
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, modules, patch_pipeline
-from pascal_attn_core.diffusers import redirect as _diffusers_redirect
+from pascal_attn_core.diffusers.redirect import SdpaRedirect
 from pascal_attn_core.observe.report import record
+from pascal_attn_core.sdpa_patch import patch_sdpa
 
 
 def run_unet(unet, seed=0):
@@ -311,19 +312,20 @@ def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
     assert "sage_attention" in caplog.text
 
 
-def test_our_own_call_of_torch_inside_a_nested_redirect_is_not_taken_again(monkeypatch):
-    calls = []
+def test_our_own_switch_is_not_reported_as_a_replacement(tiny, caplog):
+    pascal._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "pascal_attn"), patch_sdpa():
+        patch_pipeline(tiny.tiny_unet()).remove()
+    assert "has been replaced by" not in caplog.text
 
-    def through_torch(query, key, value, *args, config=None, **kwargs):
-        calls.append(config)
-        return F.scaled_dot_product_attention(query, key, value)
 
-    monkeypatch.setattr(_diffusers_redirect, "sdpa", through_torch)
-    inner = AttentionConfig(budget_mib=2)
+@pytest.mark.parametrize("route", ["torch", "tiled"])
+def test_our_own_call_of_torch_inside_a_nested_redirect_is_not_taken_again(route):
     x = torch.randn(1, 2, 4, 8)
-    with _diffusers_redirect.SdpaRedirect(), _diffusers_redirect.SdpaRedirect(inner):
+    outer, inner = SdpaRedirect(AttentionConfig(route="math")), SdpaRedirect(AttentionConfig(route=route))
+    with outer.mode, inner.mode, record() as report:
         F.scaled_dot_product_attention(x, x, x)
-    assert calls == [inner]
+    assert report.routes() == {route: 1}
 
 
 def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same):

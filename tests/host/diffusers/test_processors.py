@@ -64,13 +64,18 @@ def names_in_call_order(unet):
     return order
 
 
-def test_a_processor_set_later_replaces_ours(tiny, routed):
-    unet = tiny.tiny_unet()
+def test_a_processor_set_later_is_wrapped_and_none_restores_it(tiny, stock_calls, routed):
+    unet, later = tiny.tiny_unet(), host.AttnProcessor2_0()
+    _, calls = stock_calls(lambda: run_unet(unet))
     unet.set_attn_processor(PascalAttnProcessor())
-    unet.set_attn_processor(host.AttnProcessor2_0())
-    assert {type(p) for p in unet.attn_processors.values()} == {host.AttnProcessor2_0}
+    unet.set_attn_processor(later)
+    assert all(isinstance(p, PascalAttnProcessor) for p in unet.attn_processors.values())
     run_unet(unet)
-    assert not routed
+    assert len(routed) == calls.count
+    unet.set_attn_processor(None)
+    assert all(p is later for p in unet.attn_processors.values())
+    run_unet(unet)
+    assert len(routed) == calls.count
 
 
 def test_the_processors_saved_before_are_the_same_objects_when_set_again(tiny, routed):
@@ -82,13 +87,17 @@ def test_the_processors_saved_before_are_the_same_objects_when_set_again(tiny, r
     assert torch.equal(run_unet(unet), stock)
 
 
-def test_set_default_attn_processor_works_as_without_us(tiny, routed):
+def test_set_default_attn_processor_keeps_ours_around_the_default_ones(tiny, stock_calls, routed, assert_same):
+    unet = tiny.tiny_unet()
+    _, calls = stock_calls(lambda: run_unet(unet))
+    unet.set_default_attn_processor()
+    stock = run_unet(unet)
     unet = tiny.tiny_unet()
     unet.set_attn_processor(PascalAttnProcessor())
     unet.set_default_attn_processor()
-    assert {type(p) for p in unet.attn_processors.values()} == {host.AttnProcessor}
-    run_unet(unet)
-    assert not routed
+    assert {type(p._original) for p in unet.attn_processors.values()} == {host.AttnProcessor}
+    assert_same(run_unet(unet), stock)
+    assert len(routed) == calls.count
 
 
 def test_setting_it_twice_does_not_stack(tiny, stock_calls, routed):
@@ -105,20 +114,27 @@ def test_setting_it_twice_does_not_stack(tiny, stock_calls, routed):
 def test_the_pipeline_method_takes_ours_off_every_model(tiny, routed):
     case = tiny.wan()
     stock = case.run()
-    saved = case.denoiser.blocks[0].attn1.processor
+    classes = [type(m) for m in case.pipe.vae.modules()]
     case.pipe.set_attn_processor(PascalAttnProcessor())
-    case.pipe.set_attn_processor(saved)
+    assert [type(m) for m in case.pipe.vae.modules()] != classes
+    case.pipe.set_attn_processor(None)
     assert torch.equal(case.run(), stock)
     assert not routed
-    assert all(type(m) is not pascal.PascalAttnProcessor for m in case.pipe.vae.modules())
+    assert [type(m) for m in case.pipe.vae.modules()] == classes
 
 
-def test_another_processor_for_the_pipeline_does_not_go_to_the_vae(tiny):
+def test_another_processor_for_the_pipeline_does_not_go_to_the_vae_and_ours_stays_on_both(tiny, stock_calls, routed):
     case = tiny.flux()
     tiny.require(case.denoiser, "attn_processors")
+    _, calls = stock_calls(case.run)
     saved = case.denoiser.attn_processors["transformer_blocks.0.attn.processor"]
     case.pipe.set_attn_processor(PascalAttnProcessor())
     case.pipe.set_attn_processor(type(saved)())
+    assert {type(p._original) for p in case.denoiser.attn_processors.values()} == {type(saved)}
+    assert {type(p._original) for p in case.pipe.vae.attn_processors.values()} == {host.AttnProcessor2_0}
+    case.run()
+    assert len(routed) == calls.count
+    case.pipe.set_attn_processor(None)
     assert {type(p) for p in case.denoiser.attn_processors.values()} == {type(saved)}
     assert {type(p) for p in case.pipe.vae.attn_processors.values()} == {host.AttnProcessor2_0}
 

@@ -260,12 +260,17 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     assert not routed
 
 
-def test_a_processor_set_by_set_processor_still_replaces_ours(tiny, routed):
-    module = attention(tiny)
-    module.set_processor(PascalAttnProcessor())
-    module.set_processor(host.AttnProcessor2_0())
+def test_a_processor_set_by_set_processor_is_wrapped_and_none_restores_it(tiny, routed):
+    module, config, theirs = attention(tiny), AttentionConfig(budget_mib=3), host.AttnProcessor2_0()
+    module.set_processor(PascalAttnProcessor(config))
+    module.set_processor(theirs)
     module(torch.randn(1, 5, 32))
-    assert not routed
+    assert [call["config"] for call in routed] == [config]
+    assert isinstance(module.processor, PascalAttnProcessor)
+    module.set_processor(None)
+    module(torch.randn(1, 5, 32))
+    assert len(routed) == 1
+    assert module.processor is theirs
     assert type(module) is host.Attention
 
 

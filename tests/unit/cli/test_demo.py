@@ -7,7 +7,6 @@ import socket
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from pascal_attn_core.cli import main
 
@@ -16,6 +15,7 @@ pytest.importorskip("matplotlib")
 
 from pascal_attn_core.cli import charts, demo
 from pascal_attn_core.cli.demo import models
+from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from pascal_attn_core.observe.memory import PeakMemory
 
 
@@ -144,12 +144,9 @@ def test_wrong_options_are_refused_in_one_sentence(arguments, capsys):
     assert f"{arguments[0]} must be" in capsys.readouterr().err
 
 
-class UniformAttention(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            args = (torch.zeros_like(args[0]), *args[1:]) if args else args
-            kwargs = {**(kwargs or {}), **({} if args else {"query": torch.zeros_like(kwargs["query"])})}
-        return func(*args, **(kwargs or {}))
+def uniform_attention(args, kwargs):
+    call = bind_sdpa(args, kwargs)
+    return TORCH_SDPA(**call._replace(query=torch.zeros_like(call.query)).keywords())
 
 
 @pytest.mark.parametrize("make_case", [models.image_case, models.video_case])
@@ -165,7 +162,7 @@ def test_attention_decides_about_the_result(make_case):
 
         right = generate()
         assert torch.equal(right, generate())
-        with UniformAttention():
+        with SdpaMode(uniform_attention):
             wrong = generate()
     assert (right - wrong).abs().max() > 0.5  # two correct attentions differ by less than 1e-4
 

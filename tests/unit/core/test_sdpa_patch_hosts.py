@@ -191,6 +191,6 @@ def test_a_patched_pipeline_decides_over_the_switch() -> None:
     redirect = pytest.importorskip("pascal_attn_core.diffusers.redirect")
     q, k, v = qkv()
     enable(AttentionConfig(route="math"))
-    with redirect.SdpaRedirect(TILED), record() as seen:
+    with redirect.SdpaRedirect(TILED).mode, record() as seen:
         F.scaled_dot_product_attention(q, k, v)
     assert seen.routes() == {"tiled": 1}

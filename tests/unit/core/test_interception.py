@@ -1,0 +1,198 @@
+"""The one mode, the one binder and the one mark by which calls of torch's SDPA are intercepted."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as taken_by_name
+
+import pascal_attn_core
+from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
+from pascal_attn_core.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa, torch_sdpa
+
+ROOT = Path(pascal_attn_core.__file__).parents[1]
+
+
+def qkv(tokens: int = 12) -> list[Tensor]:
+    return [torch.randn(1, 2, tokens, 8) for _ in range(3)]
+
+
+class Calls:
+    """A handler that lets torch compute, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple, dict[str, Any]]] = []
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        self.seen.append((args, kwargs))
+        return TORCH_SDPA(*args, **kwargs)
+
+
+# ---- the mode --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [lambda *a, **k: F.scaled_dot_product_attention(*a, **k), taken_by_name, torch._C._nn.scaled_dot_product_attention],
+    ids=["attribute", "taken by name", "torch._C"],
+)
+def test_every_spelling_reaches_the_handler_with_its_arguments(spelling: Any) -> None:
+    q, k, v = qkv()
+    expected = TORCH_SDPA(q, k, v, is_causal=True)
+    with SdpaMode(calls := Calls()):
+        out = spelling(q, k, value=v, is_causal=True)
+    assert torch.equal(out, expected)
+    ((args, kwargs),) = calls.seen
+    assert args[0] is q
+    assert args[1] is k
+    assert kwargs == {"value": v, "is_causal": True}
+    spelling(q, k, v)
+    assert len(calls.seen) == 1
+
+
+def test_the_result_is_the_handlers_and_other_functions_are_left_alone() -> None:
+    q, k, v = qkv()
+    with SdpaMode(lambda args, kwargs: "ours"):
+        assert F.scaled_dot_product_attention(q, k, v) == "ours"
+        assert torch.equal(q.unflatten(-1, (2, 4)), q.view(1, 2, 12, 2, 4))
+        assert torch.equal(torch.softmax(q, dim=-1), q.softmax(-1))
+
+
+def test_of_nested_modes_the_inner_one_comes_first_and_passes_on_to_the_outer_one() -> None:
+    q, k, v = qkv()
+    order: list[str] = []
+
+    def named(name: str) -> Any:
+        def handler(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+            order.append(name)
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+        return handler
+
+    with SdpaMode(named("outer")), SdpaMode(named("inner")):
+        F.scaled_dot_product_attention(q, k, v)
+    assert order == ["inner", "outer"]
+
+
+def test_other_threads_are_not_intercepted() -> None:
+    q, k, v = qkv()
+    with SdpaMode(calls := Calls()):
+        thread = threading.Thread(target=lambda: F.scaled_dot_product_attention(q, k, v))
+        thread.start()
+        thread.join()
+    assert not calls.seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_our_own_call_of_torch_is_not_intercepted_also_after_an_error(depth: int) -> None:
+    q, k, v = qkv()
+    expected = TORCH_SDPA(q, k, v)
+    outer, inner = Calls(), Calls()
+    with SdpaMode(outer), SdpaMode(inner) if depth == 2 else torch.no_grad():
+        assert torch.equal(torch_sdpa(q, k, v), expected)
+        with pytest.raises(RuntimeError):
+            torch_sdpa(q, k[..., :5], v)
+        assert not outer.seen
+        assert not inner.seen
+        F.scaled_dot_product_attention(q, k, v)
+    assert len(outer.seen) == 1
+
+
+@pytest.mark.parametrize("route", ["auto", "torch", "math", "tiled"])
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: int) -> None:
+    q, k, v = qkv(tokens)
+    config = AttentionConfig(route=route, math_limit_mib=0.1 if route == "auto" else 64)
+    with SdpaMode(calls := Calls()):
+        sdpa(q, k, v, config=config)
+        sdpa(q, k[:, :1], v[:, :1], enable_gqa=True, config=config)
+        if route != "torch" and route != "math":
+            sdpa_with_lse(q, k, v, config=config)
+    assert not calls.seen
+
+
+def test_a_mode_works_in_a_compiled_function() -> None:
+    q, k, v = qkv()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: F.scaled_dot_product_attention(q, k, v), backend="eager", fullgraph=True)
+    with SdpaMode(lambda args, kwargs: sdpa(*args, **kwargs, config=AttentionConfig(route="tiled"))):
+        torch.testing.assert_close(compiled(), TORCH_SDPA(q, k, v))
+    torch._dynamo.reset()
+
+
+# ---- the binder ------------------------------------------------------------------------------------------------------
+
+BOUND: dict[str, tuple[tuple, dict[str, Any], dict[str, Any]]] = {
+    "three": ((1, 2, 3), {}, {}),
+    "all that may be by position": ((1, 2, 3, 4, 0.5, True), {}, {"attn_mask": 4, "dropout_p": 0.5, "is_causal": True}),
+    "by name": ((), {"value": 3, "query": 1, "key": 2, "scale": 2.0}, {"scale": 2.0}),
+    "both": ((1, 2), {"value": 3, "enable_gqa": True}, {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "others"), BOUND.values(), ids=BOUND)
+def test_arguments_are_bound_by_position_and_name(args: tuple, kwargs: dict[str, Any], others: dict[str, Any]) -> None:
+    call = bind_sdpa(args, kwargs)
+    assert isinstance(call, SdpaArguments)
+    assert call == SdpaArguments(1, 2, 3, **others)  # type: ignore[arg-type]
+    assert call.keywords() == {"query": 1, "key": 2, "value": 3, **others}
+
+
+REFUSED: dict[str, tuple[tuple, dict[str, Any], str]] = {
+    "missing": ((1, 2), {}, "its argument value is missing"),
+    "none": ((), {}, "its argument query is missing"),
+    "unknown": ((1, 2, 3), {"window": 1}, "its argument window is not known"),
+    "twice": ((1, 2, 3), {"key": 2}, "its argument key is given twice"),
+    "scale by position": ((1, 2, 3, None, 0.0, False, 1.0), {}, "it has 7 positional arguments, scaled_dot_product"),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_torch_would_refuse_is_refused_with_a_reason(args: tuple, kwargs: dict[str, Any], why: str) -> None:
+    found = bind_sdpa(args, kwargs)
+    assert isinstance(found, str)
+    assert found.startswith(why)
+    tensors = qkv()
+    given = [tensors[i] if i < 3 else value for i, value in enumerate(args)]
+    with pytest.raises(TypeError):
+        TORCH_SDPA(*given, **kwargs)
+
+
+def test_functions_like_ours_take_more() -> None:
+    call = bind_sdpa((1, 2, 3, None, 0.0, False, 2.0, True), {"window": 1}, like_torch=False)
+    assert call == SdpaArguments(1, 2, 3, scale=2.0, enable_gqa=True)  # type: ignore[arg-type]
+    assert bind_sdpa((1, 2), {"window": 1}, like_torch=False) == "its argument value is missing"
+
+
+# ---- there is no second one ------------------------------------------------------------------------------------------
+
+
+def names_in(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+            if node.attr == "scaled_dot_product_attention" and "_C" in ast.unparse(node):
+                yield "torch._C's function"
+
+
+def test_nobody_else_has_a_mode_for_it_or_looks_at_the_stack() -> None:
+    users: dict[str, set[str]] = {}
+    for top in ("pascal_attn_core", "nodes", "tools"):
+        for file in (ROOT / top).rglob("*.py"):
+            for name in names_in(file):
+                users.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
+    ours = "pascal_attn_core/interception.py"
+    assert users["TorchFunctionMode"] == {ours, "pascal_attn_core/ffn/proof.py"}  # the proof's is for other functions
+    assert users["torch._C's function"] == {ours}
+    for name in ("_getframe", "f_back", "currentframe", "f_globals"):
+        assert name not in users
