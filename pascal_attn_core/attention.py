@@ -13,7 +13,7 @@ from .call import AttentionOutput, Options, check_call, prepared
 from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
 from .interception import PLAIN
 from .lazy_mask import LazyMask
-from .routes import choose, is_plainly_short, is_short, operator, why_not
+from .routes import choose, is_plainly_short, is_short, why_not
 from .routes.run import is_watched, run
 from .routes.shapes import run_shapes
 from .routes.torch_kernel import run_as_it_is, torch_sdpa
@@ -162,6 +162,8 @@ def _attend(
     if torch.compiler.is_compiling() or any(
         type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask)
     ):
+        from .routes import operator  # not before: where two copies of this package are loaded, both would register it
+
         found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
         return found if with_lse else found.out
     config = default_config() if config is None else config
