@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .call import AttentionCall, accumulate_dtype, check_call
+from .call import AttentionCall, check_call
 from .lazy_mask import LazyMask
 from .tiled.masks import Band
 
@@ -70,7 +70,7 @@ def _row_numbers(rows: Sequence[int] | Tensor, call: AttentionCall) -> Tensor:
 
 def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
     """``[*batch, Hq, R, S]`` scaled scores of the chosen rows; the heads of a group share one product."""
-    dtype = accumulate_dtype(call.query.dtype)
+    dtype = call.sums_dtype
     query, key = call.query.index_select(-2, rows).to(dtype), call.key.to(dtype).transpose(-2, -1)
     if call.groups == 1:
         return query @ key * call.scale

@@ -10,6 +10,7 @@ import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class TiledStats:
     budget_halvings: int = 0
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class AttentionCall:
     """The arguments of one call after :func:`check_call`; every field is final.
 
@@ -117,40 +118,45 @@ class AttentionCall:
     sinks: Tensor | None = None
     needs_mask_grad: bool = False
 
-    @property
+    @cached_property
+    def sums_dtype(self) -> torch.dtype:
+        """Of scores, row statistics and sums."""
+        return accumulate_dtype(self.query.dtype)
+
+    @cached_property
     def groups(self) -> int:
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         return math.prod(self.batch)
 
-    @property
+    @cached_property
     def out_shape(self) -> tuple[int, ...]:
         heads = () if self.query.dim() == 2 else (self.num_heads,)
         return (*self.batch, *heads, self.seq_len_q, self.head_dim_v)
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """No output element, or no key to look at: the output is all zeros."""
         return 0 in self.out_shape or self.seq_len_kv == 0
 
-    @property
+    @cached_property
     def num_scores(self) -> int:
         """Elements of the score matrix that is never stored."""
         return self.batch_size * self.num_heads * self.seq_len_q * self.seq_len_kv
 
-    @property
+    @cached_property
     def has_bias(self) -> bool:
         """Whether the mask is a float one."""
         return self.attn_mask is not None and self.attn_mask.dtype != torch.bool
 
-    @property
+    @cached_property
     def has_band(self) -> bool:
         """Whether ``is_causal`` or a window bounds the keys of a query."""
         return self.left is not None or self.right is not None
 
-    @property
+    @cached_property
     def plain_causal(self) -> bool:
         """``is_causal`` exactly as torch's own flag means it, and no window beside it."""
         return self.is_causal and self.left is None and self.right == 0 and self.offset == 0

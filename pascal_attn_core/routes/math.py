@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Results, accumulate_dtype
+from ..call import AttentionCall, Results
 from ..config import AttentionConfig
 from ..device import MIB
 from ..lazy_mask import LazyMask
@@ -47,7 +47,7 @@ class MathRoute(Route):
 def run_math(call: AttentionCall) -> Tensor:
     """``[*batch, Hq, L, Dv]``, differentiable any number of times; sums in float32 (float64 for float64). Heads of a
     group are query rows: K and V are not expanded for them."""
-    dtype = accumulate_dtype(call.query.dtype)
+    dtype = call.sums_dtype
     query, key, value = (t if t.dim() > 2 else t[None] for t in (call.query, call.key, call.value))
     lead = (*call.batch, call.num_kv_heads)
     query = query.expand(*call.batch, call.num_heads, -1, -1).unflatten(-3, (call.num_kv_heads, call.groups))

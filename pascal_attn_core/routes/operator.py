@@ -22,7 +22,6 @@ from ..call import (
     Options,
     Results,
     TiledStats,
-    accumulate_dtype,
     check_call,
     empty_output,
     without_autocast,
@@ -222,7 +221,7 @@ def _sdpa(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _empty_results(call: AttentionCall, *, with_lse: bool, for_grad: bool) -> tuple[Tensor, ...]:
     """What the operator returns, as far as shapes, dtypes and strides go."""
-    out, like, dtype = empty_output(call), call.query, accumulate_dtype(call.query.dtype)
+    out, like, dtype = empty_output(call), call.query, call.sums_dtype
     lse = like.new_empty(out.shape[:-1] if with_lse or for_grad else (0,), dtype=dtype)
     log_sum = like.new_empty(out.shape[:-1] if for_grad and call.has_bias else (0,), dtype=dtype)
     return out, lse, log_sum, like.new_empty((1,) if for_grad and call.dropout_p else (0,), dtype=torch.int64)

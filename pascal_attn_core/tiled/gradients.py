@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, accumulate_dtype, distinct
+from ..call import AttentionCall, Gradients, Results, distinct
 from .layout import Units, unit_spans, unit_views
 from .masks import Rule, Rules, block_schedule
 from .products import LOG2_E, TileProducts
@@ -48,7 +48,7 @@ def tiled_backward(
     """
     out, lse, log_sum, seed = saved
     assert lse is not None
-    sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
+    sums = _Sums(call, call.sums_dtype, wants_mask)
     if call.num_scores:
         tile = GradientProducts(call, plan, seed)
         per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, accumulate_dtype
+from ..call import AttentionCall
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
 
@@ -144,7 +144,7 @@ def rows_overlap(tensor: Tensor) -> bool:
 
 def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     """(query, key and value, output): whether a block of each has to be copied to or from a buffer."""
-    converts = call.query.dtype != accumulate_dtype(call.query.dtype)
+    converts = call.query.dtype != call.sums_dtype
     folds = call.groups > 1 and call.seq_len_q > 1
     kv = converts or not (is_matrix(call.key) and is_matrix(call.value))
     return converts or folds or not is_matrix(call.query), kv, converts or folds

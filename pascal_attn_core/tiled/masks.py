@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, accumulate_dtype, distinct
+from ..call import AttentionCall, distinct
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
 from .layout import Units
@@ -226,7 +226,7 @@ class Rules:
         lazy = None
         if isinstance(call.attn_mask, LazyMask):
             lazy = LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.index)
-        return Rules(Band.of(call), units.mask, accumulate_dtype(call.query.dtype), look=look, lazy=lazy)
+        return Rules(Band.of(call), units.mask, call.sums_dtype, look=look, lazy=lazy)
 
     def prepare(self, spans: list[tuple[int, int]]) -> None:
         """Look at what is looked at once, before a call's buffers are there."""

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ..call import AttentionCall, accumulate_dtype, distinct
+from ..call import AttentionCall, distinct
 from ..config import AttentionConfig
 from ..device import MIB, DeviceInfo
 from .layout import copies
@@ -15,7 +15,7 @@ from .tiles import TilePlan, Workload, plan_tiles
 
 def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     """The sizes of a call as far as tiles depend on them."""
-    acc_dtype = accumulate_dtype(call.query.dtype)
+    acc_dtype = call.sums_dtype
     copies_query, copies_kv, copies_out = copies(call)
     mask = call.attn_mask if isinstance(call.attn_mask, Tensor) else None
     same_for_rows = mask is not None and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, accumulate_dtype
+from ..call import AttentionCall
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
 from .layout import copies
 from .mask_writer import MaskWriter
@@ -30,7 +30,7 @@ class TileProducts:
     """
 
     def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None, *, for_backward: bool = False):
-        self.dtype, self.device = accumulate_dtype(call.query.dtype), call.query.device
+        self.dtype, self.device = call.sums_dtype, call.query.device
         self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
         self.kept_share = 1.0 - call.dropout_p if call.dropout_p < 1 else math.inf
         self.unit = 1.0 if call.has_bias else LOG2_E

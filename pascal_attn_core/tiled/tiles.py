@@ -14,7 +14,9 @@ decides its speed:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..device import MIB, DeviceInfo
 from .dropout import BYTES_PER_SCORE
@@ -26,8 +28,7 @@ MASK_WORDS = 1 << 17
 _ROW_STATS = 6  # row_max, row_sum, and at most four temporaries of one element per row
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """Sizes of one call as far as tiles depend on them.
 
     Attributes:
@@ -112,6 +113,7 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     return total
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_tiles(
     info: DeviceInfo,
     work: Workload,
