@@ -18,8 +18,8 @@ from ..observe.report import mask_kind
 from . import CommandError, check_numbers
 from .bench.candidates import BASELINE, Candidate, route_candidates
 from .bench.clock import Clock, quiet_torch
+from .bench.measure import Result, Settings, race
 from .bench.report import COLUMNS, result_row, versions
-from .bench.run import Result, Settings, race
 from .tables import print_table
 
 

@@ -20,8 +20,8 @@ from .. import CommandError, check_numbers
 from ..tables import print_table
 from .candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from .clock import Clock, quiet_torch
+from .measure import Settings, race
 from .report import COLUMNS, geometric_means, machine_name, result_row, versions
-from .run import Settings, race
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30
