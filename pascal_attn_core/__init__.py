@@ -7,8 +7,9 @@ Importing it changes nothing and starts no CUDA.
 """
 
 from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
-from .attention import AttentionOutput, explain, sdpa, sdpa_with_lse
+from .attention import explain, sdpa, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
+from .call import AttentionOutput
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention

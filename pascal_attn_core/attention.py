@@ -1,30 +1,21 @@
-"""The public functions, and the running of a call by the route that :mod:`.routes` chooses."""
+"""The public functions: scaled dot-product attention by the fastest exact route."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .arguments import PLAIN, prepared
-from .call import AttentionCall, check_call
-from .config import ROUTES, AttentionConfig, default_config
+from .call import PLAIN, AttentionOutput, Options, check_call, prepared
+from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
 from .lazy_mask import LazyMask
-from .observe import report
-from .outputs import AttentionOutput, TiledStats
-from .routes import Choice, choose, fused, is_plainly_short, is_short, why_not
-from .routes.math import run_math
+from .routes import choose, is_plainly_short, is_short, operator, why_not
+from .routes.run import is_watched, run
 from .routes.shapes import run_shapes
-from .routes.tiled import run_tiled
-from .routes.torch_kernel import run_as_it_is, run_form, torch_sdpa
-from .tiled.layout import without_autocast
-
-_observers: tuple[Callable[[AttentionCall], None], ...] = ()
-_observers_lock = threading.Lock()
+from .routes.torch_kernel import run_as_it_is, torch_sdpa
 
 
 def sdpa(
@@ -90,68 +81,8 @@ def sdpa(
         except RuntimeError:
             check_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # knows the reason better
             raise
-    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
-        overriding = (query, key, value, attn_mask, sinks)
-        if not torch.compiler.is_compiling() and has_torch_function(overriding):
-            return handle_torch_function(
-                sdpa,
-                overriding,
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                alignment=alignment,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                config=config,
-            )
-    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
-    if _goes_to_the_operator(query, key, value, attn_mask):
-        return (
-            _operator()
-            .call(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                alignment,
-                window,
-                softcap,
-                sinks,
-                config,
-                lse=False,
-            )
-            .out
-        )
-    config = default_config() if config is None else config
-    call = check_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    if query.is_meta:
-        return run_shapes(call)[0]
-    if is_short(call, config) and not is_watched():
-        return run_as_it_is(call)
-    return run(call, config, with_lse=False)[0]
+    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    return _attend(sdpa, query, key, value, attn_mask, options, config, with_lse=False)
 
 
 def sdpa_with_lse(
@@ -172,64 +103,8 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
-    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
-        overriding = (query, key, value, attn_mask, sinks)
-        if not torch.compiler.is_compiling() and has_torch_function(overriding):
-            return handle_torch_function(
-                sdpa_with_lse,
-                overriding,
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                alignment=alignment,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                config=config,
-            )
-    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
-    if _goes_to_the_operator(query, key, value, attn_mask):
-        return _operator().call(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            alignment,
-            window,
-            softcap,
-            sinks,
-            config,
-            lse=True,
-        )
-    config = default_config() if config is None else config
-    call = check_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    if query.is_meta:
-        return AttentionOutput(*run_shapes(call))
-    out, lse = run(call, config, with_lse=True)
-    assert lse is not None
-    return AttentionOutput(out, lse)
+    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    return _attend(sdpa_with_lse, query, key, value, attn_mask, options, config, with_lse=True)
 
 
 def explain(
@@ -251,148 +126,49 @@ def explain(
     """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others. Where that
     is decided by timing two kernels (:mod:`.timing`), it times them."""
     config = default_config() if config is None else config
-    query, key, value, attn_mask, is_causal, alignment = prepared(query, key, value, attn_mask, is_causal, alignment)
-    call = check_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
+    call = check_call(query, key, value, attn_mask, *options)
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
-    for route in ROUTES:
-        if route != chosen.route:
+    for route in known_routes[1:]:
+        if route != chosen.route and route not in OPT_IN_ROUTES:
             reasons = why_not(route, call, config)
             lines.append(f"  {route}: {'; '.join(reasons) if reasons else 'could take it'}")
     return "\n".join(lines)
 
 
-# ---- running -------------------------------------------------------------------------------------------------------
-
-
-def run(
-    call: AttentionCall,
-    config: AttentionConfig,
+def _attend(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LazyMask | None,
+    options: Options,
+    config: AttentionConfig | None,
     *,
     with_lse: bool,
-    choice: Choice | None = None,
-    stats: TiledStats | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """A checked call by the route that :func:`choose` finds, or has found: (out, lse or None).
-
-    stats: what the route ``tiled`` counts is added to it.
-    """
-    stats = TiledStats() if stats is None and report.recording() else stats
-    show(call)
-    while True:
-        taken = choose(call, config, with_lse=with_lse) if choice is None else choice
-        try:
-            with without_autocast(call.query):
-                result = _run_route(call, config, taken, with_lse=with_lse, stats=stats)
-        except fused.KernelUnavailable:  # why_not names the reason from now on
-            choice = None
-        else:
-            note(call, taken, stats)
-            return result
-
-
-def _run_route(
-    call: AttentionCall, config: AttentionConfig, choice: Choice, *, with_lse: bool, stats: TiledStats | None
-) -> tuple[Tensor, Tensor | None]:
-    if choice.as_it_is:
-        return run_as_it_is(call), None
-    if choice.route == "torch":
-        assert choice.form is not None
-        return run_form(call, choice.form), None
-    if choice.route == "math":
-        return run_math(call), None
-    if choice.route.startswith("fused"):
-        return fused.run(call, with_lse=with_lse, int8=choice.route == "fused-int8")
-    return run_tiled(call, config, with_lse=with_lse, stats=stats)
-
-
-def run_packed(
-    call: AttentionCall,
-    packed: fused.Packed,
-    *,
-    with_lse: bool,
-    why: str,
-    sequences: Callable[[], Iterable[AttentionCall]],
-) -> tuple[Tensor, Tensor | None]:
-    """A checked call whose tokens are those of many sequences, in one launch of the fused kernel: see
-    :func:`.fused.route.run_packed`. Reports count it as one call; ``sequences`` gives what observers are shown.
-
-    Raises:
-        KernelUnavailable: nothing has been computed.
-    """
-    if _observers:
-        for part in sequences():
-            show(part)
-    with without_autocast(call.query):
-        result = fused.run_packed(call, packed, with_lse=with_lse)
-    note(call, Choice("fused", why), None)
-    return result
-
-
-def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
-    """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
-    global _observers
-    with _observers_lock:
-        _observers = (*_observers, observer)
-
-    def remove() -> None:
-        global _observers
-        with _observers_lock:
-            _observers = tuple(other for other in _observers if other is not observer)
-
-    return remove
-
-
-def is_watched() -> bool:
-    """Whether anybody observes or records calls. It never changes what runs."""
-    return bool(_observers) or report.recording()
-
-
-def show(call: AttentionCall) -> None:
-    """Show a call to the observers, once, before it runs."""
-    for observer in _observers:
-        observer(call)
-
-
-def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
-    """Count a call that has run in the reports that are being recorded."""
-    if not report.recording():
-        return
-    key = report.CallKey(
-        choice.route,
-        tuple(call.query.shape),
-        tuple(call.key.shape),
-        str(call.query.dtype).removeprefix("torch."),
-        report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right),
-        choice.why,
-    )
-    stats = TiledStats() if stats is None else stats
-    report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=stats.budget_halvings)
-
-
-def _goes_to_the_operator(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None) -> bool:
-    """Whether a call is one node of a graph: while compiling, and for fake tensors and others with a dispatch of their
-    own."""
-    if torch.compiler.is_compiling():
-        return True
-    return any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
-
-
-def _operator() -> Any:
-    """The module with the custom operator, which calls back into this one."""
-    from . import custom_op
-
-    return custom_op
+) -> Any:
+    """A call of ``function``: out, or (out, lse). While something is compiled, and for fake tensors and others with a
+    dispatch of their own, it is one operator."""
+    is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+    if not is_plain and not torch.compiler.is_compiling():
+        overriding = (query, key, value, attn_mask, options.sinks)
+        if has_torch_function(overriding):
+            first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
+            return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
+    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
+    if torch.compiler.is_compiling() or any(
+        type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask)
+    ):
+        found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
+        return found if with_lse else found.out
+    config = default_config() if config is None else config
+    call = check_call(query, key, value, attn_mask, *options)
+    if query.is_meta:
+        out, lse = run_shapes(call)
+    elif not with_lse and is_short(call, config) and not is_watched():
+        return run_as_it_is(call)
+    else:
+        out, lse = run(call, config, with_lse=with_lse)  # type: ignore[assignment]
+    return AttentionOutput(out, lse) if with_lse else out

@@ -9,9 +9,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .call import AttentionCall, check_call
+from .call import AttentionCall, accumulate_dtype, check_call
 from .lazy_mask import LazyMask
-from .tiled.layout import accumulate_dtype
 from .tiled.masks import Band
 
 __all__ = ["Saved", "attention_map", "saved_by_band"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,61 @@ from .lazy_mask import LazyMask
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
+
+
+class Options(NamedTuple):
+    """The arguments of a call besides query, key, value and attn_mask, as :func:`pascal_attn_core.sdpa` takes them."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    alignment: str = "upper_left"
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class AttentionOutput(NamedTuple):
+    """out ``[*batch, Hq, L, Dv]``; lse ``[*batch, Hq, L]``, natural logarithm, -inf for a row without keys."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Results(NamedTuple):
+    """What a forward pass returns, and what the gradients need of it besides the inputs.
+
+    out: ``[*batch, Hq, L, Dv]`` in the dtype of the query.
+    lse: ``[*batch, Hq, L]`` in the dtype of the sums, or None.
+    log_sum: lse - row_max, kept apart for gradients under a float mask: a bias of -finfo.max would swallow it in lse.
+    seed: int64 ``[1]``, from which dropout is drawn.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    log_sum: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of the inputs; those of attn_mask and sinks where they were wanted."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass
+class TiledStats:
+    """Query blocks computed, how many of them were bounded, and how often the device ran out of memory meanwhile."""
+
+    blocks: int = 0
+    bounded_blocks: int = 0
+    budget_halvings: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +91,7 @@ class AttentionCall:
         sinks: ``[Hq]``, a further score per head that takes part in the softmax's denominator only; None = off.
         left, right: query i sees the keys ``i + offset - left ... i + offset + right``; None = no bound on that side.
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
+        needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
     """
 
     query: Tensor
@@ -58,6 +115,7 @@ class AttentionCall:
     enable_gqa: bool
     softcap: float | None = None
     sinks: Tensor | None = None
+    needs_mask_grad: bool = False
 
     @property
     def groups(self) -> int:
@@ -81,6 +139,16 @@ class AttentionCall:
     def num_scores(self) -> int:
         """Elements of the score matrix that is never stored."""
         return self.batch_size * self.num_heads * self.seq_len_q * self.seq_len_kv
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the mask is a float one."""
+        return self.attn_mask is not None and self.attn_mask.dtype != torch.bool
+
+    @property
+    def has_band(self) -> bool:
+        """Whether ``is_causal`` or a window bounds the keys of a query."""
+        return self.left is not None or self.right is not None
 
     @property
     def plain_causal(self) -> bool:
@@ -112,7 +180,6 @@ def check_call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     alignment: str = "upper_left",
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -170,12 +237,10 @@ def check_call(
             raise ValueError(f"softcap must be greater than 0 and finite, or None, got {softcap}")
     if sinks is not None:
         _check_sinks(sinks, query, num_heads)
-    needs_grad = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
+    needs_mask_grad = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    needs_grad = needs_mask_grad or (
+        (query.requires_grad or key.requires_grad or value.requires_grad or (sinks is not None and sinks.requires_grad))
+        and torch.is_grad_enabled()
     )
     if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
@@ -202,6 +267,7 @@ def check_call(
         enable_gqa,
         softcap,
         sinks,
+        needs_mask_grad,
     )
 
 
@@ -317,3 +383,80 @@ def _checked_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return "[" + ", ".join(str(d).removeprefix("torch.") for d in dtypes) + "]"
+
+
+# ---- what torch does to the arguments of its attention first: its causal bias objects, and autocast -----------------
+
+
+def prepared(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, Options]:
+    """(query, key, value, attn_mask, options) as :func:`check_call` takes them."""
+    if attn_mask is not None and type(attn_mask) not in PLAIN and isinstance(attn_mask, Tensor):
+        attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
+    if isinstance(query, Tensor) and autocast_on(query):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
+        attn_mask = _cast(attn_mask, dtype) if isinstance(attn_mask, Tensor) else attn_mask
+    return query, key, value, attn_mask, options
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast of one argument: float tensors except float64. What is no tensor is left for the check to refuse."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _unwrap_causal_bias(
+    query: Tensor, key: Tensor, attn_mask: Tensor, options: Options
+) -> tuple[Tensor | None, Options]:
+    """torch.nn.attention.bias.causal_upper_left / causal_lower_right: causal rules wrapped as tensor subclasses."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask, options
+    if options.is_causal:
+        raise ValueError("is_causal must be False with a CausalBias as attn_mask, got True")
+    sizes, needed = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if sizes != needed:
+        raise ValueError(f"a CausalBias must be made for (L, S) = {needed}, got {sizes}")
+    alignment = "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
+    return None, options._replace(is_causal=True, alignment=alignment)
+
+
+def autocast_on(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    kind = tensor.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast would cast inside the products, whose results have a place already: off for the block."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """The tensor without its repetitions: every expanded (stride 0) dimension cut to length 1."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores, row statistics and sums are float32, float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_output(call: AttentionCall) -> Tensor:
+    """``[*batch, Hq, L, Dv]`` with the memory layout of the query: heads inside tokens stay heads inside tokens, so
+    that the caller's ``transpose(1, 2).flatten(2)`` is free."""
+    query, shape = call.query, call.out_shape
+    if query.dim() == 4 and len(shape) == 4 and query.stride(1) < query.stride(2) and shape[1] > 1:
+        batch, heads, tokens, head_dim_v = shape
+        return query.new_empty(batch, tokens, heads, head_dim_v).transpose(1, 2)
+    return query.new_empty(shape)

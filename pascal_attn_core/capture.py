@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import add_observer
 from .call import AttentionCall
 from .lazy_mask import LazyMask
 from .patching import Patch
+from .routes.run import add_observer
 
 __all__ = ["CapturedCall", "capture", "load_calls", "observe"]
 

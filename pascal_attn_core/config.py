@@ -17,6 +17,7 @@ log = logging.getLogger("pascal_attn")
 ROUTES = ("fused", "torch", "tiled", "math")
 # Less exact: opt-in by name.
 OPT_IN_ROUTES = ("fused-int8",)
+known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
 # Read by pascal_attn_core.auto, not fields of a config.
 SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE")
@@ -65,7 +66,7 @@ class AttentionConfig:
     operator's schema can carry. :meth:`from_token` is its inverse."""
 
     def __post_init__(self) -> None:
-        _one_of("route", self.route, ("auto", *ROUTES, *OPT_IN_ROUTES))
+        _one_of("route", self.route, tuple(known_routes))
         _one_of("softmax", self.softmax, ("auto", "online"))
         if self.budget_mib is not None:
             _number("budget_mib", self.budget_mib, at_least=_MIN_BUDGET_MIB)
@@ -122,6 +123,11 @@ def switched_on(name: str) -> bool:
     if text not in ("", *_WORDS):
         _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
     return _WORDS.get(text, False)
+
+
+class RouteUnavailable(RuntimeError):
+    """A route has found while running that it cannot take a call. Nothing has been computed, and from now on the route
+    gives this as its reason."""
 
 
 class UnsupportedAttention(NotImplementedError):

@@ -36,12 +36,13 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, handle_torch_function
 
-from .attention import is_watched, sdpa
+from .attention import sdpa
 from .call import check_call
 from .config import AttentionConfig, default_config, switched_on
 from .patching import Patch
 from .routes import is_plainly_short
 from .routes import torch_kernel as torch_route
+from .routes.run import is_watched
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 

@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
-from ...pascal_attn_core.arguments import prepared
-from ...pascal_attn_core.attention import run as run_call
-from ...pascal_attn_core.call import AttentionCall, check_call
+from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import mask_kind
-from ...pascal_attn_core.outputs import TiledStats
 from ...pascal_attn_core.routes import Choice, choose, why_not
+from ...pascal_attn_core.routes.run import run as run_call
 from ...pascal_attn_core.routes.tiled import forget_halvings
 from ...pascal_attn_core.routes.torch_kernel import TorchForm
-from ...pascal_attn_core.tiled.layout import autocast_on
 from ...pascal_attn_core.tiled.plan import plan_call
 from ..comfy import host
 from ..comfy.layout import signature
@@ -101,7 +98,7 @@ class _Decision:
             return self.choice
         mask = call.attn_mask
         assert mask is None or isinstance(mask, Tensor)
-        return Choice(self.route, self.choice.why, TorchForm(call.query, call.key, call.value, mask))
+        return replace(self.choice, plan=TorchForm(call.query, call.key, call.value, mask))
 
 
 class Engine:
@@ -226,11 +223,9 @@ class Engine:
                     call = _like(template, query, key, value, mask)
                 else:
                     given = query
-                    query, key, value, attn_mask, is_causal, alignment = prepared(
-                        query, key, value, mask, is_causal, "upper_left"
-                    )
-                    rules: dict[str, Any] = {"softcap": softcap, "alignment": alignment}
-                    call = check_call(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **rules)
+                    options = Options(0.0, is_causal, scale, enable_gqa, softcap=softcap)
+                    query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
+                    call = check_call(query, key, value, attn_mask, *options)
                     if decision is None or query is not given:  # under autocast
                         decision = self._decide(call, place)
                         plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
@@ -301,9 +296,12 @@ class Engine:
             config = self._config(call, block)
             choice = choose(call, config)
             counted = _taken(block, choice, call, via)
-            decision = _Decision(counted, config, choice.route, has_form=choice.form is not None)
-            if choice.form is None or _is_as_it_came(choice.form, call):
-                decision.choice = replace(choice, form=None)  # it would keep the tensors
+            form = choice.plan if isinstance(choice.plan, TorchForm) else None
+            decision = _Decision(counted, config, choice.route, has_form=form is not None)
+            if form is None:
+                decision.choice = choice
+            elif _is_as_it_came(form, call):
+                decision.choice = replace(choice, plan=None)  # it would keep the tensors
         self._remember(place, decision)
         return decision
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
+from ..call import accumulate_dtype
 from ..config import AttentionConfig, default_config
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask, mask_rule
-from ..tiled.layout import accumulate_dtype
 
 
 class FlashArgumentError(ValueError, RuntimeError):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import attention
-from ..arguments import PLAIN, prepared
-from ..call import AttentionCall, check_call
-from ..config import AttentionConfig, default_config
+from ..call import PLAIN, AttentionCall, Options, check_call, prepared
+from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..fused.launches_packed import Packed
 from ..routes import fused
+from ..routes.run import run_packed
 from .options import FlashOptions
 
 # Rows of a sequence and key/value head up to which a batch of few queries, its keys cut into ranges, is faster.
@@ -39,19 +39,20 @@ def packed_attend(
         return None
     if call.groups * max(q1 - q0 for q0, q1 in itertools.pairwise(q_ends)) <= _FEW_ROWS:
         return None
-    packed = fused.Packed.of(q_ends, k_ends, q.device, lower_right=True)
+    packed = Packed.of(q_ends, k_ends, q.device, lower_right=True)
     if fused.why_not(call, config, with_lse=with_lse, packed=packed):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
     try:
-        out, lse = attention.run_packed(
+        out, lse = run_packed(
             call,
+            config,
             packed,
             with_lse=with_lse,
             why=why,
             sequences=lambda: _sequences(q, k, v, q_ends, k_ends, options),
         )
-    except fused.KernelUnavailable:  # why_not says so from now on
+    except RouteUnavailable:
         return None
     # squeeze, not [0], whose gradient is a copy
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0) if with_lse and lse is not None else None
@@ -77,18 +78,15 @@ def _sequences(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
-    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
-    query, key, value, *_ = prepared(query, key, value, None, options.causal, alignment)
-    return check_call(
-        query,
-        key,
-        value,
-        None,
+    given = Options(
         options.dropout_p,
         options.causal,
         options.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        alignment=alignment,
-        window=options.window,
-        softcap=options.softcap,
+        q.shape[1] != k.shape[1],
+        alignment,
+        options.window,
+        options.softcap,
     )
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
+    query, key, value, _, given = prepared(query, key, value, None, given)
+    return check_call(query, key, value, None, *given)

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..tiled.layout import accumulate_dtype
+from ..call import accumulate_dtype
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
 from .packed import packed_attend
 

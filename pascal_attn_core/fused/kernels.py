@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..config import cache_folder
+from ..config import RouteUnavailable, cache_folder
 from ..device import device_info
 from . import cache, driver, nvrtc, prebuilt
 from .launches import Launch
@@ -27,8 +27,8 @@ _WORK_PER_SM = 1 << 34
 _GRID_LIMIT = 65535
 
 
-class KernelUnavailable(RuntimeError):
-    """A variant cannot be had on this machine; the message says why."""
+class KernelUnavailable(RouteUnavailable):
+    """A kernel variant is not available on this machine; the message says why."""
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def _mask_reasons(call: AttentionCall) -> list[str]:
         reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
     if mask.dtype == torch.bool and call.scale <= 0:
         reasons.append(f"a bool mask needs a positive scale, got {call.scale:g}")
-    if mask.requires_grad and torch.is_grad_enabled():
+    if call.needs_mask_grad:
         reasons.append("the fused kernel gives no gradient of attn_mask")
     if (mask.dim() and max(mask.stride()) >= 1 << 40) or any(s >= _STRIDE for s in mask.stride()[-1:]):
         reasons.append("the strides of attn_mask are too large")

@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, check_call
+from ..call import AttentionCall, check_call, empty_output
 from ..device import DeviceInfo, device_info
 from ..reference import reference_sdpa
-from ..tiled.layout import empty_output
 from . import kernels
 from .launches import Launch, forward_launches
 from .launches_backward import backward_launches

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Gradients, Results, empty_output
 from ..config import AttentionConfig
 from ..device import DeviceInfo, device_info
 from ..fused import kernels
@@ -18,12 +18,92 @@ from ..fused.launches_packed import Packed, packed_launches
 from ..fused.select import call_reasons, rows_are_readable
 from ..fused.source import Variant
 from ..fused.verify import ensure
-from ..tiled.layout import empty_output, without_autocast
-from .first_order import Grads, first_order
+from .route import Choice, Request, Route
+from .timing import fused_over_torch
+from .torch_kernel import TorchForm, TorchRoute
 
-KernelUnavailable = kernels.KernelUnavailable
-Results = tuple[Tensor, Tensor | None, Tensor | None]
 _DP4A = (6, 1)
+
+
+class FusedRoute(Route):
+    """Our CUDA kernel.
+
+    Args:
+        torch_route: whose kernel this one is timed against where both take a call.
+    """
+
+    name = "fused"
+
+    def __init__(self, torch_route: TorchRoute):
+        self.torch_route = torch_route
+
+    def plan(self, request: Request) -> list[str] | None:
+        return why_not(request.call, request.config, with_lse=request.with_lse) or None
+
+    def claim(self, request: Request) -> Choice | None:
+        call = request.call
+        if not takes_device(call.query.device):
+            return None
+        form = request.plan(self.torch_route)
+        has_form = isinstance(form, TorchForm)
+        if not may_win(call, torch_has_a_kernel=has_form) or request.plan(self):
+            return None
+        if not isinstance(form, TorchForm):
+            return Choice(self, form[0], torch_stores=True)
+        ratio, stores = fused_over_torch(self, call, request.budget_bytes), form.torch_stores
+        if ratio is None and not form.is_one_call:
+            why = f"torch has no fused kernel that takes it as it is ({form.words()})"
+            return Choice(self, why, torch_stores=stores)
+        if ratio is not None and ratio < 1:
+            why = f"timed on this card at {ratio:.2f} of the time of torch's kernel"
+            return Choice(self, why, over_torch=ratio, torch_stores=stores)
+        if ratio is not None:
+            request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
+        return None
+
+    def forward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Packed | None,
+        *,
+        with_lse: bool,
+        for_grad: bool,
+        **_: Any,
+    ) -> Results:
+        return forward(call, with_lse=with_lse, for_grad=for_grad, packed=plan)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Packed | None,
+        grad_out: Tensor,
+        saved: Results,
+        *,
+        grad_lse: Tensor | None,
+        **_: Any,
+    ) -> Gradients:
+        assert saved.lse is not None
+        return Gradients(*backward(call, grad_out, saved.out, saved.lse, saved.log_sum, grad_lse, packed=plan))
+
+
+class Int8Route(Route):
+    """The same kernel with Q and K in 8 bits: only where it is asked for by name."""
+
+    name = "fused-int8"
+
+    def plan(self, request: Request) -> list[str] | None:
+        return why_not(request.call, request.config, int8=True, with_lse=request.with_lse) or None
+
+    def claim(self, request: Request) -> None:
+        return None
+
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
+        ensure([variant_of(call, "int8")], _index(call))
+        out = empty_output(call)
+        kernels.run(int8_launches(call, out), _index(call))
+        return Results(out)
 
 
 def why_not(
@@ -68,38 +148,6 @@ def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
     return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel
 
 
-def run(call: AttentionCall, *, with_lse: bool, int8: bool = False) -> tuple[Tensor, Any]:
-    """(out, lse or None), with gradients where the call needs them.
-
-    Raises:
-        KernelUnavailable: a kernel could not be had; nothing has been queued, and :func:`why_not` says so from now on.
-    """
-    if int8:
-        ensure([variant_of(call, "int8")], _index(call))
-        out = empty_output(call)
-        kernels.run(int8_launches(call, out), _index(call))
-        return out, None
-    if call.needs_grad:
-        return FusedFunction.apply(call.query, call.key, call.value, call, None)
-    return forward(call, with_lse=with_lse)[:2]
-
-
-def run_packed(call: AttentionCall, packed: Packed, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention within each of many sequences in one launch, with gradients where the call needs them.
-
-    Args:
-        call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
-            aligned ``upper_left``: ``packed`` says where each sequence's diagonal lies.
-    Returns:
-        (out ``[1, Hq, total_q, Dv]``, zero behind the last sequence; lse ``[1, Hq, total_q]``, there -inf, or None).
-    Raises:
-        KernelUnavailable: as :func:`run`.
-    """
-    if call.needs_grad:
-        return FusedFunction.apply(call.query, call.key, call.value, call, packed)
-    return forward(call, with_lse=with_lse, packed=packed)[:2]
-
-
 def forward(call: AttentionCall, *, with_lse: bool, for_grad: bool = False, packed: Packed | None = None) -> Results:
     """(out, lse, log_sum), the last two only where they are wanted: log_sum for the gradients of calls with a float
     mask, next to whose largest numbers it would be lost in lse. No graph for gradients."""
@@ -117,7 +165,7 @@ def forward(call: AttentionCall, *, with_lse: bool, for_grad: bool = False, pack
         if lse is not None:
             lse[..., packed.end_q :] = -torch.inf
     kernels.run(launches, _index(call))
-    return out, lse, log_sum
+    return Results(out, lse, log_sum)
 
 
 def backward(
@@ -154,30 +202,6 @@ def backward(
         for grad, t in zip(grads, (call.query, call.key, call.value))
     )
     return query, key, value
-
-
-class FusedFunction(torch.autograd.Function):
-    """``apply(query, key, value, call, packed or None) -> (out, lse)``; keeps inputs, out, lse and log_sum."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Any) -> Any:
-        out, lse, log_sum = forward(call, with_lse=True, for_grad=True, packed=packed)
-        ctx.save_for_backward(query, key, value, call.attn_mask, out, lse, log_sum)
-        ctx.call, ctx.packed = call.without_tensors(), packed
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, attn_mask, out, lse, log_sum = ctx.saved_tensors
-        call = ctx.call.with_tensors(query, key, value, attn_mask)
-
-        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
-            with without_autocast(query):
-                return backward(call, grad_out, out, lse, log_sum, grad_lse, packed=ctx.packed)
-
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return *first_order(compute, "fused", grad_out, grad_lse, (query, key, value, attn_mask)), None, None
 
 
 def _variants(

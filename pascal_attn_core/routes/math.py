@@ -4,14 +4,44 @@ gradients of gradients."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Results, accumulate_dtype
+from ..config import AttentionConfig
+from ..device import MIB
 from ..lazy_mask import LazyMask
 from ..reference import allowed_keys
-from ..tiled.layout import accumulate_dtype
+from .route import Choice, Request, Route
+
+
+class MathRoute(Route):
+    name = "math"
+    is_differentiable = True
+
+    def plan(self, request: Request) -> list[str] | None:
+        call, limit = request.call, request.config.math_limit_mib
+        reasons = []
+        score_mib = call.num_scores * max(4, call.query.element_size()) / MIB
+        if score_mib > limit:
+            reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
+        if request.with_lse:
+            reasons.append("torch's function does not return lse")
+        if call.is_empty:
+            reasons.append("the call is empty")
+        if request.in_graph and call.dropout_p:
+            reasons.append("a graph computes it again for its gradients, with other dropout")
+        return reasons or None
+
+    def claim(self, request: Request) -> Choice | None:
+        if request.plan(self):
+            return None
+        return Choice(self, f"the score matrix is below {request.config.math_limit_mib:g} MiB")
+
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
+        return Results(run_math(call))
 
 
 def run_math(call: AttentionCall) -> Tensor:

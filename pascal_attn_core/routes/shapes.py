@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
-from ..tiled.layout import accumulate_dtype, empty_output
+from ..call import AttentionCall, accumulate_dtype, empty_output
 
 
 def run_shapes(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -1,36 +1,175 @@
-"""The route ``tiled``: plan, run, remember what ran out of memory, and gradients."""
+"""The route ``tiled``: plan, run, and with less memory once more when the device runs out of it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Gradients, Results, TiledStats
 from ..config import AttentionConfig
-from ..device import DeviceInfo, device_info
+from ..device import DeviceInfo
 from ..lazy_mask import LazyMask
-from ..outputs import TiledOutput, TiledStats
+from ..runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
-from ..tiled.gradients import Gradients, sinks_gradient, tiled_backward
+from ..tiled.gradients import tiled_backward
 from ..tiled.layout import may_read, worth_looking
 from ..tiled.plan import plan_call
 from ..tiled.tiles import TilePlan
-from .first_order import Grads, first_order
+from .route import Choice, Request, Route
 
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
 
+# A single query: from so many elements of K on, reading K once for a group outweighs the tiles' fixed cost.
+_DECODE_ELEMENTS = 1 << 21
+# Up to so many threads the tiled route keeps pace with torch's kernel, which spreads heads over threads.
+_TILED_THREADS = 4
+
 _PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
 _MOST_PATIENCE = 1024
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
+
+
+class TiledRoute(Route):
+    """Tiles of plain PyTorch operators: takes every call that no route before it claims.
+
+    Args:
+        torch_route: its reasons say why the call came here.
+    """
+
+    name = "tiled"
+
+    def __init__(self, torch_route: Route | None = None):
+        self.torch_route = torch_route
+
+    def plan(self, request: Request) -> list[str] | None:
+        if torch._C._are_functorch_transforms_active():
+            return [
+                "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
+            ]
+        return None
+
+    def claim(self, request: Request) -> Choice | None:
+        if request.plan(self):
+            return None
+        reasons = request.plan(self.torch_route) if self.torch_route is not None else None
+        if not isinstance(reasons, list):
+            return Choice(self, "no route before it takes the call")
+        if not request.with_lse:
+            _warn_once(request.call.query.device.type, reasons[0])
+        return Choice(self, reasons[0], torch_stores=True)
+
+    def forward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: None = None,
+        *,
+        with_lse: bool = False,
+        for_grad: bool = False,
+        stats: TiledStats | None = None,
+    ) -> Results:
+        """
+        Raises:
+            ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
+        """
+        if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
+            plan_call(call, runtime_of(call.query.device).info, config, backward=True)
+        seed = draw_seed(call.query.device) if call.dropout_p else None
+        readable = may_read(call)
+        softmax = config.softmax if worth_looking(call) else "online"
+        stats = TiledStats() if stats is None else stats
+
+        def run(tiles: TilePlan) -> Results:
+            return tiled_forward(
+                call,
+                tiles,
+                with_lse=with_lse,
+                for_grad=for_grad,
+                softmax=softmax,
+                readable=readable,
+                trim_masks=config.trim_masks,
+                seed=seed,
+                stats=stats,
+            )
+
+        return _within_memory(call, config, run, stats)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: None,
+        grad_out: Tensor,
+        saved: Results,
+        *,
+        grad_lse: Tensor | None = None,
+        wants_mask: bool = False,
+        wants_sinks: bool = False,
+    ) -> Gradients:
+        readable = may_read(call)
+
+        def run(tiles: TilePlan) -> Gradients:
+            return tiled_backward(
+                call,
+                tiles,
+                grad_out,
+                saved,
+                grad_lse=grad_lse,
+                wants_mask=wants_mask,
+                wants_sinks=wants_sinks,
+                trim_masks=config.trim_masks,
+                readable=readable,
+            )
+
+        return _within_memory(call, config, run, TiledStats(), backward=True)
+
+
+class FirstTiles(TiledRoute):
+    """The same route, before torch's kernel, for the kinds of calls for which it was measured to be faster."""
+
+    def claim(self, request: Request) -> Choice | None:
+        if request.plan(self) or not tiles_are_faster(request.call):
+            return None
+        return Choice(self, "measured faster than torch's kernel for this kind of call on a CPU")
+
+
+def tiles_are_faster(call: AttentionCall) -> bool:
+    """Kinds of calls for which ``pascal-attn bench`` shows the tiled route ahead of torch's fused CPU kernel."""
+    if call.query.device.type != "cpu" or torch.get_num_threads() > _TILED_THREADS:
+        return False
+    rows, keys, mask = call.groups * call.seq_len_q, call.seq_len_kv, call.attn_mask
+    if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):
+        return False  # torch has no kernel for it at all
+    if mask is not None:
+        if mask.dtype != torch.bool and mask.dim() > 1 and mask.shape[-2] > 1:
+            return False
+        return rows >= 128 and keys >= 256 and not call.needs_grad
+    if call.query.dtype != torch.float32 and call.needs_grad:
+        return False  # torch's kernel multiplies in 16 bits there
+    if call.seq_len_q == 1:
+        elements = call.batch_size * call.num_kv_heads * keys * call.head_dim
+        return call.groups > 1 and keys >= 1024 and elements >= _DECODE_ELEMENTS and not call.needs_grad
+    return rows >= 1024 and (keys <= 128 or (call.plain_causal and keys >= 1024))
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(device_type: str, reason: str) -> None:
+    # Without a fused kernel to hope for there is nothing to warn of.
+    level = logging.INFO if device_type == "cpu" else logging.WARNING
+    log.log(level, "on %s some attention calls run in tiles of plain PyTorch: %s", device_type, reason)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -52,54 +191,63 @@ class _Cap:
     used: float = field(default_factory=time.monotonic)
 
 
-_caps: dict[tuple, _Cap] = {}
-_lock = threading.Lock()
+class MemoryCaps:
+    """How much the calls of each shape may use on one device, since it ran out of memory with more."""
+
+    def __init__(self, runtime: Runtime):
+        self._caps: dict[tuple, _Cap] = {}
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._caps)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._caps.clear()
+
+    def most_bytes(self, key: tuple) -> int | None:
+        """What calls of this shape may use, None = the whole budget."""
+        with self._lock:
+            cap = self._caps.get(key)
+            if cap is not None and time.monotonic() - cap.used > _PAUSE:
+                del self._caps[key]
+                return None
+        return None if cap is None else cap.most_bytes
+
+    def lower(self, key: tuple, most_bytes: int) -> None:
+        """Memory ran out: calls of this shape take at most ``most_bytes`` from now on."""
+        with self._lock:
+            cap = self._caps.setdefault(key, _Cap(most_bytes))
+            if cap.was_raised:
+                cap.patience = min(2 * cap.patience, _MOST_PATIENCE)
+            cap.most_bytes, cap.left, cap.was_raised, cap.used = most_bytes, cap.patience, False, time.monotonic()
+
+    def succeeded(self, key: tuple, full_bytes: int) -> None:
+        """A call of this shape went well: after some of them twice as much is allowed, until that is the whole
+        budget."""
+        with self._lock:
+            cap = self._caps.get(key)
+            if cap is None:
+                return
+            cap.used = time.monotonic()
+            cap.left -= 1
+            if cap.left > 0:
+                return
+            if cap.most_bytes >= full_bytes:
+                del self._caps[key]
+                return
+            cap.most_bytes, cap.left, cap.was_raised = 2 * cap.most_bytes, cap.patience, True
 
 
 def forget_halvings() -> None:
     """Plan every shape with the full budget again: for whoever knows that a new run begins. Without it the budget of a
     shape comes back step by step, and at once after a minute without a call of that shape."""
-    with _lock:
-        _caps.clear()
+    for runtime in runtimes():
+        runtime.part(MemoryCaps).clear()
 
 
 def _shape_key(call: AttentionCall, backward: bool) -> tuple:
-    return call.query.device, call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
-
-
-def _most_bytes(key: tuple) -> int | None:
-    """What calls of this shape may use, None = the whole budget."""
-    with _lock:
-        cap = _caps.get(key)
-        if cap is not None and time.monotonic() - cap.used > _PAUSE:
-            del _caps[key]
-            return None
-    return None if cap is None else cap.most_bytes
-
-
-def _lower(key: tuple, most_bytes: int) -> None:
-    """Memory ran out: calls of this shape take at most so much from now on."""
-    with _lock:
-        cap = _caps.setdefault(key, _Cap(most_bytes))
-        if cap.was_raised:
-            cap.patience = min(2 * cap.patience, _MOST_PATIENCE)
-        cap.most_bytes, cap.left, cap.was_raised, cap.used = most_bytes, cap.patience, False, time.monotonic()
-
-
-def _succeeded(key: tuple, full_bytes: int) -> None:
-    """A call of this shape went well: after some of them twice as much is allowed, until that is the whole budget."""
-    with _lock:
-        cap = _caps.get(key)
-        if cap is None:
-            return
-        cap.used = time.monotonic()
-        cap.left -= 1
-        if cap.left > 0:
-            return
-        if cap.most_bytes >= full_bytes:
-            del _caps[key]
-            return
-        cap.most_bytes, cap.left, cap.was_raised = 2 * cap.most_bytes, cap.patience, True
+    return call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
 
 
 def _within_memory(
@@ -111,10 +259,11 @@ def _within_memory(
     backward: bool = False,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
-    info: DeviceInfo = device_info(call.query.device)
+    runtime = runtime_of(call.query.device)
+    info, caps = runtime.info, runtime.part(MemoryCaps)
     plan = full = plan_call(call, info, config, backward=backward)
-    if _caps:
-        plan = _smaller(call, config, info, plan, _most_bytes(_shape_key(call, backward)), backward) or plan
+    if caps:
+        plan = _smaller(call, config, info, plan, caps.most_bytes(_shape_key(call, backward)), backward) or plan
     while True:
         try:
             result = run(plan)
@@ -123,7 +272,7 @@ def _within_memory(
             smaller = _smaller(call, config, info, plan, plan.extra_bytes * 17 // 32, backward)
             if smaller is None:
                 raise
-            _lower(_shape_key(call, backward), smaller.extra_bytes)
+            caps.lower(_shape_key(call, backward), smaller.extra_bytes)
             stats.budget_halvings += 1
             sizes = plan.extra_bytes / 2**20, smaller.extra_bytes / 2**20
             shapes = list(call.query.shape), list(call.key.shape)
@@ -132,8 +281,8 @@ def _within_memory(
             )
             plan = smaller
         else:
-            if _caps:
-                _succeeded(_shape_key(call, backward), full.extra_bytes)
+            if caps:
+                caps.succeeded(_shape_key(call, backward), full.extra_bytes)
             return result
 
 
@@ -152,122 +301,3 @@ def _smaller(
         return plan_call(call, info, config, most_bytes=most_bytes, backward=backward)
     except ValueError:
         return None
-
-
-class Forward(NamedTuple):
-    """out, and what :func:`backward` needs besides the inputs: lse, log_sum (float masks), dropout seed."""
-
-    out: Tensor
-    lse: Tensor | None
-    log_sum: Tensor | None
-    seed: Tensor | None
-
-
-def forward(
-    call: AttentionCall,
-    config: AttentionConfig,
-    *,
-    with_lse: bool = False,
-    for_grad: bool = False,
-    stats: TiledStats | None = None,
-) -> Forward:
-    """The call in tiles, without a graph for gradients.
-
-    Raises:
-        ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
-    """
-    if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
-        plan_call(call, device_info(call.query.device), config, backward=True)
-    seed = draw_seed(call.query.device) if call.dropout_p else None
-    readable = may_read(call)
-    softmax = config.softmax if worth_looking(call) else "online"
-    stats = TiledStats() if stats is None else stats
-
-    def run(plan: TilePlan) -> TiledOutput:
-        return tiled_forward(
-            call,
-            plan,
-            with_lse=with_lse,
-            for_grad=for_grad,
-            softmax=softmax,
-            readable=readable,
-            trim_masks=config.trim_masks,
-            seed=seed,
-            stats=stats,
-        )
-
-    return Forward(*_within_memory(call, config, run, stats), seed)
-
-
-def backward(
-    call: AttentionCall,
-    config: AttentionConfig,
-    grad_out: Tensor,
-    saved: Forward,
-    *,
-    grad_lse: Tensor | None = None,
-    wants_mask: bool = False,
-) -> Gradients:
-    """Gradients of :func:`forward` with ``for_grad=True``."""
-    assert saved.lse is not None
-    readable, lse = may_read(call), saved.lse
-
-    def run(plan: TilePlan) -> Gradients:
-        return tiled_backward(
-            call,
-            plan,
-            grad_out,
-            saved.out,
-            lse,
-            log_sum=saved.log_sum,
-            grad_lse=grad_lse,
-            seed=saved.seed,
-            wants_mask=wants_mask,
-            trim_masks=config.trim_masks,
-            readable=readable,
-        )
-
-    return _within_memory(call, config, run, TiledStats(), backward=True)
-
-
-class TiledFunction(torch.autograd.Function):
-    """``apply(query, key, value, attn_mask, sinks, call, config, stats) -> (out, lse)``; keeps inputs, out and lse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Tensor | None, *rest: Any
-    ) -> Any:
-        call, config, stats = rest
-        result = forward(call, config, for_grad=True, stats=stats)
-        ctx.rule = attn_mask if isinstance(attn_mask, LazyMask) else None
-        ctx.save_for_backward(query, key, value, None if ctx.rule is not None else attn_mask, sinks, *result)
-        ctx.call, ctx.config = call.without_tensors(), config
-        ctx.set_materialize_grads(False)
-        return result.out, result.lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, attn_mask, sinks, *results = ctx.saved_tensors
-        call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
-        saved = Forward(*results)
-        wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
-
-        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
-            grads = backward(call, ctx.config, grad_out, saved, grad_lse=grad_lse, wants_mask=wants_mask)
-            grad_sinks = None
-            if wants_sinks and saved.lse is not None:
-                grad_sinks = sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse)
-            return grads.query, grads.key, grads.value, grads.attn_mask, grad_sinks
-
-        grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-        inputs = query, key, value, attn_mask, sinks
-        return *first_order(compute, "tiled", grad_out, grad_lse, inputs), None, None, None
-
-
-def run_tiled(
-    call: AttentionCall, config: AttentionConfig, *, with_lse: bool, stats: TiledStats | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None), with gradients where the call needs them."""
-    if call.needs_grad:
-        return TiledFunction.apply(call.query, call.key, call.value, call.attn_mask, call.sinks, call, config, stats)
-    return forward(call, config, with_lse=with_lse, stats=stats)[:2]

@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, check_call
-from ..config import cache_folder
+from ..call import AttentionCall, check_call, without_autocast
+from ..config import AttentionConfig, RouteUnavailable, cache_folder
 from ..device import DeviceInfo, device_info
 from ..fused.launches import variant_of
 from ..fused.source import kernels_digest
 from ..observe.progress import between_blocks
 from ..storage import replace_file
-from ..tiled.layout import without_autocast
-from . import fused
+from .route import Route
 from .torch_kernel import TorchForm, find_form, run_form
 
 log = logging.getLogger("pascal_attn")
@@ -41,6 +40,7 @@ _KEYS_OF_FEW_QUERIES = 16384
 _ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
 _ROUNDS = 3
+_CONFIG = AttentionConfig()
 _lock = threading.RLock()
 _known: dict[str, dict[Kind, float | None]] = {}
 
@@ -102,13 +102,14 @@ def timed_on(info: DeviceInfo) -> dict[Kind, float]:
     return {kind: ratio for kind, ratio in _known_on(info).items() if ratio is not None}
 
 
-def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
+def fused_over_torch(ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
     """How long our kernel takes, in units of torch's time, for calls of this kind on this call's device.
 
     Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the same
     card, torch and kernels.
 
     Args:
+        ours: the fused route.
         call: one that the fused route takes, and torch's kernel as it is or rewritten.
         budget_bytes: extra memory that torch's route may use.
     Returns:
@@ -123,12 +124,12 @@ def fused_over_torch(call: AttentionCall, budget_bytes: int) -> float | None:
         return None
     with _lock:
         if kind not in known:
-            known[kind] = _timed(call, kind, budget_bytes)
+            known[kind] = _timed(ours, call, kind, budget_bytes)
             _save(info, known)
         return known[kind]
 
 
-def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
+def _timed(ours: Route, call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
     device = call.query.device
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
@@ -143,17 +144,17 @@ def _timed(call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
             form = find_form(sample, budget_bytes)
             if not isinstance(form, TorchForm):
                 return None
-            ours, theirs = median_times(
+            our_time, its_time = median_times(
                 [
-                    _with_gradients(sample, lambda: fused.run(sample, with_lse=False)[0]),
+                    _with_gradients(sample, lambda: ours.run(sample, _CONFIG, None, with_lse=False, stats=None)[0]),
                     _with_gradients(sample, lambda: run_form(sample, form)),
                 ],
                 device,
             )
-    except (fused.KernelUnavailable, torch.cuda.OutOfMemoryError):
+    except (RouteUnavailable, torch.cuda.OutOfMemoryError):
         return None
-    log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, ours, theirs, kind)
-    return ours / theirs
+    log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
+    return our_time / its_time
 
 
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:

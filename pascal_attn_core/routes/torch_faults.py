@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, distinct
 from ..lazy_mask import LazyMask
-from ..tiled.layout import distinct, may_read, worth_looking
+from ..runtime import Runtime, runtime_of
+from ..tiled.layout import may_read, worth_looking
 
 log = logging.getLogger("pascal_attn")
 
@@ -36,39 +37,48 @@ class Fault:
 
     Attributes:
         reason: the sentence for errors and reports; ``{call}`` is the call.
-        concerns: whether it could make the result or the gradients of a call wrong.
+        concerns: whether it could make the result or the gradients of a call wrong; its second argument: whether it may
+            read the values of tensors. Where it may not, the answer is yes if it could be.
         probe: makes a small call of the kind with torch's function on a device, in a dtype: whether it is wrong.
     """
 
     name: str
     reason: str
-    concerns: Callable[[AttentionCall], bool]
+    concerns: Callable[[AttentionCall, bool], bool]
     probe: Callable[[torch.device, torch.dtype], bool]
 
 
-def fault_reasons(call: AttentionCall) -> list[str]:
-    """Why torch's kernels would compute this call wrongly, one sentence per fault."""
+def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
+    """Why torch's kernels would compute this call wrongly, one sentence per fault.
+
+    Args:
+        read: whether values of the call's tensors may be looked at.
+    """
     return [
         fault.reason.format(call=call)
         for fault in FAULTS
-        if fault.concerns(call) and is_shown(fault, call.query.device, call.query.dtype)
+        if fault.concerns(call, read) and is_shown(fault, call.query.device, call.query.dtype)
     ]
 
 
-_shown: dict[tuple[str, torch.device, torch.dtype], bool] = {}
+class ShownFaults:
+    """Which faults the torch that is installed has shown on one device: ``{(name, dtype): whether}``."""
+
+    def __init__(self, runtime: Runtime):
+        self.found: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def is_shown(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the torch that is installed shows a fault. True while that cannot be tried."""
-    key = (fault.name, device, dtype)
-    shown = _shown.get(key)
+    found, key = runtime_of(device).part(ShownFaults).found, (fault.name, dtype)
+    shown = found.get(key)
     if shown is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return True
         shown = _try(fault, device, dtype)
         if shown is None:
             return True
-        _shown[key] = shown
+        found[key] = shown
         log.info("torch %s on %s in %s: %s: %s", torch.__version__, device, dtype, fault.name, shown)
     return shown
 
@@ -96,13 +106,13 @@ def _try(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool | None:
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 
-def _has_swallowing_rows(call: AttentionCall) -> bool:
+def _has_swallowing_rows(call: AttentionCall, read: bool) -> bool:
     """A float mask of which some row's largest value is so large, of either sign, that the denominator's logarithm is
     lost beside it; assumed where looking would cost more than another route."""
     mask = call.attn_mask
     if mask is None or isinstance(mask, LazyMask) or mask.dtype == torch.bool or not call.needs_grad or call.is_empty:
         return False
-    if not (may_read(call) and worth_looking(call)):
+    if not (read and may_read(call) and worth_looking(call)):
         return call.query.device.type != "meta"
     top = distinct(mask.detach()).amax(dim=-1).abs()
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
@@ -115,7 +125,7 @@ def _loses_the_denominator(device: torch.device, dtype: torch.dtype) -> bool:
     return _is_wrong(query, key, value, mask, with_gradients=True)
 
 
-def _has_no_positive_scale(call: AttentionCall) -> bool:
+def _has_no_positive_scale(call: AttentionCall, read: bool) -> bool:
     return call.scale <= 0
 
 
@@ -129,7 +139,7 @@ def _scales_too_late(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def _mixes_float_types(call: AttentionCall) -> bool:
+def _mixes_float_types(call: AttentionCall, read: bool) -> bool:
     mask = call.attn_mask
     return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
 

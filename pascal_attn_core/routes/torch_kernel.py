@@ -17,14 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, Results, empty_output
+from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..observe.progress import current_checkpoint
-from ..tiled.layout import empty_output, is_matrix
+from ..tiled.layout import is_matrix
+from .route import Choice, Request, Route
 from .torch_faults import fault_reasons, torch_sdpa
 
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -54,6 +57,12 @@ class TorchForm:
     def is_one_call(self) -> bool:
         return not (self.fold or self.upcast or self.q_step)
 
+    @property
+    def torch_stores(self) -> bool | None:
+        """Whether torch's function, given the call as it came, would compute by its math attention. Where only a mask
+        is too large that is not known."""
+        return True if self.fold or self.upcast else None if self.q_step else False
+
     def words(self) -> str:
         """What was done to the call, for a reader."""
         parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
@@ -63,9 +72,33 @@ class TorchForm:
         return ", ".join(filter(None, [parts, *extra]))
 
 
-def find_form(call: AttentionCall, budget_bytes: int, *, with_lse: bool = False) -> TorchForm | list[str]:
+class TorchRoute(Route):
+    name = "torch"
+    is_differentiable = True
+
+    def plan(self, request: Request) -> TorchForm | list[str]:
+        return find_form(request.call, request.budget_bytes, with_lse=request.with_lse, in_graph=request.in_graph)
+
+    def claim(self, request: Request) -> Choice | None:
+        form = request.plan(self)
+        if isinstance(form, list):
+            return None
+        said = "; ".join(filter(None, [form.words(), *request.remarks]))
+        why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
+        return Choice(self, why, form, torch_stores=form.torch_stores)
+
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm, **options: Any) -> Results:
+        return Results(run_form(call, plan))
+
+
+def find_form(
+    call: AttentionCall, budget_bytes: int, *, with_lse: bool = False, in_graph: bool = False
+) -> TorchForm | list[str]:
     """How torch's fused attention can take the call, or the reasons why it cannot."""
     reasons = _refusals(call, with_lse)
+    if in_graph and call.dropout_p:
+        reasons.append("a graph computes it again for its gradients, with other dropout")
+    reasons = reasons or fault_reasons(call, read=not in_graph)
     if reasons:
         return reasons
     form = _as_four_dimensions(call)
@@ -107,13 +140,13 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
     if mask is not None:
         if call.is_causal:
             reasons.append("torch takes attn_mask or is_causal, not both")
-        if mask.requires_grad and torch.is_grad_enabled():
+        if call.needs_mask_grad:
             reasons.append("torch's fused kernels give no gradient of attn_mask")
         if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
             reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
     if call.is_empty:
         reasons.append("the call is empty")
-    return reasons or fault_reasons(call)
+    return reasons
 
 
 def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:

@@ -1,4 +1,4 @@
-"""Are the scores of a block provably bounded? See :mod:`pascal_attn_core.tiled.forward` for what that saves."""
+"""Are the scores of a block provably bounded? See :mod:`.softmax` for what that saves."""
 
 from __future__ import annotations
 

@@ -18,22 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
-from .forward import LOG2_E, TileMath
-from .layout import Units, accumulate_dtype, distinct, unit_views
-from .masks import Band, Rule, Rules
-from .schedule import block_schedule, lazy_tiles, unit_spans
+from ..call import AttentionCall, Gradients, Results, accumulate_dtype, distinct
+from .layout import Units, unit_spans, unit_views
+from .masks import Rule, Rules, block_schedule
+from .products import LOG2_E, TileProducts
 from .tiles import TilePlan, even_ranges
-
-
-@dataclass(slots=True)
-class Gradients:
-    """Gradients in the shapes of the inputs; that of attn_mask only where it was wanted."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
 
 
 @torch.no_grad()
@@ -41,13 +30,11 @@ def tiled_backward(
     call: AttentionCall,
     plan: TilePlan,
     grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Results,
     *,
-    log_sum: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    seed: Tensor | None = None,
     wants_mask: bool = False,
+    wants_sinks: bool = False,
     trim_masks: bool = True,
     readable: bool = True,
 ) -> Gradients:
@@ -55,20 +42,23 @@ def tiled_backward(
 
     Args:
         plan: planned with ``backward=True``.
-        grad_out, out: ``[*batch, Hq, L, Dv]``; lse, log_sum, grad_lse: ``[*batch, Hq, L]``.
-        seed: that of the forward pass, if the call has dropout.
-        wants_mask: also return the gradient of a float mask, in the mask's shape.
+        grad_out: ``[*batch, Hq, L, Dv]``; grad_lse: ``[*batch, Hq, L]``.
+        saved: what ``tiled_forward(for_grad=True)`` returned.
+        wants_mask, wants_sinks: also return the gradient of a float mask, of the sinks.
     """
+    out, lse, log_sum, seed = saved
+    assert lse is not None
     sums = _Sums(call, accumulate_dtype(call.query.dtype), wants_mask)
     if call.num_scores:
-        tile_math = GradientMath(call, plan, seed)
+        tile = GradientProducts(call, plan, seed)
         per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
         for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
             look = readable and trim_masks and plan.scans_mask
-            rules = Rules(Band.of(call), units.mask, tile_math.dtype, look=look, lazy=lazy_tiles(call, units))
+            rules = Rules.of(call, units, look=look)
             for u0, u1 in unit_spans(units, call, 1 if sums.units_share else plan.units):
-                _UnitRange(units, u0, u1, tile_math, call, plan).run(rules)
-    return sums.result()
+                _UnitRange(units, u0, u1, tile, call, plan).run(rules)
+    sinks = sinks_gradient(call, grad_out, out, lse, grad_lse) if wants_sinks else None
+    return sums.result(sinks)
 
 
 class _Sums:
@@ -93,7 +83,7 @@ class _Sums:
             for stride, size in zip(view.stride()[:-2], view.shape[:-2])
         )
 
-    def result(self) -> Gradients:
+    def result(self, sinks: Tensor | None) -> Gradients:
         call = self.call
         if call.num_scores == 0:
             self.query.zero_()
@@ -101,7 +91,7 @@ class _Sums:
         mask = None
         if self.mask is not None and call.attn_mask is not None:
             mask = self.mask.to(call.attn_mask.dtype)
-        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask)
+        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask, sinks)
 
 
 @dataclass(slots=True)
@@ -129,15 +119,14 @@ class _Block:
         )
 
 
-class GradientMath(TileMath):
+class GradientProducts(TileProducts):
     """The buffers of one backward pass, and what is done to one tile."""
 
     def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
         super().__init__(call, plan, seed, for_backward=True)
         rows = plan.units * plan.q_block * call.groups
-        self.grad_probs = torch.empty_like(self.scores)
-        self.kept_factor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1 else 0.0
-        self.tanh = self.buffer(self.scores.numel() if call.softcap is not None else 0)
+        self.grad_probs = torch.empty_like(self.score_buffer)
+        self.tanh_buffer = self.buffer(self.score_buffer.numel() if call.softcap is not None else 0)
         self.query_sum = self.buffer(rows * call.head_dim)
         self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
         self.products = self.buffer(rows * call.head_dim_v)
@@ -161,30 +150,31 @@ class GradientMath(TileMath):
         probs = self._probs(block, key, rule)
         grad_probs = self.grad_probs[: probs.numel()].view(probs.shape)
         torch.bmm(block.grad_out, value.transpose(1, 2), out=grad_probs)
-        coins = self.coins(probs.shape, block.code, j0)
+        coins = None if block.code is None else self.coins(probs.shape, block.code, j0)
         if coins is not None:
-            grad_probs.mul_(coins).mul_(self.kept_factor)
+            grad_probs.mul_(coins).mul_(1.0 / self.kept_share)
         grad_probs.sub_(block.delta).mul_(probs)
         if coins is not None:
-            probs.mul_(coins).mul_(self.kept_factor)
+            probs.mul_(coins).mul_(1.0 / self.kept_share)
         torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
         # From here on the gradient of the scores.
         if mask_sum is not None:
             _add_to_mask(mask_sum, self.by_head(grad_probs))
         if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
-            tanh = self.tanh[: probs.numel()].view(probs.shape)
+            tanh = self.tanh_buffer[: probs.numel()].view(probs.shape)
             grad_probs.mul_(tanh.square_().neg_().add_(1.0))
         torch.baddbmm(block.grad_query, grad_probs, key, alpha=self.scale, out=block.grad_query)
         torch.baddbmm(key_sum, grad_probs.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
 
     def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
         """exp(scores - lse), ``[u, rows, keys]``."""
-        scores = self.product(block.query, key, self.factor(self.unit), converted=True)
-        if self.softcap is not None:
-            self.tanh[: scores.numel()].view(scores.shape).copy_(scores.tanh_())
+        if self.softcap is None:
+            scores = self.product(block.query, key, self.scale * self.unit)
+        else:
+            scores = self.tanh(block.query, key)
+            self.tanh_buffer[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap * self.unit)
-        if rule.mask is not None and rule.mask.dtype != torch.bool:
-            self.masks.add(scores, rule.mask)
+        self.add_bias(scores, rule)
         scores.sub_(block.shift)
         if block.log_sum_bits is not None:
             scores.mul_(LOG2_E).sub_(block.log_sum_bits)
@@ -204,9 +194,9 @@ class GradientMath(TileMath):
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
-    def __init__(self, units: Units, u0: int, u1: int, tile_math: GradientMath, call: AttentionCall, plan: TilePlan):
+    def __init__(self, units: Units, u0: int, u1: int, tile: GradientProducts, call: AttentionCall, plan: TilePlan):
         self.span, self.first_unit = (u0, u1), units.index + u0
-        self.math, self.call, self.plan = tile_math, call, plan
+        self.tile, self.call, self.plan = tile, call, plan
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
         grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
         assert grad_query is not None
@@ -224,19 +214,19 @@ class _UnitRange:
     def run(self, rules: Rules) -> None:
         """Add these units to all gradients."""
         # 16-bit gradients are summed in float32, for the units at hand.
-        dtype = self.math.dtype
+        dtype = self.tile.dtype
         sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
         for q0, q1 in even_ranges(0, self.call.seq_len_q, self.plan.q_block):
             block = self._block(q0, q1)
             self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
-            self.grad_query[:, :, q0:q1].copy_(self.math.by_head(block.grad_query))
+            self.grad_query[:, :, q0:q1].copy_(self.tile.by_head(block.grad_query))
         for result, total in zip(self.results, sums):
             if total is not result:
                 result.copy_(total)
 
     def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules, key_sum: Tensor, value_sum: Tensor) -> None:
         groups = self.call.groups
-        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.math.copies_kv):
+        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.tile.copies_kv):
             part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
             for j0, j1 in ranges:
                 rule = rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
@@ -245,16 +235,16 @@ class _UnitRange:
                 key, value = self.key[:, j0:j1], self.value[:, j0:j1]
                 mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
                 sums = key_sum[:, j0:j1], value_sum[:, j0:j1]
-                self.math.add_tile(part, key, value, rule, j0, *sums, mask_sum)
+                self.tile.add_tile(part, key, value, rule, j0, *sums, mask_sum)
 
     def _block(self, q0: int, q1: int) -> _Block:
         grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
-        query = self.math.block_query(self.query[:, :, q0:q1])
+        query = self.tile.block_query(self.query[:, :, q0:q1])
         stat = (query.shape[0], query.shape[1], 1)
-        grad_rows = self.math.rows(grad_out, self.math.grad_rows)
-        products = self.math.products[: out.numel()].view(grad_rows.shape)
-        by_token = self.math.masks.by_token(products)
-        by_token.copy_(out.transpose(1, 2)).mul_(self.math.masks.by_token(grad_rows))
+        grad_rows = self.tile.rows(grad_out, self.tile.grad_rows)
+        products = self.tile.products[: out.numel()].view(grad_rows.shape)
+        by_token = self.tile.masks.by_token(products)
+        by_token.copy_(out.transpose(1, 2)).mul_(self.tile.masks.by_token(grad_rows))
         delta = products.sum(dim=-1, keepdim=True)
         if self.grad_lse is not None:
             delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
@@ -265,8 +255,8 @@ class _UnitRange:
             shift, log_sum_bits = shift.sub_(log_sum), log_sum * LOG2_E
             log_sum_bits.masked_fill_(log_sum_bits == -math.inf, math.inf)
         shift.masked_fill_(~(shift > -math.inf), math.inf)  # a row without keys: every probability is zero
-        grad_query = self.math.query_sum[: query.numel()].view(query.shape).zero_()
-        code = self.math.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
+        grad_query = self.tile.query_sum[: query.numel()].view(query.shape).zero_()
+        code = self.tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
 
 

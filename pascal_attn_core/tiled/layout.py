@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, accumulate_dtype
 from ..device import CPU_LIKE
+from ..lazy_mask import LazyMask
 
 
 @dataclass(slots=True)
@@ -36,16 +36,6 @@ class Units:
 
     def __len__(self) -> int:
         return self.key.shape[0]
-
-
-def empty_output(call: AttentionCall) -> Tensor:
-    """``[*batch, Hq, L, Dv]`` with the memory layout of the query: heads inside tokens stay heads inside tokens, so
-    that the caller's ``transpose(1, 2).flatten(2)`` is free."""
-    query, shape = call.query, call.out_shape
-    if query.dim() == 4 and len(shape) == 4 and query.stride(1) < query.stride(2) and shape[1] > 1:
-        batch, heads, tokens, head_dim_v = shape
-        return query.new_empty(batch, tokens, heads, head_dim_v).transpose(1, 2)
-    return query.new_empty(shape)
 
 
 def unit_views(
@@ -76,6 +66,18 @@ def unit_views(
         units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
         index += len(units)
         yield units
+
+
+def unit_spans(units: Units, call: AttentionCall, step: int) -> list[tuple[int, int]]:
+    """Ranges of at most ``step`` units; under a mask that is a rule none crosses from one batch element to the next."""
+    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else len(units)
+    spans, first = [], 0
+    while first < len(units):
+        end = first + period - (units.index + first) % period if period < len(units) else len(units)
+        last = min(first + step, end, len(units))
+        spans.append((first, last))
+        first = last
+    return spans
 
 
 def _with_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -122,19 +124,6 @@ def _mergeable(tensor: Tensor, num_lead: int) -> bool:
     return True
 
 
-def distinct(tensor: Tensor) -> Tensor:
-    """The tensor without its repetitions: every expanded (stride 0) dimension cut to length 1."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores, row statistics and sums are float32, float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def is_matrix(tensor: Tensor) -> bool:
     """Whether the last two dimensions can go to a matrix product as they are: rows that do not overlap, each
     contiguous. Anything else torch would copy behind our back."""
@@ -159,17 +148,6 @@ def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     folds = call.groups > 1 and call.seq_len_q > 1
     kv = converts or not (is_matrix(call.key) and is_matrix(call.value))
     return converts or folds or not is_matrix(call.query), kv, converts or folds
-
-
-def autocast_on(tensor: Tensor) -> bool:
-    """Whether autocast is on for the device of a tensor."""
-    kind = tensor.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast would cast inside the products, whose results have a place already: off for the block."""
-    return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
 
 
 def may_read(call: AttentionCall) -> bool:

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, accumulate_dtype, distinct
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
-from .layout import distinct
-from .tiles import even_ranges
+from .layout import Units
+from .tiles import TilePlan, even_ranges
+
+_DIAGONAL_TOKENS = 128  # a causal block's diagonal is cut into sub-blocks of this many query tokens
 
 # A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
 # units, (60 + 60 + 150) * ln 2 = 187.2, rounded up) below the largest bias of its row therefore has weight zero; for
@@ -218,6 +220,14 @@ class Rules:
         if mask is not None:
             self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
 
+    @staticmethod
+    def of(call: AttentionCall, units: Units, *, look: bool) -> Rules:
+        """The rules for some units of a call."""
+        lazy = None
+        if isinstance(call.attn_mask, LazyMask):
+            lazy = LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.index)
+        return Rules(Band.of(call), units.mask, accumulate_dtype(call.query.dtype), look=look, lazy=lazy)
+
     def prepare(self, spans: list[tuple[int, int]]) -> None:
         """Look at what is looked at once, before a call's buffers are there."""
         if self.mask is not None:
@@ -254,7 +264,7 @@ def diagonal_schedule(
     band: Band, q0: int, q1: int, first: int, last: int, kv_block: int, sub_tokens: int, sub_keys: int
 ) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then
-    those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` so that little is computed in vain.
+    those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` to waste little work on masked scores.
 
     ``sub_tokens = 0``: the whole block at once. ``sub_keys``: the most keys a sub-block's tile may have.
     """
@@ -269,3 +279,14 @@ def diagonal_schedule(
             end = min(last, q0 + t1 + band.offset + band.right)
             schedule.append((t0, t1, even_ranges(whole_end, end, sub_keys)))
     return schedule
+
+
+def block_schedule(
+    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, plan: TilePlan, copies_kv: bool
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """The tiles of one query block: see :func:`diagonal_schedule`."""
+    first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
+    # A GPU would spend more on launching the sub-blocks than it saves by them.
+    sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
+    sub_keys = plan.kv_block if copies_kv else max(1, plan.q_block * plan.kv_block // _DIAGONAL_TOKENS)
+    return diagonal_schedule(rules.band, q0, q1, first, last, plan.kv_block, sub_tokens, sub_keys)

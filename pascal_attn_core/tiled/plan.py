@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, accumulate_dtype, distinct
 from ..config import AttentionConfig
 from ..device import MIB, DeviceInfo
-from .layout import accumulate_dtype, copies, distinct
+from .layout import copies
 from .tiles import TilePlan, Workload, plan_tiles
 
 
@@ -42,7 +42,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         window=window,
         softcap=call.softcap is not None,
         backward=backward,
-        mask_grad=backward and mask is not None and mask.requires_grad,
+        mask_grad=backward and call.needs_mask_grad,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import AttentionOutput
+from ..call import AttentionOutput
 from ..lazy_mask import LazyMask
 from ..reference import allowed_keys
 from .mask import HostMask

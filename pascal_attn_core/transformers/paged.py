@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..call import AttentionOutput
 from ..config import AttentionConfig
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import varlen_attend
-from ..outputs import AttentionOutput
 from .call import with_query_sinks
 
 

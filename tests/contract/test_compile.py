@@ -7,7 +7,8 @@ import torch
 from attn_support.table import ROUTES, TABLE, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pascal_attn_core import AttentionConfig, custom_op, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
+from pascal_attn_core.routes import operator
 
 TILED = AttentionConfig(route="tiled")
 # A graph of its own for each is slow: one of each kind.
@@ -106,12 +107,12 @@ def test_autocast_means_the_same_when_compiled() -> None:
     assert torch.equal(out, expected)
 
 
-def _arguments(operator, **given):
+def _arguments(of, **given):
     """The arguments of an operator in the order of its schema, those not given at their most ordinary."""
     ordinary = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "alignment": "upper_left", "config": "",
                 "with_lse": True, "for_grad": False, "wants_mask": False, "wants_sinks": False, "rule": "",
                 "rule_shape": [], "rule_tensors": []}  # fmt: skip
-    names = [argument.name for argument in operator._opoverload._schema.arguments]
+    names = [argument.name for argument in of._opoverload._schema.arguments]
     assert set(given) <= set(names)
     return tuple({**dict.fromkeys(names), **ordinary, **given}[name] for name in names)
 
@@ -123,19 +124,19 @@ def test_the_operator_keeps_its_promises(for_grad: bool, mask: torch.dtype | Non
     bias = None if mask is None else torch.ones(9, 9).to(mask)
     if for_grad and mask == torch.float32:
         bias.requires_grad_()
-    args = _arguments(custom_op._sdpa, query=query, key=key, value=value, attn_mask=bias, for_grad=for_grad)
+    args = _arguments(operator._sdpa, query=query, key=key, value=value, attn_mask=bias, for_grad=for_grad)
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-    torch.library.opcheck(custom_op._sdpa, args, test_utils=utils)
+    torch.library.opcheck(operator._sdpa, args, test_utils=utils)
 
 
 def test_the_backward_operator_keeps_its_promises() -> None:
     query, key, value = (torch.randn(1, 2, 9, 4) for _ in range(3))
     tensors = {"query": query, "key": key, "value": value}
-    saved = custom_op._sdpa(*_arguments(custom_op._sdpa, **tensors, for_grad=True))
-    names = [a.name for a in custom_op._sdpa_backward._opoverload._schema.arguments]
+    saved = operator._sdpa(*_arguments(operator._sdpa, **tensors, for_grad=True))
+    names = [a.name for a in operator._sdpa_backward._opoverload._schema.arguments]
     outputs = dict(zip(names[names.index("out") :], saved))
-    args = _arguments(custom_op._sdpa_backward, grad_out=torch.ones_like(saved[0]), **tensors, **outputs)
-    torch.library.opcheck(custom_op._sdpa_backward, args, test_utils=("test_schema", "test_faketensor"))
+    args = _arguments(operator._sdpa_backward, grad_out=torch.ones_like(saved[0]), **tensors, **outputs)
+    torch.library.opcheck(operator._sdpa_backward, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("case", TABLE[::5], ids=lambda case: case.name)

@@ -15,9 +15,11 @@ from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.observe.memory import Measurement, measure
-from pascal_attn_core.routes import tiled as tiled_route
+from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.tiled.plan import plan_call
 from pascal_attn_core.tiled.tiles import TilePlan
+
+TILES = TiledRoute()
 
 MIB = 1 << 20
 TILED = AttentionConfig(route="tiled")
@@ -38,7 +40,7 @@ def _plan(call: AttentionCall, config: AttentionConfig, *, backward: bool = Fals
 
 def _forward(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = True) -> Measurement:
     def run(query: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t for t in tiled_route.forward(call, config, with_lse=with_lse) if isinstance(t, Tensor))
+        return tuple(t for t in TILES.forward(call, config, with_lse=with_lse) if isinstance(t, Tensor))
 
     return measure(run, call.query)
 
@@ -50,7 +52,7 @@ def _backward(call: AttentionCall, config: AttentionConfig) -> Measurement:
     if mask is not None and mask.requires_grad:
         leaves.append(mask)
     wanted = replace(call, query=leaves[0], key=leaves[1], value=leaves[2], needs_grad=True)
-    out, _ = tiled_route.run_tiled(wanted, config, with_lse=False)[:2]
+    out, _ = TILES.run(wanted, config, None, with_lse=False, stats=None)
     grad_out = torch.ones_like(out)
     return measure(lambda grad: torch.autograd.grad(out, leaves, grad), grad_out)
 

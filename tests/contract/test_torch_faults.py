@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdp
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.routes import torch_faults
-from pascal_attn_core.routes.torch_faults import FAULTS, is_shown, torch_sdpa
+from pascal_attn_core.routes.torch_faults import FAULTS, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
+from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.tiled.layout import rows_overlap
 
 TORCH = AttentionConfig(route="torch")
@@ -140,42 +142,48 @@ def _examples() -> dict[str, tuple[list[Tensor], Tensor | None, dict[str, Any]]]
 def test_the_list_is_that_of_the_installed_torch(fault: torch_faults.Fault) -> None:
     """Where torch's kernel is wrong the probe finds it, and where it is right the probe does not."""
     leaves, mask, options = _examples()[fault.name]
-    assert fault.concerns(check_call(*leaves, mask, **options))
+    assert fault.concerns(check_call(*leaves, mask, **options), True)
     errors = _errors(lambda *a, is_causal=False, **o: torch_sdpa(*a, 0.0, is_causal, **o), leaves, mask, **options)
     assert is_shown(fault, CPU, leaves[0].dtype) == (max(errors) > 1e-3)
 
 
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    """A CPU of which nothing is known yet."""
+    with using(Runtime(CPU)) as fresh:
+        yield fresh
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_mended_torch_is_used_again(fault: torch_faults.Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mended_torch_is_used_again(fault: torch_faults.Fault, runtime: Runtime) -> None:
     leaves, mask, options = _examples()[fault.name]
     call, dtype = check_call(*leaves, mask, **options), leaves[0].dtype
     for shown in (True, False):
-        monkeypatch.setitem(torch_faults._shown, (fault.name, CPU, dtype), shown)
+        runtime.part(ShownFaults).found[fault.name, dtype] = shown
         form = find_form(call, 1 << 22)
         assert form == [fault.reason.format(call=call)] if shown else not isinstance(form, list)
 
 
-def test_the_probe_is_not_disturbed_by_what_surrounds_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_faults, "_shown", {})
+def test_the_probe_is_not_disturbed_by_what_surrounds_the_call(runtime: Runtime) -> None:
+    found = runtime.part(ShownFaults).found
     expected = is_shown(FAULTS[0], CPU, torch.float32)
     state = torch.get_rng_state()
     leaves, mask = _masked(64)
     for surroundings in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), switch.patch_sdpa()):
-        torch_faults._shown.clear()
+        found.clear()
         with surroundings:
             assert is_shown(FAULTS[0], CPU, torch.float32) == expected
-    torch_faults._shown.clear()
+    found.clear()
     torch.func.vmap(lambda x: (x, is_shown(FAULTS[0], CPU, torch.float32))[0])(torch.zeros(2))
-    assert torch_faults._shown[FAULTS[0].name, CPU, torch.float32] == expected
+    assert found[FAULTS[0].name, torch.float32] == expected
     torch.set_rng_state(state)
-    torch_faults._shown.clear()
+    found.clear()
     sdpa(*leaves, mask)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_probe_is_made_once_and_not_before_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_is_made_once_and_not_before_a_call_needs_it(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(torch_faults, "_shown", {})
     monkeypatch.setattr(torch_faults, "_try", lambda *a: made.append(a[0].name) or True)
     leaves, mask = _masked(32)
     sdpa(*leaves)
@@ -187,18 +195,18 @@ def test_a_probe_is_made_once_and_not_before_a_call_needs_it(monkeypatch: pytest
     assert made == [FAULTS[0].name]
 
 
-def test_a_probe_without_memory_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
     def fails(device: torch.device, dtype: torch.dtype) -> bool:
         raise error
 
-    monkeypatch.setattr(torch_faults, "_shown", {})
-    fault = torch_faults.Fault("a test", "", lambda call: True, fails)
+    found = runtime.part(ShownFaults).found
+    fault = torch_faults.Fault("a test", "", lambda call, read: True, fails)
     error: Exception = torch.cuda.OutOfMemoryError("a test")
     assert is_shown(fault, CPU, torch.float32)
-    assert not torch_faults._shown
+    assert not found
     error = RuntimeError("could not construct a memory descriptor")
     assert is_shown(fault, CPU, torch.float32)
-    assert torch_faults._shown
+    assert found
 
 
 # ---- rows that overlap ---------------------------------------------------------------------------------------------
@@ -263,5 +271,5 @@ def test_the_fused_kernels_only_read_them() -> None:
 
 
 def test_nothing_is_probed_on_import() -> None:
-    code = "import pascal_attn_core, pascal_attn_core.routes.torch_faults as t; assert not t._shown"
+    code = "import pascal_attn_core, pascal_attn_core.runtime as r; assert not r.runtimes()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,9 +14,11 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.device import MIB, device_info
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import tiled as tiled_route
 from pascal_attn_core.routes import why_not
+from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.tiled.plan import plan_call
+
+TILES = TiledRoute()
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +87,9 @@ def test_the_allocator_sees_no_more_than_the_plan(budget_mib: int, dtype: torch.
     config = AttentionConfig(route="tiled", budget_mib=budget_mib)
     call = check_call(query, key, value, is_causal=is_causal, enable_gqa=True)
     plan = plan_call(call, device_info("cuda"), config)
-    tiled_route.forward(call, config, with_lse=False)  # cuBLAS takes its workspace once
+    TILES.forward(call, config, with_lse=False)  # cuBLAS takes its workspace once
     with PeakMemory("cuda", follow=False) as peak:
-        out = tiled_route.forward(call, config, with_lse=False)
+        out = TILES.forward(call, config, with_lse=False)
     extra = peak.peak_bytes - out[0].numel() * out[0].element_size()
     assert plan.extra_bytes <= budget_mib * MIB
     assert extra <= plan.extra_bytes + ALLOCATOR_MIB * MIB

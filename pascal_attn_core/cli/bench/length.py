@@ -10,7 +10,7 @@ from ...call import check_call
 from ...config import AttentionConfig
 from ...device import MIB, device_info
 from ...observe.memory import measure
-from ...routes.tiled import forward
+from ...routes.tiled import TiledRoute
 from ...tiled.plan import plan_call
 
 HEADS, HEAD_DIM = 8, 64
@@ -24,7 +24,7 @@ def memory_by_length(lengths: tuple[int, ...] = LENGTHS, budget_mib: float | Non
         "tokens", and for each "math" (torch's plain attention), "tiled" (what is used) and "planned" (what its plan
         predicts).
     """
-    config = AttentionConfig(route="tiled", budget_mib=budget_mib)
+    config, tiled_route = AttentionConfig(route="tiled", budget_mib=budget_mib), TiledRoute()
     figures: dict[str, list[float]] = {"tokens": [], "math": [], "tiled": [], "planned": []}
     for tokens in lengths:
         query, key, value = (torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta") for _ in range(3))
@@ -32,7 +32,7 @@ def memory_by_length(lengths: tuple[int, ...] = LENGTHS, budget_mib: float | Non
         figures["tokens"].append(tokens)
         plain = measure(torch._scaled_dot_product_attention_math, query, key, value)
         figures["math"].append(plain.extra_bytes / MIB)
-        tiled = measure(lambda q, k, v: forward(check_call(q, k, v), config).out, query, key, value)
+        tiled = measure(lambda q, k, v: tiled_route.forward(check_call(q, k, v), config).out, query, key, value)
         figures["tiled"].append(tiled.extra_bytes / MIB)
         figures["planned"].append(plan_call(call, device_info("cpu"), config).extra_bytes / MIB)
     return figures

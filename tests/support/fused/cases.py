@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.tiled.layout import empty_output
 
 from .emulation import CARD, emulate
 

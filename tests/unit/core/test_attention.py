@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from pascal_attn_core import (
     sdpa,
     sdpa_with_lse,
 )
-from pascal_attn_core.call import check_call
-from pascal_attn_core.config import ROUTES
-from pascal_attn_core.routes import choose, why_not
+from pascal_attn_core.call import AttentionCall, Gradients, Results, check_call
+from pascal_attn_core.config import ROUTES, RouteUnavailable
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import choose, short, why_not
+from pascal_attn_core.routes.run import add_observer
 
 AUTO = AttentionConfig()
 
@@ -72,7 +76,7 @@ def test_auto_never_takes_a_route_with_a_reason_against_it() -> None:
 
 
 def test_large_calls_never_take_the_route_math(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["no fused kernel"])
+    monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["no fused kernel"])
     assert _route(*_qkv(2000, 2000)) == "tiled"
     assert _route(*_qkv(20, 20), window=(2, 2)) == "math"
     assert _route(*_qkv(20, 20), window=(2, 2), config=AttentionConfig(math_limit_mib=0)) == "tiled"
@@ -96,8 +100,7 @@ def test_explain_runs_nothing() -> None:
 
 
 def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(routes, "find_form", lambda *args, **options: ["a reason of this test"])
-    routes._warn_once.cache_clear()
+    monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["a reason of this test"])
     with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
         for _ in range(3):
             sdpa(*_qkv(), config=AttentionConfig(math_limit_mib=0))
@@ -122,6 +125,7 @@ def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monke
         return query
 
     monkeypatch.setattr(attention, "run_as_it_is", as_it_is)
+    monkeypatch.setattr(short, "run_as_it_is", as_it_is)
     monkeypatch.setattr(attention, "torch_sdpa", as_it_is)
     query = torch.randn(1, 2, 8, 8)
     expected = int(options in SHORT)
@@ -202,20 +206,99 @@ def test_watching_changes_neither_bits_nor_route(case: int) -> None:
     assert explain(*tensors, **options).startswith(f"route {key.route}: {key.why}")
 
 
-def test_observers_see_a_call_once_even_when_its_kernel_turns_out_to_be_unavailable(monkeypatch: pytest.MonkeyPatch):
+class PlainRoute(routes.Route):
+    """A route as somebody would add one: plain attention, whose gradients are computed by hand.
+
+    Attributes:
+        fails: whether it finds while running that it cannot.
+    """
+
+    name = "plain"
+
+    def __init__(self) -> None:
+        self.fails, self.ran = False, []
+
+    def plan(self, request: routes.Request) -> Any:
+        if self.fails and self.ran:
+            return ["it has failed"]
+        return ["it has no masks"] if request.call.attn_mask is not None else {"scale": request.call.scale}
+
+    def claim(self, request: routes.Request) -> routes.Choice | None:
+        plan = request.plan(self)
+        return None if isinstance(plan, list) else routes.Choice(self, "it comes first", plan)
+
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
+        self.ran.append(options)
+        if self.fails:
+            raise RouteUnavailable("it cannot")
+        return Results(*reference_sdpa(call.query, call.key, call.value, scale=plan["scale"]))
+
+    def backward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Any,
+        grad_out: torch.Tensor,
+        saved: Results,
+        **options: Any,
+    ) -> Gradients:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+            out = reference_sdpa(*leaves, scale=plan["scale"])[0]
+        return Gradients(*torch.autograd.grad(out, leaves, grad_out))
+
+
+@pytest.fixture
+def plain_route() -> Iterator[PlainRoute]:
+    route = PlainRoute()
+    routes.add_route(route, before="torch")
+    yield route
+    routes.remove_route(route)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_route_is_added_by_adding_an_element(plain_route: PlainRoute, compiled: bool) -> None:
+    """It is chosen, named, explained, recorded, differentiated and compiled like the others."""
+    attend = torch.compile(sdpa, backend="aot_eager", fullgraph=True) if compiled else sdpa
+    tensors = [t.requires_grad_() for t in _qkv(900, 900)]
+    for config in (AttentionConfig(), AttentionConfig(route="plain")):
+        with record() as report:
+            out = attend(*tensors, config=config)
+        assert report.routes() == {"plain": 1}
+        grads = torch.autograd.grad(out.square().sum(), tensors)
+        expected = reference_sdpa(*tensors)[0]
+        torch.testing.assert_close(out, expected)
+        for ours, right in zip(grads, torch.autograd.grad(expected.square().sum(), tensors)):
+            torch.testing.assert_close(ours, right)
+    assert all(options["for_grad"] for options in plain_route.ran)
+    assert explain(*tensors).startswith("route plain: it comes first\n")
+    mask = torch.ones(900, 900, dtype=torch.bool)
+    assert why_not("plain", check_call(*tensors, mask), AUTO) == ["it has no masks"]
+    with pytest.raises(UnsupportedAttention, match="it has no masks"):
+        sdpa(*tensors, mask, config=AttentionConfig(route="plain"))
+
+
+def test_a_name_is_a_routes_only_while_it_is_there(plain_route: PlainRoute) -> None:
+    routes.remove_route(plain_route)
+    with pytest.raises(ValueError, match="route must be one of"):
+        AttentionConfig(route="plain")
+    routes.add_route(plain_route)
+    AttentionConfig(route="plain")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_observers_see_a_call_once_even_when_its_route_turns_out_to_be_unavailable(
+    plain_route: PlainRoute, compiled: bool
+) -> None:
+    plain_route.fails = True
     seen: list = []
-    answers = [routes.Choice("fused", "of this test"), routes.Choice("tiled", "of this test")]
-    monkeypatch.setattr(attention, "choose", lambda *_, **__: answers.pop(0))
-
-    def unavailable(*_: object, **__: object) -> None:
-        raise attention.fused.KernelUnavailable("of this test")
-
-    monkeypatch.setattr(attention.fused, "run", unavailable)
-    stop = attention.add_observer(seen.append)
+    attend = torch.compile(sdpa, backend="aot_eager", fullgraph=True) if compiled else sdpa
+    tensors = [t.requires_grad_() for t in _qkv(700, 700)]
+    stop = add_observer(seen.append)
     try:
         with record() as report:
-            sdpa(*_qkv(700, 700))
+            attend(*tensors)
     finally:
         stop()
-    assert len(seen) == report.total == 1
-    assert report.routes() == {"tiled": 1}
+    assert len(plain_route.ran) == len(seen) == report.total == 1
+    assert report.routes() == {"torch": 1}

@@ -15,7 +15,7 @@ TOPS = ("pascal_attn_core", "nodes")
 FLOORS: list[set[str]] = [
     {"version", "config", "patching", "reference", "storage", "lazy_mask", "function_copy"},
     {"device", "call"},
-    {"observe"},
+    {"runtime", "observe"},
     {"tiled", "ffn"},
     {"fused"},
     {"routes"},
@@ -31,11 +31,12 @@ FLOORS: list[set[str]] = [
 HOSTS: dict[str, set[str]] = {
     "diffusers": {"diffusers", "cli"},
     "transformers": {"transformers", "cli"},
-    **dict.fromkeys(("comfy", "comfy_execution", "comfyui_version", "folder_paths", "server", "nodes"), {"nodes"}),
+    **{name: {"nodes"} for name in ("comfy", "comfy_execution", "comfyui_version", "folder_paths", "server")},
     "PIL": {"nodes", "cli"},
     "safetensors": {"capture", "cli"},
-    **dict.fromkeys(("numpy", "matplotlib", "rich"), {"cli"}),
-    **dict.fromkeys(("triton", "accelerate", "peft", "xformers", "flash_attn"), set()),
+    "numpy": {"nodes", "cli"},
+    **{name: {"cli"} for name in ("matplotlib", "rich")},
+    **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn")},
 }
 FILES = sorted(path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py"))
 
@@ -57,11 +58,11 @@ def imports_of(file: Path, text: str) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = (package[: len(package) - node.level + 1] if node.level else ()) + tuple((node.module or "").split("."))
-            base = tuple(part for part in base if part)
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(part for part in (node.module or "").split(".") if part)
             for alias in node.names:
-                full = (*base, alias.name)
-                yield full if (ROOT / Path(*full)).is_dir() or (ROOT / Path(*full)).with_suffix(".py").exists() else base
+                path = ROOT / Path(*base, alias.name)
+                yield (*base, alias.name) if path.is_dir() or path.with_suffix(".py").exists() else base
 
 
 def complaints(file: Path, text: str) -> list[str]:

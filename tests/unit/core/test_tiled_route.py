@@ -11,6 +11,7 @@ import torch
 from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import tiled as tiled_route
+from pascal_attn_core.runtime import runtime_of
 
 TILED = AttentionConfig(route="tiled")
 
@@ -87,7 +88,7 @@ def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
     assert steps[0] == least
     assert steps[-1] == full
     assert all(1.8 < later / earlier < 2.2 for earlier, later in itertools.pairwise(steps))
-    assert not tiled_route._caps  # nothing is remembered any more
+    assert not runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)  # nothing is remembered any more
 
 
 def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> None:
@@ -97,7 +98,7 @@ def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> No
     monkeypatch.setattr(tiled_route, "_PAUSE", -1.0)
     sdpa(*qkv, config=TILED)
     assert device.tried["forward"][-1] == device.tried["forward"][0]
-    assert not tiled_route._caps
+    assert not runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)
 
 
 def test_a_raise_that_was_too_much_is_tried_less_and_less_often(monkeypatch, qkv) -> None:

@@ -10,9 +10,10 @@ import torch
 from attn_support.oracle import assert_close, exact, plain
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, routes, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.observe.memory import measure
+from pascal_attn_core.routes import short
 from pascal_attn_core.routes import torch_kernel as torch_route
 from pascal_attn_core.routes.torch_kernel import TorchForm, find_form
 
@@ -28,7 +29,7 @@ def torch_takes(monkeypatch: pytest.MonkeyPatch) -> Callable:
             return rule(query, key, value, mask)
 
         monkeypatch.setattr(torch_route, "fused_takes", answer)
-        monkeypatch.setattr(routes, "fused_takes", answer)
+        monkeypatch.setattr(short, "fused_takes", answer)
 
     return set_rule
 

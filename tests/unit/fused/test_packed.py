@@ -13,7 +13,6 @@ from attn_support.fused.packed import each_alone, ends_of, stand_in_for_a_card
 from torch import Tensor
 
 from pascal_attn_core import UnsupportedAttention
-from pascal_attn_core.attention import add_observer
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
@@ -23,6 +22,7 @@ from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_packed import Packed, packed_launches
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes import fused as route
+from pascal_attn_core.routes.run import add_observer
 
 LENGTHS = [40, 7, 64]
 

@@ -21,7 +21,7 @@ import fused as tool  # noqa: E402
 import maxwell  # noqa: E402
 from share import KERNELS, backward_share, share  # noqa: E402
 
-from pascal_attn_core.fused import nvrtc, prebuilt
+from pascal_attn_core.fused import nvrtc, prebuilt  # noqa: E402
 from pascal_attn_core.fused import source as _source  # noqa: E402
 from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
 

@@ -212,18 +212,19 @@ def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch
     import sys
 
     tiled_route = sys.modules[engine_module.forget_halvings.__module__]
+    caps = tiled_route.runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)
     prompt = "one"
     monkeypatch.setattr(node_module("comfy.host"), "prompt_id", lambda: prompt)
     sampler, decoder = make_engine(), make_engine()
     for engine in (sampler, decoder):
         engine.begin()
         if engine is sampler:
-            tiled_route._lower(("a shape",), 1 << 20)
+            caps.lower(("a shape",), 1 << 20)
         engine.end()
-        assert tiled_route._caps  # it is the same prompt still
+        assert caps  # it is the same prompt still
     prompt = "two"
     sampler.begin()
-    assert not tiled_route._caps
+    assert not caps
     sampler.end()
 
 

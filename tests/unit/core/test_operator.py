@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pascal_attn_core import AttentionConfig, custom_op, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
+from pascal_attn_core.call import Options
+from pascal_attn_core.routes import operator
 
 TILED = AttentionConfig(route="tiled")
 
@@ -27,7 +29,7 @@ def test_tensor_subclasses_go_through_the_operator() -> None:
 def test_the_operator_has_gradients_for_masks_and_lse() -> None:
     tensors = [torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3)]
     bias = torch.randn(30, 30, requires_grad=True)
-    out, lse = custom_op.call(*tensors, bias, 0.0, False, None, False, "upper_left", None, None, None, TILED, True)
+    out, lse = operator.call(*tensors, bias, Options(), TILED, with_lse=True)
     actual = torch.autograd.grad(out.square().sum() + lse.sum(), (*tensors, bias))
     out, lse = sdpa_with_lse(*tensors, bias, config=TILED)
     expected = torch.autograd.grad(out.square().sum() + lse.sum(), (*tensors, bias))

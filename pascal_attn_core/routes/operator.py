@@ -1,0 +1,309 @@
+"""One custom operator, ``pascal_attn::sdpa``, with a fake and an autograd formula: what torch.compile, fake tensors and
+graphs see of a call. Inside it the call takes the same route as anywhere else, and so do its gradients.
+
+An operator's schema is flat, so the options of a call travel through it one by one. Their list stands here once, as
+text; the functions below take them as they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..call import (
+    AttentionCall,
+    AttentionOutput,
+    Options,
+    Results,
+    TiledStats,
+    accumulate_dtype,
+    check_call,
+    empty_output,
+    without_autocast,
+)
+from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..lazy_mask import LazyMask, MaskRule, rule_named
+from ..runtime import Runtime, runtime_of
+from ..version import __version__
+from . import Choice, Request, Route, choose
+from .run import note, run, show
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+_OPTIONS = (
+    "float dropout_p, bool is_causal, float? scale, bool enable_gqa, str alignment, SymInt[]? window, float? softcap, "
+    "Tensor? sinks, str config, str rule, SymInt[] rule_shape, Tensor[] rule_tensors"
+)
+_NUM_INPUTS, _NUM_OPTIONS = 4, len(_OPTIONS.split(", "))
+_SINKS = _NUM_INPUTS + Options._fields.index("sinks")  # its place among the operator's arguments
+
+# Compiled graphs are cached on disk by what they pass to the operator: with the version in it, a graph that was
+# compiled against another version of the operator is never taken from there.
+_TAG = f"{__version__}|"
+_ENVIRONMENT = "environment"  # instead of a config's token
+_UNREGISTERED = "-"  # instead of a rule's name
+
+_KEY = torch._C.DispatchKey
+_AUTOGRAD_KEYS = (_KEY.AutogradFunctionality, _KEY.AutogradOther, _KEY.AutogradNestedTensor, _KEY.ADInplaceOrView)
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LazyMask | None,
+    options: Options,
+    config: AttentionConfig | None,
+    *,
+    with_lse: bool,
+) -> AttentionOutput:
+    """The call as one node of a graph, for torch.compile and fake tensors; lse is empty unless asked for. A mask that
+    is a rule stays one: it goes in by its name, with the tensors that it reads."""
+    tensors = [t for t in (query, key, value, attn_mask) if t is not None and not isinstance(t, LazyMask)]
+    if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
+        check_call(query, key, value, attn_mask)  # raises
+    if isinstance(options.scale, Tensor) and options.scale.requires_grad:
+        check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
+    rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
+    if isinstance(attn_mask, LazyMask):
+        if not isinstance(attn_mask.rule, MaskRule) and not _has_no_numbers(query):
+            _check_that_a_graph_may_break(attn_mask, query)
+            from .outside_graphs import sdpa_with_an_unregistered_mask_rule as run_outside
+
+            out, lse = run_outside(query, key, value, attn_mask, options, config, with_lse)
+            return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
+        rule, attn_mask = _rule_arguments(attn_mask), None
+    inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
+    for_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    if options.window is not None:
+        sides = [-1 if side is None else side for side in options.window]
+        options = options._replace(window=sides)  # type: ignore[arg-type]
+    flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
+    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
+    return AttentionOutput(out, lse)
+
+
+def _has_no_numbers(query: Tensor) -> bool:
+    """Whether a call on this tensor only works out shapes, so that no rule is ever evaluated."""
+    return not torch.compiler.is_compiling() and isinstance(query, FakeTensor)
+
+
+def _check_that_a_graph_may_break(mask: LazyMask, query: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        kind = type(query).__name__
+        raise TypeError(f"for tensors of type {kind} mask_rule must register the rule of a LazyMask, got {mask.rule!r}")
+
+
+# ---- arguments as a schema can carry them ----------------------------------------------------------------------------
+
+
+def _token(config: AttentionConfig | None) -> str:
+    return _TAG + (_ENVIRONMENT if config is None else config.token)
+
+
+def _config(token: str) -> AttentionConfig:
+    token = token.removeprefix(_TAG)
+    return default_config() if token == _ENVIRONMENT else AttentionConfig.from_token(token)
+
+
+def _rule_arguments(mask: LazyMask) -> tuple[str, Sequence[int], Sequence[Tensor]]:
+    """A mask as the operator takes it: ``"float32 module:name"``, its shape, the tensors that the rule reads."""
+    name = mask.rule.name if isinstance(mask.rule, MaskRule) else _UNREGISTERED
+    dtype = str(mask.dtype).removeprefix("torch.")
+    return f"{dtype} {name}", list(mask.shape), [t.detach() for t in mask.tensors]
+
+
+def _lazy_mask(rule: str, shape: Sequence[int], tensors: Sequence[Tensor], query: Tensor) -> LazyMask:
+    """The inverse of :func:`_rule_arguments`."""
+    dtype, _, name = rule.partition(" ")
+    function = _unregistered if name == _UNREGISTERED else rule_named(name)
+    return LazyMask(shape, function, device=query.device, dtype=getattr(torch, dtype), tensors=tensors)
+
+
+def _unregistered(*indices: Tensor) -> Tensor:
+    raise LookupError("this graph was made without numbers, of a LazyMask whose rule mask_rule has not registered")
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *options: Any
+) -> tuple[AttentionCall, str]:
+    """(the call, the config's token) of the operator's arguments."""
+    *options, token, rule, rule_shape, rule_tensors = options  # type: ignore[assignment]
+    mask = _lazy_mask(rule, rule_shape, rule_tensors, query) if rule else attn_mask
+    given = Options(*options)
+    if given.window is not None:
+        given = given._replace(window=(given.window[0], given.window[1]))
+    return check_call(query, key, value, mask, *given), token
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+class GraphRoutes:
+    """Which route the calls of each kind take in graphs with gradients on one device. It is decided once: the backward
+    pass, which finds nothing of the forward pass but tensors, must go back by the same route."""
+
+    def __init__(self, runtime: Runtime):
+        self.routes: dict[tuple, Route] = {}
+
+
+def _kind(call: AttentionCall, token: str) -> tuple:
+    tensors = (call.query, call.key, call.value, call.attn_mask)
+    layouts = ((t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else t is None for t in tensors)
+    flags = (call.scale, call.dropout_p, call.is_causal, call.left, call.right, call.offset, call.softcap)
+    return (token, *layouts, *flags, call.sinks is None, call.needs_mask_grad)
+
+
+def _choice(call: AttentionCall, token: str, *, with_lse: bool) -> Choice:
+    """The route of a call whose gradients will be wanted: the same one in both passes."""
+    kind, decided = (with_lse, *_kind(call, token)), runtime_of(call.query.device).part(GraphRoutes).routes
+    config, route = _config(token), decided.get(kind)
+    if route is not None:
+        plan = route.plan(Request(call, config, with_lse, in_graph=True))
+        if not isinstance(plan, list):
+            return Choice(route, "as earlier calls of this kind in graphs", plan)
+    choice = choose(call, config, with_lse=with_lse, in_graph=True)
+    decided[kind] = choice.by
+    return choice
+
+
+def _forward_for_grad(call: AttentionCall, token: str, *, with_lse: bool) -> Results:
+    show(call)
+    stats = TiledStats()
+    while True:
+        choice = _choice(call, token, with_lse=with_lse)
+        try:
+            results = choice.by.forward(
+                call, _config(token), choice.plan, with_lse=with_lse, for_grad=True, stats=stats
+            )
+        except RouteUnavailable:  # its plan names the reason from now on
+            continue
+        note(call, choice, stats)
+        return results
+
+
+@contextlib.contextmanager
+def _autograd_reached() -> Iterator[None]:
+    """Inside an operator's body nothing is recorded for gradients, whatever enable_grad says: here it is."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "pascal_attn::sdpa",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OPTIONS}, bool with_lse, bool for_grad, bool wants_mask) "
+    "-> (Tensor out, Tensor lse, Tensor log_sum, Tensor seed)",
+)
+def _sdpa(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, log_sum, dropout seed), the last three empty where there is none."""
+    *arguments, with_lse, for_grad, wants_mask = arguments  # type: ignore[assignment]
+    call, token = _checked(query, *arguments)
+    with without_autocast(query):
+        if for_grad:
+            call = replace(call, needs_grad=True, needs_mask_grad=wants_mask)
+            results = _forward_for_grad(call, token, with_lse=with_lse)
+        else:
+            results = Results(*run(call, _config(token), with_lse=with_lse))
+    expected = _empty_results(call, with_lse=with_lse, for_grad=for_grad)
+    return tuple(_as_promised(t, empty) for t, empty in zip(results, expected))  # type: ignore[return-value]
+
+
+def _empty_results(call: AttentionCall, *, with_lse: bool, for_grad: bool) -> tuple[Tensor, ...]:
+    """What the operator returns, as far as shapes, dtypes and strides go."""
+    out, like, dtype = empty_output(call), call.query, accumulate_dtype(call.query.dtype)
+    lse = like.new_empty(out.shape[:-1] if with_lse or for_grad else (0,), dtype=dtype)
+    log_sum = like.new_empty(out.shape[:-1] if for_grad and call.has_bias else (0,), dtype=dtype)
+    return out, lse, log_sum, like.new_empty((1,) if for_grad and call.dropout_p else (0,), dtype=torch.int64)
+
+
+def _as_promised(tensor: Tensor | None, expected: Tensor) -> Tensor:
+    """A result in the strides that the fake operator has given it. What a route did not compute is never read."""
+    if tensor is None:
+        return expected.fill_(torch.nan) if expected.is_floating_point() else expected.zero_()
+    if expected.numel() == 0:
+        return expected
+    return tensor if tensor.stride() == expected.stride() else expected.copy_(tensor)
+
+
+@_sdpa.register_fake
+def _(query: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *arguments, with_lse, for_grad, _ = arguments  # type: ignore[assignment]
+    return _empty_results(_checked(query, *arguments)[0], with_lse=with_lse, for_grad=for_grad)
+
+
+@torch.library.custom_op(
+    "pascal_attn::sdpa_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor log_sum, Tensor seed, {_INPUTS}, "
+    f"{_OPTIONS}, bool with_lse, bool wants_mask, bool wants_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _sdpa_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, log_sum: Tensor, seed: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, attn_mask (or empty) and sinks (or empty)."""
+    *arguments, with_lse, wants_mask, wants_sinks = arguments  # type: ignore[assignment]
+    call, token = _checked(*arguments)
+    call = replace(call, needs_grad=True, needs_mask_grad=wants_mask)
+    saved = Results(out, lse, log_sum if log_sum.numel() else None, seed if seed.numel() else None)
+    with without_autocast(call.query), _autograd_reached():
+        choice = _choice(call, token, with_lse=with_lse)
+        grads = choice.by.backward(
+            call, _config(token), choice.plan, grad_out, saved,
+            grad_lse=grad_lse, wants_mask=wants_mask, wants_sinks=wants_sinks,
+        )  # fmt: skip
+    return tuple(call.query.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+
+
+@_sdpa_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    query, key, value, attn_mask, *options = arguments[6:-3]
+    wants_mask, wants_sinks = arguments[-2:]
+    like = (
+        query,
+        key,
+        value,
+        attn_mask if wants_mask else None,
+        options[_SINKS - _NUM_INPUTS] if wants_sinks else None,
+    )
+    return tuple(query.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    options, ctx.with_lse = inputs[_NUM_INPUTS : _NUM_INPUTS + _NUM_OPTIONS], inputs[-3]
+    ctx.save_for_backward(*inputs[:_NUM_INPUTS], inputs[_SINKS], *output, *options[-1])
+    ctx.options = [None if isinstance(option, Tensor) else option for option in options[:-1]]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *others: None) -> tuple:
+    *inputs, sinks, out, lse, log_sum, seed = ctx.saved_tensors[: _NUM_INPUTS + 5]
+    rule_tensors = list(ctx.saved_tensors[_NUM_INPUTS + 5 :])
+    options = [*ctx.options, rule_tensors]
+    options[_SINKS - _NUM_INPUTS] = sinks
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    wants_mask, wants_sinks = ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[_SINKS]
+    found = _sdpa_backward(
+        grad_out, grad_lse, out, lse, log_sum, seed, *inputs, *options, ctx.with_lse, wants_mask, wants_sinks
+    )
+    grads: list[Any] = [*found[:3], found[3] if wants_mask else None, *[None] * (_NUM_OPTIONS + 3)]
+    grads[_SINKS] = found[4] if wants_sinks else None
+    # To autograd an empty list is a list of tensors.
+    shape, tensors = _NUM_INPUTS + _NUM_OPTIONS - 2, _NUM_INPUTS + _NUM_OPTIONS - 1
+    grads[shape] = None if options[-2] else []
+    grads[tensors] = [None] * len(rule_tensors)
+    return tuple(grads)
+
+
+_sdpa.register_autograd(_backward, setup_context=_save)

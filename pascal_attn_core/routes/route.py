@@ -1,0 +1,205 @@
+"""What a route is, and how one becomes part of autograd's graph.
+
+A route is an object: ``plan`` says how it would take a call, or why it cannot; ``claim`` whether it wants the call when
+nobody names a route; ``forward`` and ``backward`` compute. The list of them is :data:`.routes.ROUTES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
+from ..config import AttentionConfig
+from ..device import MIB
+from ..lazy_mask import LazyMask
+from ..runtime import Runtime, runtime_of
+from .first_order import Grads, first_order
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A call whose route is to be found.
+
+    Attributes:
+        with_lse: the log-sum-exp of each row is wanted as well.
+        in_graph: the call is an operator of a graph whose backward pass asks once more: only what is the same both
+            times may decide, so no value of a tensor is read.
+        remarks: what routes that passed the call on have found out, for the sentence of the one that takes it.
+    """
+
+    call: AttentionCall
+    config: AttentionConfig
+    with_lse: bool = False
+    in_graph: bool = False
+    remarks: list[str] = field(default_factory=list)
+    _plans: dict[Route, Any] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> Runtime:
+        return runtime_of(self.call.query.device)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Extra memory that the call may use."""
+        if self.config.budget_mib is None:
+            return self.runtime.info.default_budget_bytes()
+        return int(self.config.budget_mib * MIB)
+
+    def plan(self, route: Route) -> Any:
+        """What ``route.plan`` answers, asked once."""
+        if route not in self._plans:
+            self._plans[route] = route.plan(self)
+        return self._plans[route]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Choice:
+    """A route for a call, and the sentence that says why.
+
+    Attributes:
+        plan: what ``route.plan`` answered.
+        over_torch: this route's time in units of that of torch's kernel, where both were timed on this card.
+        torch_stores: whether torch's own function would store the score matrix of the call, having no fused kernel that
+            takes it as it is; None where that is not known.
+    """
+
+    by: Route
+    why: str
+    plan: Any = None
+    over_torch: float | None = None
+    torch_stores: bool | None = None
+
+    @property
+    def route(self) -> str:
+        """The route's name."""
+        return self.by.name
+
+
+class Route:
+    """One way to compute attention.
+
+    Attributes:
+        name: as in ``AttentionConfig.route``, errors and reports.
+        is_differentiable: autograd records ``forward``, which consists of operators it can differentiate; where it is
+            not, ``backward`` computes the gradients from what ``forward`` returned.
+    """
+
+    name = ""
+    is_differentiable = False
+
+    def plan(self, request: Request) -> Any:
+        """How the route takes the call, handed to ``forward`` and ``backward``; or a list of reasons, one sentence
+        each, why it cannot. A plan must not hold the call's tensors where ``is_differentiable`` is False: autograd
+        keeps them."""
+        raise NotImplementedError
+
+    def claim(self, request: Request) -> Choice | None:
+        """The call for this route, if none that comes later in the list is faster; None = go on."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Any,
+        *,
+        with_lse: bool,
+        for_grad: bool,
+        stats: TiledStats | None,
+    ) -> Results:
+        """
+        Args:
+            for_grad: return all that ``backward`` needs.
+            stats: what the route ``tiled`` counts is added to it.
+        Raises:
+            RouteUnavailable: nothing has been computed.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Any,
+        grad_out: Tensor,
+        saved: Results,
+        *,
+        grad_lse: Tensor | None,
+        wants_mask: bool,
+        wants_sinks: bool,
+    ) -> Gradients:
+        """Gradients in the shapes of the inputs, those of attn_mask and sinks where they are wanted. A differentiable
+        route computes the call once more and lets autograd go back through it: this serves graphs, whose operators
+        autograd does not see into."""
+        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+        wanted = (True, True, True, wants_mask, wants_sinks)
+        with torch.enable_grad():
+            leaves = [
+                t.detach().requires_grad_(wants) if isinstance(t, Tensor) else t for t, wants in zip(inputs, wanted)
+            ]
+            again = call.with_tensors(*leaves)  # type: ignore[arg-type]
+            plan = self.plan(Request(again, config, with_lse=grad_lse is not None))
+            results = self.forward(again, config, plan, with_lse=grad_lse is not None, for_grad=False, stats=None)
+            outputs, seeds = [results.out], [grad_out]
+            if grad_lse is not None and results.lse is not None:
+                outputs, seeds = [results.out, results.lse], [grad_out, grad_lse]
+            sources = [t for t, wants in zip(leaves, wanted) if isinstance(t, Tensor) and wants]
+            found = iter(torch.autograd.grad(outputs, sources, seeds))
+        grads = [next(found) if isinstance(t, Tensor) and wants else None for t, wants in zip(leaves, wanted)]
+        return Gradients(*grads)  # type: ignore[arg-type]
+
+    def run(
+        self, call: AttentionCall, config: AttentionConfig, plan: Any, *, with_lse: bool, stats: TiledStats | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse or None), with gradients where the call needs them."""
+        if call.needs_grad and not self.is_differentiable:
+            inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+            return RouteFunction.apply(*inputs, call, config, self, plan, stats)
+        results = self.forward(call, config, plan, with_lse=with_lse, for_grad=False, stats=stats)
+        return results.out, results.lse
+
+
+class RouteFunction(torch.autograd.Function):
+    """``apply(query, key, value, attn_mask, sinks, call, config, route, plan, stats) -> (out, lse)`` by a route that
+    computes its own gradients; the inputs and the route's results are kept for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Tensor | None, *rest: Any
+    ) -> Any:
+        call, config, route, plan, stats = rest
+        results = route.forward(call, config, plan, with_lse=True, for_grad=True, stats=stats)
+        ctx.rule = attn_mask if isinstance(attn_mask, LazyMask) else None
+        ctx.save_for_backward(query, key, value, None if ctx.rule is not None else attn_mask, sinks, *results)
+        ctx.call, ctx.given = call.without_tensors(), (config, route, plan)
+        ctx.set_materialize_grads(False)
+        return results.out, results.lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        query, key, value, attn_mask, sinks, *results = ctx.saved_tensors
+        call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
+        saved = Results(*results)
+        config, route, plan = ctx.given
+        wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
+
+        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
+            with without_autocast(query):
+                return route.backward(
+                    call,
+                    config,
+                    plan,
+                    grad_out,
+                    saved,
+                    grad_lse=grad_lse,
+                    wants_mask=wants_mask,
+                    wants_sinks=wants_sinks,
+                )
+
+        grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
+        grads = first_order(compute, route.name, grad_out, grad_lse, (query, key, value, attn_mask, sinks))
+        return *grads, None, None, None, None, None

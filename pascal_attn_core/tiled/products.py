@@ -1,0 +1,133 @@
+"""The buffers of one call, and what is done with one tile of it: what the forward and the backward pass share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, accumulate_dtype
+from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
+from .layout import copies
+from .mask_writer import MaskWriter
+from .masks import Rule
+from .tiles import TilePlan
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+class TileProducts:
+    """Query heads that share a key/value head are rows of the same product, so K and V are never expanded. Rows are
+    ordered by token, then by head of the group: a range of tokens is a range of rows.
+
+    Attributes:
+        unit: what scores are multiplied by: log2(e), so that exp2 serves; 1 under a float mask, whose values may be as
+            low as -finfo.max, which log2(e) would push to -inf.
+        rows_may_be_empty: a row may see no key.
+        kept_share: of the probabilities, by dropout; inf where none is kept, so that dividing by it gives zero.
+    """
+
+    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None, *, for_backward: bool = False):
+        self.dtype, self.device = accumulate_dtype(call.query.dtype), call.query.device
+        self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
+        self.kept_share = 1.0 - call.dropout_p if call.dropout_p < 1 else math.inf
+        self.unit = 1.0 if call.has_bias else LOG2_E
+        self.softcap, self.sinks = call.softcap, call.sinks
+        self.rows_may_be_empty = call.attn_mask is not None or call.has_band
+        self.copies_query, self.copies_kv, self.copies_out = copies(call)
+        rows, keys = plan.units * plan.q_block * call.groups, plan.units * plan.kv_block
+        self.score_buffer = self.buffer(rows * plan.kv_block)
+        self.query_buffer = self.buffer(rows * call.head_dim if self.copies_query else 0)
+        self.acc_buffer = self.buffer(rows * call.head_dim_v if self.copies_out and not for_backward else 0)
+        widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
+        self.kv_buffer = self.buffer(keys * widest if self.copies_kv else 0)
+        self.scratch = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
+        self.masks = MaskWriter(
+            call.groups, self.dtype, self.device, masked=self.rows_may_be_empty, max_scores=self.score_buffer.numel()
+        )
+
+    def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """``size`` uninitialised elements, of the sums' dtype by default."""
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
+
+    # ---- scores ------------------------------------------------------------------------------------------------------
+
+    def scores(self, query: Tensor, key: Tensor, unit: float) -> Tensor:
+        """Scaled and capped scores ``[u, rows, keys]`` in the given unit. The cap makes no score larger, so a bound for
+        the score holds for it."""
+        if self.softcap is None:
+            return self.product(query, self.converted(key), self.scale * unit)
+        return self.tanh(query, self.converted(key)).mul_(self.softcap * unit)
+
+    def tanh(self, query: Tensor, key: Tensor) -> Tensor:
+        """tanh(scores / softcap)."""
+        assert self.softcap is not None
+        return self.product(query, key, self.scale / self.softcap).tanh_()
+
+    def product(self, query: Tensor, key: Tensor, factor: float) -> Tensor:
+        """query @ key^T * factor in the score buffer, ``[u, rows, keys]``."""
+        shape = (query.shape[0], query.shape[1], key.shape[1])
+        scores = self.score_buffer[: math.prod(shape)].view(shape)
+        return torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
+
+    def mask(self, scores: Tensor, rule: Rule) -> None:
+        """Add the tile's float mask; -inf where its rule forbids a key."""
+        self.add_bias(scores, rule)
+        self.masks.forbid(scores, rule, -math.inf)
+
+    def add_bias(self, scores: Tensor, rule: Rule) -> None:
+        """Add the tile's float mask, if it has one."""
+        if rule.mask is not None and rule.mask.dtype != torch.bool:
+            self.masks.add(scores, rule.mask)
+
+    def exp_(self, scores: Tensor) -> Tensor:
+        """e to the scores, in place, whichever unit they are in."""
+        return (scores.mul_(LOG2_E) if self.unit == 1.0 else scores).exp2_()
+
+    # ---- layout ------------------------------------------------------------------------------------------------------
+
+    def converted(self, part: Tensor) -> Tensor:
+        """A slice of key or value as the products take it: in the dtype of the sums, rows contiguous."""
+        return self.kv_buffer[: part.numel()].view(part.shape).copy_(part) if self.copies_kv else part
+
+    def by_head(self, rows: Tensor) -> Tensor:
+        """``[u, rows, X]`` as ``[u, G, tokens, X]``, the shape of an output's block."""
+        return self.masks.by_token(rows).transpose(1, 2)
+
+    def block_query(self, query: Tensor) -> Tensor:
+        """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""
+        if not self.copies_query:
+            return query[:, 0] if self.groups == 1 else query[:, :, 0]
+        tokens_first = query.transpose(1, 2)
+        block = self.query_buffer[: query.numel()].view(tokens_first.shape).copy_(tokens_first)
+        return block.view(query.shape[0], query.shape[1] * query.shape[2], query.shape[3])
+
+    def block_acc(self, out: Tensor) -> Tensor:
+        """Where the sums of a block are made: in the output itself ``[u, G, tokens, Dv]`` where that is possible."""
+        if not self.copies_out:
+            return out[:, 0] if self.groups == 1 else out[:, :, 0]
+        return self.acc_buffer[: out.numel()].view(out.shape[0], out.shape[1] * out.shape[2], out.shape[3])
+
+    # ---- sinks and dropout -------------------------------------------------------------------------------------------
+
+    def sink_rows(self, first_unit: int, shape: torch.Size) -> Tensor | None:
+        """The sinks of a block's rows in natural units, ``[u, rows, 1]``; None without sinks."""
+        if self.sinks is None:
+            return None
+        heads = self.sinks.detach().to(self.dtype).view(-1, self.groups)
+        units = torch.arange(first_unit, first_unit + shape[0], device=heads.device) % heads.shape[0]
+        return heads[units].repeat(1, shape[1] // self.groups)[..., None]
+
+    def row_codes(self, first_unit: int, query: Tensor, seq_len_q: int, q0: int) -> Tensor | None:
+        """Dropout codes of a block's rows, None without dropout."""
+        if self.seed is None:
+            return None
+        return block_row_codes(self.seed, first_unit, query.shape, self.groups, seq_len_q, q0)
+
+    def coins(self, shape: torch.Size, row_code: Tensor, first_key: int) -> Tensor:
+        """Dropout's zeros and ones for a tile; valid until the next tile."""
+        assert self.seed is not None
+        keys = key_codes(self.seed, first_key, first_key + shape[2])
+        return draw_coins(shape, row_code, keys, self.dropout_p, self.scratch)
