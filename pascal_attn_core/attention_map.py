@@ -1,4 +1,4 @@
-"""Attention to look at: the softmax rows of chosen queries, and what a causal rule or window saves."""
+"""Attention for inspection: the softmax rows of chosen queries, and what a causal rule or window saves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention_map(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The probabilities with which chosen queries look at all keys: exact softmax rows, without the full matrix.
+    """The attention probabilities of chosen queries over all keys: exact softmax rows, without the full matrix.
 
         weights = attention_map(query, key, rows=[0, 17, -1], is_causal=True)     # [*batch, Hq, 3, S]
 
@@ -39,7 +39,7 @@ def attention_map(
         rows: numbers of query tokens, -L ... L - 1, in any order.
         others: as in :func:`pascal_attn_core.sdpa`. With ``sinks`` a row sums to less than 1.
     Returns:
-        ``[*batch, Hq, len(rows), S]`` in float32 (float64 for float64), zero in a row that may look at no key.
+        ``[*batch, Hq, len(rows), S]`` in float32 (float64 for float64), zero in a row that sees no key.
     Raises:
         TypeError, ValueError: arguments that do not fit together, or a row that does not exist.
     """
@@ -148,7 +148,7 @@ def saved_by_band(
         is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`.
         q_block, kv_block: tokens of a tile; the causal diagonal runs through tiles that cannot be skipped.
     Raises:
-        TypeError, ValueError: a size that is none, or a rule that :func:`pascal_attn_core.sdpa` would refuse.
+        TypeError, ValueError: an invalid size, or a rule that :func:`pascal_attn_core.sdpa` refuses.
     """
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
         if size < 1:
@@ -170,5 +170,5 @@ def saved_by_band(
     return Saved(1 - visible / total, 1 - visited / tiles)
 
 
-# `pascal_attn_core.attention_map` is the function, which hides this module: the names of it are found there too.
+# `pascal_attn_core.attention_map` is the function, which shadows this module: give it the module's names.
 vars(attention_map).update({name: globals()[name] for name in __all__})

@@ -41,7 +41,7 @@ def tiled_attention(
     tile_size: int | None = 64,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Tiled attention in the words of pascal-attn.
+    """Tiled attention with pascal-attn's arguments.
 
     Args:
         query: ``[B, Hq, L, D]``; key, value: ``[B, Hkv, S, D]``, Hq a multiple of Hkv.
@@ -52,7 +52,7 @@ def tiled_attention(
     Returns:
         ``[B, L, Hq, D]``: tokens before heads, unlike ``sdpa``.
     Raises:
-        ValueError: shapes that do not fit, or Hq is not a multiple of Hkv.
+        ValueError: invalid shapes, or Hq is not a multiple of Hkv.
     """
     config = replace(default_config(), route="tiled", q_block=tile_size, kv_block=tile_size)
     out = sdpa(query, key, value, mask, dropout_p, scale=scale, enable_gqa=True, config=config)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 log = logging.getLogger("pascal_attn")
 
 ROUTES = ("fused", "torch", "tiled", "math")
-# Less exact: taken only where they are asked for by name.
+# Less exact: opt-in by name.
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
@@ -48,7 +48,7 @@ class AttentionConfig:
         softmax: ``"auto"`` leaves out the running row maximum where the scores are provably bounded, ``"online"``
             always keeps it.
         math_limit_mib: a score matrix up to this size in MiB may go to torch's math attention.
-        trim_masks: look at the values of a mask to leave out keys and tiles that nobody may look at. On a GPU this
+        trim_masks: read the values of a mask to skip keys and tiles that are fully masked. On a GPU this
             costs one synchronisation per masked call.
     """
 
@@ -89,9 +89,9 @@ class AttentionConfig:
     def from_env(environ: dict[str, str] | None = None) -> AttentionConfig:
         """The default config changed by ``PASCAL_ATTN_<FIELD>`` variables, e.g. ``PASCAL_ATTN_BUDGET_MIB=16``.
 
-        An empty value is as good as none. What cannot be used, a value or a name that starts with ``PASCAL_ATTN_``, is
-        reported once in the log, with what was expected, and otherwise left alone: a variable that was set for
-        something else must not end a program.
+        An empty value counts as unset. An invalid value, or an unknown name that starts with ``PASCAL_ATTN_``, is
+        reported once in the log, with what was expected, and ignored: a variable that was set for something else must
+        not end a program.
 
         Args:
             environ: the variables to read; None = ``os.environ``.
@@ -117,8 +117,8 @@ class AttentionConfig:
 
 
 def switched_on(name: str) -> bool:
-    """Whether an environment variable of SWITCHES says yes; unset or empty is no, and so is, with a warning, what is
-    neither yes nor no."""
+    """Whether an environment variable of SWITCHES is on; unset or empty is off, and so is, with a warning, an invalid
+    value."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", *_WORDS):
         _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
@@ -148,7 +148,7 @@ def default_config() -> AttentionConfig:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: the platform's folder for a user's caches."""
+    """Where compiled kernels are cached: the platform's folder for a user's caches."""
     if sys.platform == "win32":
         root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
@@ -195,7 +195,7 @@ def _parse(default: Any, name: str, text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, cut where it is long. Python refuses to write out numbers of thousands of digits."""
+    """A value for a message, shortened if it is long. Python refuses to print numbers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

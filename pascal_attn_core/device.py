@@ -1,4 +1,4 @@
-"""What a device is: the only caller of ``torch.cuda.get_device_properties``."""
+"""Facts about a device; the only caller of ``torch.cuda.get_device_properties``."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class DeviceInfo:
         return self.kind != "cpu"
 
     def default_budget_bytes(self, *, backward: bool = False) -> int:
-        """Extra memory one call may use unless the user says otherwise: 64 MiB on a GPU; on a CPU 4 MiB, and 6.5 MiB
+        """Extra memory one call may use by default: 64 MiB on a GPU; on a CPU 4 MiB, and 6.5 MiB
         for its gradients, which hold two tiles of scores."""
         if self.is_gpu:
             return 64 * MIB
         return 13 * MIB // 2 if backward else 4 * MIB
 
 
-# Shapes on the meta device are planned as on a CPU: no property of it can be asked, and its memory can be counted.
+# Calls on the meta device are planned as on a CPU: it has no properties, and its memory can be counted.
 CPU_LIKE = ("cpu", "meta")
 
 
@@ -115,7 +115,7 @@ def _cpu_shared_cache_bytes() -> int:
 
 
 def free_bytes(device: torch.device | str) -> int | None:
-    """Free memory of a CUDA device in bytes as its driver reports it, or None where torch cannot tell."""
+    """Free memory of a CUDA device in bytes as its driver reports it, or None where torch does not know it."""
     device = torch.device(device)
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""A function's own code over other globals: what it calls by a global name can be another function for it alone."""
+"""Copies of functions with other globals: what a copy calls by a global name can be another function for it alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def copy_over(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
-    """A copy of ``function`` for which the global names in ``replaced`` mean what is given there.
+    """A copy of ``function`` for which the global names in ``replaced`` have the values given there.
 
-    Everything else it looks up where the original does, at the time of the call, so that whoever patches that module
-    later is heard. What it calls is not copied.
+    Everything else is looked up where the original does, at the time of the call, so that later patches of that module
+    take effect. What it calls is not copied.
     """
     code, defaults, closure = function.__code__, function.__defaults__, function.__closure__
     copy = FunctionType(code, _Globals(function.__globals__, replaced), function.__name__, defaults, closure)
@@ -21,10 +21,10 @@ def copy_over(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
 
 
 class _Globals(dict):
-    """The globals of a module with some names replaced; the others are looked up there when they are asked for."""
+    """The globals of a module with some names replaced; the others are looked up there when they are used."""
 
     def __init__(self, module: dict[str, Any], replaced: dict[str, Any]):
-        # what the interpreter itself looks up, for builtins and relative imports, past __missing__
+        # looked up by the interpreter, for builtins and relative imports, without __missing__
         own = {name: value for name, value in module.items() if name.startswith("__")}
         super().__init__({**own, **replaced})
         self.module = module

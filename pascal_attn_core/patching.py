@@ -15,8 +15,8 @@ class Patch:
 
     Args:
         name: what was changed, for the log.
-        undo: takes the change back. Called once. It puts the original back only where ours is still on top; what it
-            had to leave in place it returns as a list of sentences, which are logged as warnings.
+        undo: undoes the change. Called once. It restores the original only where ours is still on top; for what it had
+            to leave in place it returns a list of sentences, which are logged as warnings.
         sites: in how many places the change was made.
 
     ``with`` leaves it in force for a block:
@@ -37,7 +37,7 @@ class Patch:
         return self._undo is not None
 
     def remove(self) -> None:
-        """Take the change back. A second call does nothing."""
+        """Undo the change. A second call does nothing."""
         with self._lock:
             undo, self._undo = self._undo, None
         if undo is None:
@@ -59,7 +59,7 @@ class Patch:
 
 
 class PatchGroup:
-    """Collects undo steps while a change is being made at many places; a failure half-way takes back what was done.
+    """Collects undo steps while a change is made in many places; after a failure half-way all of them are undone.
 
     with PatchGroup("my change") as group:
         for module in modules:
@@ -72,7 +72,7 @@ class PatchGroup:
         self._undos: list[Callable[[], list[str] | None]] = []
 
     def add(self, undo: Callable[[], list[str] | None]) -> None:
-        """Remember how to take back the step just made."""
+        """Remember how to undo the step just made."""
         self._undos.append(undo)
 
     def __enter__(self) -> PatchGroup:

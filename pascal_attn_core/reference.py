@@ -1,4 +1,5 @@
-"""Plain attention in a dozen lines: the definition of correct. Slow, O(L*S) memory, any dtype up to float64."""
+"""Plain attention in a dozen lines: the definition of a correct result. Slow, O(L*S) memory, any dtype up to
+float64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def allowed_keys(
     window: tuple[int, int] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Bool ``[L, S]``: which keys the causal rule and the sliding window leave to each query.
+    """Bool ``[L, S]``: which keys each query sees under the causal rule and the sliding window.
 
     L = 2, S = 4, causal (1 = may look)::
 
@@ -56,7 +57,7 @@ def reference_sdpa(
     """softmax(query @ key^T * scale + attn_mask) @ value, and the log of the softmax's denominator.
 
     Shapes and dtypes as in :func:`pascal_attn_core.sdpa`; computed in the dtype of the inputs throughout (pass float64
-    for an oracle). A row that may look at no key gives zeros and lse = -inf.
+    for an oracle). A row that sees no key gives zeros and lse = -inf.
 
     Returns:
         (out ``[*batch, Hq, L, Dv]``, lse ``[*batch, Hq, L]``)

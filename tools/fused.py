@@ -1,7 +1,7 @@
 """Compiles the fused kernels without a GPU, for every architecture: ``python tools/fused.py table | prebuilt | share``.
 
-Needs the test extra (NVRTC 12.6 as a wheel). Compilations are kept in ``build/fused`` by the hash of their source, so
-that a second run only compiles what has changed.
+Needs the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their source, so that
+a second run only compiles what has changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = """\
 
 
 def all_variants() -> Iterator[Variant]:
-    """Every variant that the package can ask for."""
+    """Every variant that the package can load."""
     for kind in KINDS:
         for head_dim in HEAD_DIMS:
             if kind.startswith("grad") and head_dim > 256:
@@ -51,7 +51,7 @@ def archs_of(variant: Variant) -> list[int]:
 
 
 def nvrtc(arch: int) -> _nvrtc.Nvrtc:
-    """The library whose output the table and the prebuilt cubins are."""
+    """The NVRTC library that makes the table and the prebuilt cubins."""
     found = [lib for lib in _nvrtc.load(_nvrtc.candidates()) if lib.version == NVRTC and arch in lib.archs()]
     if not found:
         sys.exit(f"NVRTC {NVRTC[0]}.{NVRTC[1]} must be installed: pip install -e '.[test]'")
@@ -59,7 +59,7 @@ def nvrtc(arch: int) -> _nvrtc.Nvrtc:
 
 
 def compiled(variant: Variant, arch: int) -> _nvrtc.Compiled:
-    """The variant's machine code and the compiler's log, from ``build/fused`` where they have been made before."""
+    """The variant's machine code and the compiler's log, from ``build/fused`` if they are cached."""
     stem = BUILD / f"{digest(variant)[:32]}-sm_{arch}"
     cubin, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
     if not log.exists():
@@ -85,7 +85,7 @@ def cell(arch: int, log: str) -> str:
 
 
 def read_cell(text: str) -> tuple[list[tuple[int, int]], int]:
-    """What :func:`usage` had found when a cell was written."""
+    """The figures of :func:`usage` that a cell holds."""
     _, words, shared = text.split(":")
     pairs = (word.partition("!") for word in words.split("/"))
     return [(int(registers), int(spilled or 0)) for registers, _, spilled in pairs], int(shared)
@@ -100,7 +100,7 @@ def digests() -> dict[str, str]:
 
 
 def read_digests() -> dict[str, str]:
-    """What the table says it was made from; kinds that were only brought up to date in part are missing."""
+    """The hashes that the table was made from; kinds that were only updated in part are missing."""
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
     words = next((line.split()[3:] for line in lines if line.startswith("# Made from:")), [])
     return dict(zip(words[::2], words[1::2]))
@@ -117,7 +117,7 @@ def read_table() -> dict[str, dict[int, str]]:
 
 
 def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool) -> None:
-    """Bring the table up to date for some architectures and kinds of kernels; others keep the cells they have."""
+    """Update the table for some architectures and kinds of kernels; the other cells stay."""
     rows = read_table()
     jobs = [
         (variant, arch)

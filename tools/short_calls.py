@@ -59,7 +59,7 @@ def _of_one(query: torch.Tensor, options: dict, torchs: Callable[[], object], ro
         with patch_sdpa():
             ours = microseconds(by_name), microseconds(torchs)
         pairs.append((*ours, microseconds(torchs)))
-    for column in (0, 1):  # called as F's function, and held by name
+    for column in (0, 1):  # called as F's function, and by a name that was imported
         smallest = min(p[column] for p in pairs) - min(p[2] for p in pairs)
         cells.append((smallest, statistics.median(p[column] - p[2] for p in pairs)))
     return [f"{smallest:+6.1f} / {median:+6.1f}" for smallest, median in cells]

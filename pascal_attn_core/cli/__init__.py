@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..version import __version__
 
-# Each command is a module with add_parser(subparsers). It is imported only when it is asked for, so that
+# Each command is a module with add_parser(subparsers). It is imported only when it is needed, so that
 # `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
@@ -22,14 +22,14 @@ COMMANDS = {
 
 
 class CommandError(Exception):
-    """A mistake that the user can mend: printed without a traceback, exit code 2."""
+    """A user's mistake: printed without a traceback, exit code 2."""
 
 
 _MAX_THREADS = 1024
 
 
 def check_numbers(options: argparse.Namespace, *names: str) -> None:
-    """Refuse options (those that are given) that cannot be meant, before anything runs.
+    """Refuse invalid options before anything runs.
 
     Raises:
         CommandError: a count below 1, a time that is not above 0 and finite, or more threads than any machine has.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"pascal-attn {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, `| head` for one, has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

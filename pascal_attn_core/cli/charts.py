@@ -1,4 +1,4 @@
-"""Charts and picture sheets of the demo, drawn by matplotlib without any window."""
+"""Charts and picture sheets of the demo, drawn by matplotlib without a window."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def bar_chart(path: Path, panels: Sequence[tuple[str, str, Sequence[Bar]]], *, t
     """Horizontal bars in a grid of panels, two in a row, written as a PNG.
 
     Args:
-        panels: title, unit and bars of each panel. A panel whose values span more than a factor of 100 is drawn
-            to a logarithmic scale, and says so.
+        panels: title, unit and bars of each panel. A panel whose values span more than a factor of 100 has a
+            logarithmic scale, with a note.
         title, footer: lines above and below all panels.
     """
     figure = _figure(width=13, height=1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2)
@@ -107,7 +107,7 @@ def _draw_bars(axis: Any, title: str, unit: str, bars: Sequence[Bar]) -> None:
         axis.set_xscale("log")
         axis.set_xlim(smallest / 3, largest * 6)
     else:
-        axis.set_xlim(0, largest * 1.28)  # room for the figure behind the longest bar
+        axis.set_xlim(0, largest * 1.28)  # room for the figure after the longest bar
     left = smallest / 3 if is_log else 0.0
     for position, bar in zip(positions, bars):
         text = bar.note if bar.value is None else f"{short_number(bar.value)} {unit}"

@@ -32,11 +32,11 @@ TYPICAL = {
 
 @dataclass(frozen=True)
 class Info:
-    """Everything that the block shows.
+    """The content of the block.
 
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
-        timed: kinds of calls for which the fused kernel and torch's were timed here, and ours over theirs.
+        timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
     """
 
     machine: Machine
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gather() -> Info:
-    """Everything about this machine; starts CUDA on every card."""
+    """Gather it for this machine; starts CUDA on every card."""
     machine, config = look_around(), default_config()
     runs = judge(machine.devices[0], machine.build).runs
     return Info(
@@ -72,7 +72,7 @@ def gather() -> Info:
 
 
 def document(info: Info) -> dict[str, Any]:
-    """Everything that the block shows as plain values: the facts, and what follows from them.
+    """The content of the block as plain values: the facts, and what follows from them.
 
     Returns:
         the fields of :class:`Machine` and of :class:`Info`, and ``tiles`` per device and typical shape, ``complaints``
@@ -150,7 +150,7 @@ def _route_lines(info: Info) -> list[str]:
 
 
 def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> list[str]:
-    """What a route takes, and what it refuses by reason."""
+    """What a route takes, and what it refuses, grouped by reason."""
     none = [kind for group in refused.values() for kind in group]
     if not none:
         return [f"{route:6s} takes all of them"]

@@ -1,4 +1,4 @@
-"""The right answer of a call in float64, a block of query rows at a time: no score matrix is ever stored."""
+"""The exact result of a call in float64, a block of query rows at a time: no score matrix is ever stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 
 
 def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
-    """``count`` row numbers spread evenly over the query, the first and the last among them; None = every row."""
+    """``count`` row numbers spread evenly over the query, including the first and the last; None = every row."""
     if count is None or count >= seq_len_q:
         return torch.arange(seq_len_q)
     return torch.linspace(0, seq_len_q - 1, count).round().long()

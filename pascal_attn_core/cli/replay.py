@@ -18,8 +18,8 @@ from ..observe.report import mask_kind
 from . import CommandError, check_numbers
 from .bench.candidates import BASELINE, Candidate, route_candidates
 from .bench.clock import Clock, quiet_torch
+from .bench.measure import Result, Settings, race
 from .bench.report import COLUMNS, result_row, versions
-from .bench.run import Result, Settings, race
 from .tables import print_table
 
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--rows", type=int, help="query rows compared with float64 (default: all)")
     parser.add_argument("--budget-mib", type=float, help="extra memory that our routes may use")
-    parser.add_argument("--explain", action="store_true", help="say for each call why which route is chosen")
+    parser.add_argument("--explain", action="store_true", help="explain for each call which route is chosen and why")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run)
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     config = AttentionConfig(budget_mib=options.budget_mib)
     reports = []
     with quiet_torch(options.threads):
-        # every file is read before the first call runs: a bad one says so at once
+        # every file is read before the first call runs, so that a bad one fails at once
         for path, calls in [(path, _load(path)) for path in options.files]:
             for call in calls:
                 report = _replay(path, call, device, candidates, clock, settings, config)
@@ -91,7 +91,7 @@ def _replay(
     settings: Settings,
     config: AttentionConfig,
 ) -> dict[str, Any]:
-    # Dropout would leave nothing to compare: each route draws its own numbers.
+    # With dropout results cannot be compared: each route draws its own numbers.
     call = dataclasses.replace(call.to(device), dropout_p=0.0)
 
     def progress(text: str) -> None:
@@ -134,7 +134,7 @@ def _explain(call: CapturedCall, config: AttentionConfig) -> str:
             enable_gqa=call.enable_gqa,
             config=config,
         )
-    except (ValueError, TypeError) as error:  # a call that no route takes was captured as it came
+    except (ValueError, TypeError) as error:  # calls that no route takes are captured too
         return str(error)
 
 

@@ -1,12 +1,12 @@
-"""Feed-forward networks in slices of their tokens: the wide tensors inside never exist at once.
+"""Feed-forward modules run over slices of their tokens, so that their wide hidden tensors never exist as a whole.
 
     with patch_ffn(model, budget_mib=64) as patch:
         model(x)
     print(patch.report().text())
 
 Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
-a module is run in slices it is proven to treat every token on its own (see :mod:`.ffn_verify`); until then, and when
-it does not, it runs whole, as if it had not been patched.
+a module runs in slices it is proven to treat every token on its own (see :mod:`.proof`); until then, and if it does
+not, it runs whole, as if it had not been patched.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def patch_ffn(
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
         exclude: never these modules; likewise.
-        verify: prove each module token by token before its first call in slices. False = you vouch for all of them.
-        checkpoint: where gradients are wanted, each slice is computed once more in the backward pass, about a third
-            of the module's time; without that all slices' wide tensors would be kept. False = such calls run whole.
+        verify: prove each module token by token before its first call in slices. False = trust all of them.
+        checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
+            of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
     Returns:
-        A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; of several the newest
-        decides. Deep copies of the model made meanwhile follow the patch; pickled, a model is stored without it.
+        A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
+        newest decides. Deep copies of the model made meanwhile follow the patch; pickled, a model is stored without it.
     Raises:
         TypeError, ValueError: an argument that cannot be used.
     """
@@ -87,5 +87,5 @@ class FfnPatch(Patch):
         return self.sites if self.active else 0
 
     def report(self) -> FfnReport:
-        """What became of each module up to now."""
+        """The state of each module so far."""
         return FfnReport([report_line(found, self._sites_by_name.get(found.name)) for found in self._found])

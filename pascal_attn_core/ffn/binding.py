@@ -21,10 +21,10 @@ from .watch import Watch
 
 
 class FfnBinding:
-    """What :func:`patch_ffn` does, to be attached and detached many times; what has been proven stays.
+    """:func:`patch_ffn` for repeated attaching and detaching; proofs are kept in between.
 
     It serves several copies of a model (one per device) and keeps none of them alive. One binding is attached to a
-    module at a time: attaching a second one takes the first off, whoever forgot it there.
+    module at a time: attaching a second one detaches the first.
 
     Args:
         passing: exceptions of the host that a trial must not take for a refusal, such as its interrupt.
@@ -48,7 +48,7 @@ class FfnBinding:
         self._sites: weakref.WeakKeyDictionary[nn.Module, BoundSite] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module) -> int:
-        """Put slices into the feed-forward modules of ``model``; returns how many. Doing it twice changes nothing."""
+        """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call changes nothing."""
         sites = [(found.module, self._site(found.module)) for found in self._found(model) if not found.why_not]
         for module, site in sites:
             site.leave()
@@ -57,21 +57,21 @@ class FfnBinding:
         return len(sites)
 
     def detach(self, model: nn.Module) -> int:
-        """Take them out again; returns from how many. Others' slices and forwards stay."""
+        """Undo :meth:`attach`; returns for how many modules. Slices and forwards of others stay."""
         sites = [self._sites.get(module) for module in model.modules()]
         return sum(site.leave() for site in sites if site is not None)
 
     def restart_report(self) -> None:
-        """The report begins anew."""
+        """Reset the report."""
         for site in list(self._sites.values()):
             site.used.clear()
 
     def report(self, model: nn.Module) -> FfnReport:
-        """What became of each module of ``model`` since the report began."""
+        """The state of each module of ``model`` since the report was reset."""
         return FfnReport([self._line(found) for found in self._found(model)])
 
     def preview(self, model: nn.Module) -> FfnReport:
-        """The same before any call: what can be told from a run of ``min_tokens`` tokens without data. Modules that
+        """The same before any call: what a run of ``min_tokens`` tokens without data shows. Modules that
         pass are ``"waiting"``, since the proof is only made with the first call."""
         known: dict[Any, FfnReportLine] = {}
         lines = []
@@ -103,14 +103,14 @@ class BoundSite(Site):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self._sliced: Callable[[], SlicedForward | None] = _nothing  # it holds its module, which we must not
+        self._sliced: Callable[[], SlicedForward | None] = _nothing  # weak: it holds its module
         self._is_plain, self._inner = True, _nothing
 
     def copy(self) -> BoundSite:
         return BoundSite(self.settings)
 
     def leave(self) -> bool:
-        """Take it off its module, also from below another pack's forward; returns whether it was on."""
+        """Detach it from its module, also below another pack's forward; returns whether it was attached."""
         sliced, self._sliced = self._sliced(), _nothing
         if sliced is None or self not in sliced.sites:
             return False
@@ -118,7 +118,7 @@ class BoundSite(Site):
         return True
 
     def enter(self, sliced: SlicedForward) -> None:
-        """It has been put into ``sliced``. What was proven holds for the same forward below only."""
+        """Note that ``sliced`` uses it now. A proof holds only for the forward that it was made for."""
         self._sliced, inner = weakref.ref(sliced), sliced.inner
         is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
         if not is_same:
@@ -141,7 +141,7 @@ def _nothing() -> None:
 
 
 def _reference(forward: Callable[..., Any]) -> Callable[[], Any]:
-    """A weak reference, so that a wrapper of another pack may go while we remember it."""
+    """A weak reference, so that another pack's wrapper can be collected while we remember it."""
     try:
         return weakref.WeakMethod(forward) if isinstance(forward, types.MethodType) else weakref.ref(forward)
     except TypeError:
@@ -165,9 +165,9 @@ def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
             )
             watch.put_back()
     except NotTokenwise as reason:
-        # what a made-up input does not get through says nothing about a real one
+        # a refusal of a made-up input says nothing about a real one
         return {"why": _LATER} if isinstance(reason.__cause__, Exception) else {"state": "refused", "why": str(reason)}
-    return {"why": "seems to work token by token; proven in its first call"}
+    return {"why": "appears to work token by token; to be proven in its first call"}
 
 
-_LATER = "is looked at in its first call"
+_LATER = "will be examined in its first call"

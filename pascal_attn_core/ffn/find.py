@@ -1,4 +1,4 @@
-"""Which modules of a model are feed-forward networks: by name and structure, without knowing any host."""
+"""Finds the feed-forward modules of a model by name and structure, without knowing any host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Found(NamedTuple):
 
 
 def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
-    """The feed-forward modules of ``model``, outermost first, each once, and what looks like one but cannot be one.
+    """The feed-forward modules of ``model``, outermost first, each once, and modules that look like one but cannot run
+    in slices.
 
     Args:
         include: exactly these instead of what is recognised: a shell pattern for the qualified name (``"*.ff"``), a

@@ -1,4 +1,4 @@
-"""What stands in a module's ``forward`` while it is chunked, and how it gets there and away again."""
+"""The replacement ``forward`` of a chunked module; attaching and detaching it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .run import inputs_of, run_checkpointed, run_sliced
 from .watch import Watch
 
 _MAX_PLANS = 256
-_MOST_CHANGES = 8  # in calls one after the other: such a module is not worth a proof each time
+_MOST_CHANGES = 8  # in consecutive calls: beyond, a proof each time is not worth its cost
 _proof_lock = threading.RLock()
 
 
 class SlicedForward:
-    """Stands in a module's ``forward``. A callable with slots: hooks that wrap it copy no attributes from it."""
+    """Replaces a module's ``forward``. It has slots, so that hooks that wrap it copy no attributes from it."""
 
     __slots__ = (
         "__weakref__", "_changes", "_defined", "_key", "_watch", "inner", "module", "recheck", "sites", "whole",
@@ -45,7 +45,7 @@ class SlicedForward:
         return inspect.signature(self.whole)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self.module).forward is not self._defined and self.inner is None:  # replaced by somebody
+        if type(self.module).forward is not self._defined and self.inner is None:  # the class's forward was replaced
             self._defined = type(self.module).forward
             self.whole = types.MethodType(self._defined, self.module)
         site = self.sites[-1] if self.sites else None
@@ -127,13 +127,13 @@ class SlicedForward:
 
 
 _FOUND_LATER = (
-    "was proven, but a later check found that its tokens are not alone: something has changed that its code does not "
-    "name"
+    "was proven, but a later check found that its tokens affect each other: something has changed that its code does "
+    "not name"
 )
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, in which no value can be looked at."""
+    """Whether a CUDA graph is being captured, during which no value can be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -141,13 +141,14 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:
-    """Let ``site`` decide over the calls of ``module``; returns what undoes it and says what could not be undone."""
+    """Let ``site`` decide about the calls of ``module``; returns a function that undoes it and returns what it could
+    not undo."""
     sliced = place(module, site)
     return lambda: detach(sliced, site)
 
 
 def place(module: nn.Module, site: Site) -> SlicedForward:
-    """Likewise; returns what stands in the module's forward."""
+    """Likewise; returns the replacement forward."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
     if sliced is None:
@@ -159,7 +160,7 @@ def place(module: nn.Module, site: Site) -> SlicedForward:
 
 
 def detach(sliced: SlicedForward, site: Site) -> list[str]:
-    """Take ``site`` off again, and the rest with the last of them unless somebody's forward lies on top of it."""
+    """Remove ``site``, and with the last one the replacement forward, unless another forward was put over it."""
     sliced.sites = [other for other in sliced.sites if other is not site]
     if sliced.sites:
         return []
@@ -171,4 +172,4 @@ def detach(sliced: SlicedForward, site: Site) -> list[str]:
                 del place[key]
             return []
     kind = type(sliced.module).__name__
-    return [f"the forward of a {kind} was replaced while patched; ours stays below it and hands every call on"]
+    return [f"the forward of a {kind} was replaced while patched; ours stays below it and passes every call on"]

@@ -37,7 +37,7 @@ class CastingLayers:
     Attributes:
         name: the attribute, of the instance or its class, that they are recognised by.
         cache_prefixes: how the names of the instance attributes begin in which they cache weights between calls;
-            attributes that begin with an underscore are taken for such in any case.
+            attributes that begin with an underscore count as such in any case.
     """
 
     name: str
@@ -51,7 +51,7 @@ _hook_names = frozenset({"forward"})
 
 
 def register(*additions: WeightHooks | CastingLayers) -> None:
-    """Let every FFN patch recognise what a host adds to modules; an equal one that is registered already is kept once.
+    """Let every FFN patch recognise what a host adds to modules; equal registrations count once.
 
     Raises:
         TypeError: one of ``additions`` is neither :class:`WeightHooks` nor :class:`CastingLayers`.

@@ -1,4 +1,4 @@
-"""How a feed-forward call runs: whole, or in the fewest slices that keep the budget, once it is proven."""
+"""Decides how a feed-forward call runs: whole, or, once proven, in the fewest slices that keep the budget."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DEFAULT_BUDGET_MIB = 64.0
 _MAX_SHARED = 1024
 _MAX_KNOWN = 16
 _LEAST_TOKENS = 2  # of a slice
-_LEAST_ROWS = 64  # shorter slices cost more time than any budget is worth
+_LEAST_ROWS = 64  # shorter slices cost too much time
 
 
 @dataclass(eq=False)
 class Settings:
-    """What one patch was asked for; shared by all its modules and by deep copies of them.
+    """The options of one patch; shared by all its modules and by deep copies of them.
 
     Attributes:
-        passing: exceptions that a trial does not take for a refusal: a host's interrupt.
-        shared: plans by structure and kind of call: blocks that are built alike need one proof.
+        passing: exceptions that a trial re-raises instead of treating them as a refusal: a host's interrupt.
+        shared: plans by structure and kind of call, so that identical blocks need one proof.
     """
 
     budget_mib: float | None = None
@@ -94,7 +94,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Known:
-    """What holds at any length: the most tokens that fitted the budget whole, and the proof of which no part needs data
+    """What holds at any length: the most tokens that fitted the budget whole, and a proof that need not run with data
     again where the same operators run."""
 
     fits: int = 0
@@ -106,9 +106,9 @@ class Site:
     """One module under one patch.
 
     Attributes:
-        plans: what was decided for the kinds of calls seen so far.
-        used: those of them that were followed since the report began.
-        refusals: why it does not run in slices, by the modes that this was found in.
+        plans: the plan of each kind of call seen so far.
+        used: plans executed since the report was reset.
+        refusals: why it does not run in slices, by the mode in which that was found.
         known: what has been found out at other lengths, by the kind of the call without its length and by the proof:
             the experts of a mixture are given another number of tokens in each call.
     """
@@ -128,7 +128,7 @@ WHOLE = Plan((), "")
 
 
 def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
-    """All that one plan may depend on, but for the module's attributes; cheap, since every call asks."""
+    """Everything a plan may depend on, except the module's attributes; cheap, since every call computes it."""
     device = x.device
     cast = _autocast_dtype(device.type) if torch._C._is_any_autocast_enabled() else None
     key = (x.shape, x.stride(), x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
@@ -164,7 +164,7 @@ def make_plan(
     Args:
         fn: the module's forward without us.
         kind: what ``kind_of_call`` said if ``fn`` is what the module's class defines; the decision then holds for
-            modules that are built alike.
+            identical modules too.
         watch: of what the module's code refers to now.
     """
     try:
@@ -179,7 +179,7 @@ def make_plan(
         return Plan((), known, refused=True)
     wants_grad = torch.is_grad_enabled() and _any_requires_grad(module, inputs)
     if wants_grad and not site.settings.checkpoint:
-        return Plan((), "gradients are wanted and checkpoint=False")
+        return Plan((), "gradients are needed and checkpoint=False")
     if _cannot_decide_now(x, site.settings):
         return WHOLE
     shared, alike = site.settings.shared, None if any(map(is_hooked, module.modules())) else proof
@@ -193,7 +193,7 @@ def make_plan(
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
-    if watch.changed():  # caches that the module has filled
+    if watch.changed():  # by caches that the module filled
         proof = alike = Watch(module, fn).key()
     plan = plan._replace(proof=proof)
     if kind is not None and alike is not None and len(shared) < _MAX_SHARED:
@@ -202,7 +202,7 @@ def make_plan(
 
 
 def _known_of(site: Site, module: nn.Module, inputs: Inputs, args: tuple, kwargs: dict, proof: tuple) -> Known:
-    if len(inputs.tokens) + len(args) + len(kwargs) > 2:  # what else is given may depend on the length
+    if len(inputs.tokens) + len(args) + len(kwargs) > 2:  # other arguments may depend on the length
         return Known()
     x = inputs.x
     kind = (x.shape[:-2], x.shape[-1], x.is_contiguous(), *kind_of_call(module, x, args, kwargs)[2:])
@@ -212,7 +212,7 @@ def _known_of(site: Site, module: nn.Module, inputs: Inputs, args: tuple, kwargs
 
 
 def refuse(site: Site, x: Tensor, module: nn.Module, inputs: Inputs, reason: str) -> None:
-    """A later check has found what the proof could not see: nothing that was decided holds any more."""
+    """A later check found what the proof could not see: discard every earlier decision."""
     mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
     site.refusals[mode] = reason
     site.known.clear()
@@ -239,7 +239,7 @@ def _decide(
         count = math.ceil(tokens / settings.chunk_tokens)
     elif extra <= settings.budget_bytes:
         known.fits = tokens
-        return Plan((), f"fits the budget: {extra / MIB:.1f} MiB beside input and output")
+        return Plan((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
     else:
         count = _fewest_slices(fn, module, inputs, full, settings, wants_grad, watch)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
@@ -253,7 +253,7 @@ def _decide(
 
 
 def _full_trace(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, watch: Watch) -> Trace:
-    """The trace at the full length. A module that fills a cache is run once more, now that it is filled."""
+    """The trace at the full length. A module that fills a cache is traced again with the cache filled."""
     tokens, strict, passing = inputs.x.shape[-2], settings.verify, settings.passing
     full = trace(fn, module, inputs, tokens, strict=strict, watch=watch, passing=passing)
     if strict and (full.has_constants or watch.changed()):
@@ -283,9 +283,9 @@ def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
 def _fewest_slices(
     fn: Callable, module: nn.Module, inputs: Inputs, full: Trace, settings: Settings, wants_grad: bool, watch: Watch
 ) -> int:
-    """Memory is a constant plus so much per token: two lengths tell both."""
+    """Memory is a constant plus an amount per token; traces of two lengths give both."""
     tokens = inputs.x.shape[-2]
-    budget = settings.budget_bytes / (2 if wants_grad else 1)  # backward, gradients lie beside what they belong to
+    budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
     least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
     probe = max(least, int(tokens * budget / (2 * full.peak_bytes)))
     part = trace(fn, module, inputs, probe, strict=settings.verify, watch=watch, passing=settings.passing)
@@ -305,7 +305,7 @@ def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:
 
 
 def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:
-    """Nothing can be proven without values, or while a CUDA graph is being recorded."""
+    """Nothing can be proven without values, or while a CUDA graph is being captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     if x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -1,4 +1,4 @@
-"""A module on some real tokens: what the rules of operators know nothing of, a few numbers show."""
+"""Runs a module on a few real tokens, to catch what the rules of operators cannot see."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .rules import NotTokenwise
 from .run import Inputs
 
-# Sums over the same numbers in another order differ by this much of the largest value. The operators have been proven
-# by then: these limits catch what the rules know nothing of, not rounding.
+# Sums over the same numbers in another order differ by this fraction of the largest value. The operators are proven
+# by then: these limits catch what the rules cannot see, not rounding.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -23,7 +23,8 @@ _TF32_TOLERANCE = 5e-3
 
 
 def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.dtype]) -> float:
-    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise: they must not see each other.
+    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise, and check that they do not affect
+    each other.
 
     Args:
         dtypes: of all tensors that hold tokens.
@@ -51,7 +52,7 @@ def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.
 
 
 def probe_gradients(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, count: int, relative: float) -> None:
-    """The gradients of two halves must add up to those of all ``count`` tokens.
+    """Check that the gradients of two halves add up to those of all ``count`` tokens.
 
     Raises:
         NotTokenwise: they do not.
@@ -109,7 +110,7 @@ def relative_limit(dtypes: set[torch.dtype]) -> float:
 
 
 def is_alike(out: Tensor, expected: Tensor, relative: float) -> bool:
-    """Whether the finite values of ``expected`` are those of ``out``, but for rounding."""
+    """Whether ``out`` equals the finite values of ``expected`` up to rounding."""
     return not _differ(out, expected, relative * _largest(expected))
 
 

@@ -3,11 +3,11 @@
 :func:`prove` follows the module's operators at the full length and at the length of a slice: every operator that
 touches the tokens must be one that keeps them apart, both lengths must run the same operators with the same numbers,
 and nothing but fresh tensors may be written. Only then is the module run for real, on a few of its own tokens: the same
-operators must run, and tokens must not see NaN planted in their neighbours, nor care how many neighbours they have.
+operators must run, and tokens must not be affected by NaN in their neighbours, nor by the number of their neighbours.
 
 The module is given its real input. What it computes from the tokens has no data, so that the wide tensors take no
-memory; everything else (weights, constants, caches that it fills) is real. If something without data outlives the
-trial, it is computed after all, put in its place, and the module is refused: see :class:`_Record`.
+memory; everything else (weights, constants, caches that it fills) is real. If a tensor without data outlives the trial,
+it is computed and replaced, and the module is refused: see :class:`_Record`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Backward(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What one trial showed.
+    """The result of one trial.
 
     Attributes:
         steps: the operators with their numbers, comparable between lengths.
         shape, dtype: of the output.
-        peak_bytes: most bytes that the run's own tensors take at once, the output among them.
+        peak_bytes: most bytes that the run's own tensors take at once, including the output.
         dtypes: of all tensors that held tokens.
-        kept: tensors that ``steps`` name by their address, which must not be used again.
+        kept: tensors that ``steps`` name by their address, which must not be reused.
         backwards: the backward passes written in Python.
         has_constants: tensors were made that do not depend on the tokens; the module may keep them for later.
     """
@@ -86,12 +86,12 @@ def trace(
 ) -> Trace:
     """Run ``fn`` on the first ``tokens`` tokens, without computing anything from them.
 
-    Weight-casting layers bring their weights for real, as in every call; that memory is not counted.
+    Weight-casting layers really fetch their weights, as in every call; that memory is not counted.
 
     Args:
         strict: refuse operators that do not keep tokens apart; False follows the memory only.
         real: compute everything.
-        watch: of what the module's code refers to; where the trial fails it is put back.
+        watch: of what the module's code refers to; restored if the trial fails.
         passing: exceptions that say nothing about the module (a host's interrupt): raised as they are.
     Raises:
         NotTokenwise: what keeps the module from being run in slices.
@@ -115,7 +115,7 @@ def _traced(
 ) -> Trace:
     mode.movable = movable_parameters(module)
     layers = casting_layers(module)
-    # What such a layer keeps between calls may only be written in the mode that it was made in.
+    # A tensor that such a layer caches may only be written in the mode in which it was made.
     inference = bool(layers) and torch.is_inference_mode_enabled()
     wants_grad = torch.is_grad_enabled()  # leaving inference mode would turn it on
     with undisturbed(module), uncompiled(module), _as_plain_autograd(wants_grad, inference):
@@ -127,7 +127,7 @@ def _traced(
                 raise
             except passing:
                 raise
-            except Exception as error:  # whatever foreign code raises on a trial becomes the reason
+            except Exception as error:  # whatever foreign code raises during a trial becomes the reason
                 raise mode.refusal or NotTokenwise(f"cannot be followed without data: {_one_line(error)}") from error
         if mode.refusal is not None:  # raised inside, and swallowed by the module
             raise mode.refusal
@@ -135,7 +135,7 @@ def _traced(
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """What the frames of a trial hold must not keep its tensors."""
+    """Drop the tensors of a trial that the frames of its error hold."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -189,8 +189,8 @@ def prove(
 
 
 def _computing(steps: list[Any]) -> list[Any]:
-    """What must be the same with data: autograd makes some views only of tensors without, and a kernel may leave out
-    statistics that its description promises."""
+    """The steps that must be the same with data: some views are only made of tensors without data, and a kernel may
+    omit statistics that its schema declares."""
     return [(name, before) for name, before, _, is_view in steps if not is_view]
 
 
@@ -199,8 +199,8 @@ def _probe_tokens(inputs: Inputs, lengths: Sequence[int]) -> int:
 
 
 def _check_backwards(full: list[Backward], part: list[Backward]) -> None:
-    """A backward pass written in Python may mix tokens, and none of the operators seen would show it; one that makes a
-    weight gives something of the same shape for any number of tokens."""
+    """Refuse a backward pass written in Python, which may mix tokens without any operator showing it; one that computes
+    a weight returns the same shape for any number of tokens."""
     for here, there in zip(full, part):
         if not here.is_known and (here.shapes != there.shapes or not here.shapes):
             raise NotTokenwise(f"has a backward pass of its own ({here.name})")
@@ -228,8 +228,8 @@ def _one_line(error: Exception) -> str:
 
 
 class _NoPeeking(TorchFunctionMode):
-    """Values read from a tensor in Python may decide what runs, and the next training step changes them; how a tensor
-    was made (a view, a version, an operator of autograd) differs between slices and the whole."""
+    """Refuses code that reads a tensor's values in Python, which may decide what runs and change with the next training
+    step; or how a tensor was made (view, version, autograd operator), which differs between slices and the whole."""
 
     def __init__(self, mode: _Follow):
         super().__init__()
@@ -248,21 +248,21 @@ class _NoPeeking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_plain_autograd(wants_grad: bool, inference: bool) -> Iterator[None]:
-    """Unseen by a surrounding checkpoint, which counts what is saved for the backward pass; and unless ``inference``
-    outside inference mode, where operators arrive unsplit."""
+    """Hides the block from a surrounding checkpoint, which counts what is saved for the backward pass; and leaves
+    inference mode, in which composite operators arrive whole, unless ``inference``."""
     keep = torch.autograd.graph.saved_tensors_hooks(_alias, lambda tensor: tensor)
     with torch.inference_mode(inference), torch.set_grad_enabled(wants_grad), keep:
         yield
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """An output that its own operator keeps for the backward pass would keep itself alive for good."""
+    """An output that its own operator saves for the backward pass would keep itself alive forever."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return tensor.detach()
 
 
 class _Follow(TorchDispatchMode):
-    """Runs what depends on the tokens without data, everything else (weights being unpacked, constants) as it is."""
+    """Runs what depends on the tokens without data, everything else (unpacking of weights, constants) as usual."""
 
     def __init__(self, tokens: int, device: torch.device, strict: bool, real: bool):
         super().__init__()
@@ -284,7 +284,7 @@ class _Follow(TorchDispatchMode):
         self.layers: list[int] = []  # weight-casting layers that are running, by number
 
     def given(self, inputs: Inputs) -> list[Tensor]:
-        """The tensors to call with: the input itself, or a slice of it as it is cut for a call."""
+        """The tensors to call with: the input itself, or a slice cut as in a real call."""
         tokens = list(inputs.tokens.values())
         if self.tokens != inputs.x.shape[-2]:
             tokens = [slice_of(tensor, 0, self.tokens) for tensor in tokens]
@@ -293,11 +293,11 @@ class _Follow(TorchDispatchMode):
             self._token_storages.add(tensor.untyped_storage()._cdata)
         for leaf in tree_leaves((inputs.args, inputs.kwargs)):
             if isinstance(leaf, Tensor) and leaf not in self._axes:
-                self._axes[leaf] = None  # may lie in the same memory
+                self._axes[leaf] = None  # may share memory
         return tokens
 
     def refuse(self, reason: str) -> NotTokenwise:
-        """What to raise; remembered, should the module swallow it."""
+        """The exception to raise; remembered in case the module swallows it."""
         self.refusal = self.refusal or NotTokenwise(reason)
         return self.refusal
 
@@ -337,7 +337,7 @@ class _Follow(TorchDispatchMode):
         return Trace(self.steps, out.shape, out.dtype, self.peak, self.dtypes, self.kept, backwards, self.has_constants)
 
     def settle(self, watch: Watch | None) -> bool:
-        """Whether something without data has outlived the trial; it has its data then."""
+        """Whether a tensor without data has outlived the trial; it has been computed then."""
         self._axes, self.fake = WeakTensorKeyDictionary(), None  # type: ignore[assignment]
         if not self._record.survivors():
             return False
@@ -363,7 +363,7 @@ class _Follow(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         held = any([self.holds(tensor) for tensor in tensors])
         if self.layers and not held:
-            return func(*args, **kwargs)  # the weights are brought
+            return func(*args, **kwargs)  # the weights are fetched
         if torch.is_inference_mode_enabled() and _is_composite(func):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
@@ -388,7 +388,7 @@ class _Follow(TorchDispatchMode):
     def _result(
         self, func: OpOverload, args: tuple, kwargs: dict, tensors: list[Tensor], held: bool, known: set[int]
     ) -> Any:
-        """What ``func`` gives; views of the input are real."""
+        """What ``func`` returns; views of the input are real."""
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not held or self.real or (_is_view(func) and not is_fake):
             return func(*args, **kwargs)
@@ -437,7 +437,7 @@ class _Follow(TorchDispatchMode):
     def _mark(self, func: OpOverload, result: Tensor, axis: TokenAxis | None, held: bool) -> None:
         if not held:
             if self._in_tokens(result):
-                self._axes[result] = None  # an argument without tokens that lies in the same memory
+                self._axes[result] = None  # an argument without tokens that shares memory
             return
         if axis is not None and result.numel() == 0:
             axis = None  # statistics that an operator did not need
@@ -471,7 +471,8 @@ class _Follow(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def _described(self, values: Any, *, sized: bool = False) -> list[Any]:
-        """What must be the same at every length. Sizes asked of a view are left out: its result shows them."""
+        """The part of a step that must be the same at every length. Size arguments of a view are left out: its result
+        shows them."""
         leaves = tree_leaves(values)
         return [self._description(leaf) for leaf in leaves if isinstance(leaf, Tensor) or not sized]
 
@@ -504,7 +505,7 @@ class _Number(int):
 
 
 class _Record:
-    """What was not computed in a trial, so that it can be, should something outlive it."""
+    """What a trial did not compute, so that it can be computed if something outlives the trial."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[OpOverload, tuple, dict, list[_Number | None]]] = []
@@ -513,7 +514,7 @@ class _Record:
         self._versions: list[tuple[Tensor, int]] = []
 
     def add(self, func: OpOverload, args: tuple, kwargs: dict, out: Any, *, lent: bool) -> None:
-        """Remember one operator with its arguments and what it gave without data.
+        """Remember one operator with its arguments and its results without data.
 
         Args:
             lent: a host takes the weights away again after each layer; they must not be kept.
@@ -543,7 +544,7 @@ class _Record:
         return [_Number(place) for place, refer in enumerate(self._made) if refer() is not None]
 
     def make_real(self) -> bool:
-        """Give the survivors their data; returns whether there were any."""
+        """Compute the data of the survivors; returns whether there were any."""
         wanted = self.survivors()
         if not wanted:
             return False
@@ -554,7 +555,7 @@ class _Record:
         with _disable_current_modes(), torch.no_grad():
             values = self._computed(set(wanted))
             fakes = [self._made[number]() for number in wanted]
-            self._made, self._numbers = [], WeakTensorKeyDictionary()  # nothing may refer to what is exchanged
+            self._made, self._numbers = [], WeakTensorKeyDictionary()  # nothing may refer to exchanged tensors
             for number, fake in zip(wanted, fakes):
                 try:
                     torch.utils.swap_tensors(fake, values[number])

@@ -1,7 +1,7 @@
-"""Now and then, a few tokens of a call in slices are run by themselves: they must come out the same.
+"""From time to time a few tokens of a sliced call are run by themselves and compared with the result.
 
-The proof holds as long as nothing changes that decides how the module's code runs. What its code names is compared in
-every call (:mod:`.ffn_watch`); this finds, within some calls, what cannot be named.
+A proof holds as long as nothing that decides how the module's code runs has changed. Whatever the code names is
+compared in every call (:mod:`.watch`); this check finds, within some calls, changes of what no name leads to.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .state import uncompiled
 
 MOST_TOKENS = 64
 _MOST_CALLS = 16  # between two checks
-_SPREAD = 0.6180339887498949  # multiples of it, without their whole part, are spread evenly over 0 .. 1
+_SPREAD = 0.6180339887498949  # the fractional parts of its multiples are spread evenly over 0 .. 1
 
 
 class Recheck:
-    """When to look again: in the 3rd call after a proof, the 4th, 6th, 9th ... and every 16th from then on."""
+    """When to check again: in the 3rd call after a proof, the 4th, 6th, 9th ... and every 16th from then on."""
 
     def __init__(self) -> None:
         self.calls, self._next, self._done = 0, 3, 0
@@ -45,11 +45,11 @@ class Recheck:
         out: Tensor,
         relative: float,
     ) -> bool:
-        """Whether some tokens out of one of the slices, run by themselves, give what they gave among the others.
+        """Whether some tokens out of one of the slices, run by themselves, give the same results as within the slice.
 
         Args:
             sizes: tokens of each slice.
-            out: [..., T, D], what the slices gave.
+            out: [..., T, D], the result of the slices.
             relative: how far results may be apart, relative to the largest.
         """
         which = int(len(sizes) * (self._done * _SPREAD % 1))

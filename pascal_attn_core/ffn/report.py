@@ -1,4 +1,4 @@
-"""What became of each feed-forward module of a patched model."""
+"""Report: the state of each feed-forward module of a patched model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FfnReportLine(NamedTuple):
 
 @dataclass(frozen=True)
 class FfnReport:
-    """What became of each feed-forward module."""
+    """The state of each feed-forward module."""
 
     lines: list[FfnReportLine]
 
@@ -44,7 +44,7 @@ class FfnReport:
 
 
 def report_line(found: Found, site: Site | None) -> FfnReportLine:
-    """What became of one module: ``site`` holds what was decided for it, None for one that cannot be run in slices."""
+    """The state of one module. ``site`` holds its plans; None for a module that cannot be run in slices."""
     name, module, why_not = found
     kind = type(module).__name__
     if site is None:

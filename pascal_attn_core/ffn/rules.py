@@ -1,9 +1,9 @@
-"""Which operators treat every token on its own: the rules by which a feed-forward module is proven token by token.
+"""Rules: which operators treat every token on its own. A feed-forward module is proven by them.
 
 A tensor that was computed from the tokens carries a :class:`TokenAxis`: where its token dimension lies. Each element
 may then depend on the token of its own position only. :func:`token_axis_of_output` says where the axis is after one
-more operator, or raises :class:`NotTokenwise`. An operator that is not listed here is refused: a new operator of torch
-costs memory until somebody adds it, never a wrong result.
+more operator, or raises :class:`NotTokenwise`. An operator that is not listed here is refused: until a new operator of
+torch is listed, modules that use it run whole; results are never wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def token_axis_of_output(func: Any, args: tuple, kwargs: dict, axis_of: Callable
         axis_of: gives the TokenAxis of a tensor, None if it holds no tokens.
         tokens: number of tokens in this run.
     Raises:
-        NotTokenwise: the operator lets one token act on another, or may do so for all we know.
+        NotTokenwise: the operator lets one token act on another, or is not known not to.
     """
     name = func._schema.name.partition("::")[2]
     if name in _REASONS:
@@ -97,7 +97,8 @@ def _bind(func: Any, name: str, args: tuple, kwargs: dict, axis_of: Callable, to
 
 
 def _elementwise(name: str, tensors: Sequence[Tensor], axis_of: Callable) -> TokenAxis:
-    """All tensors that hold tokens must have them at the same place from the right; the others must not vary there."""
+    """All tensors that hold tokens must have them in the same dimension from the right; the others must not vary along
+    it."""
     found = {(axis.dim - tensor.dim(), axis.inner) for tensor in tensors if (axis := axis_of(tensor)) is not None}
     if len(found) > 1:
         raise NotTokenwise(f"combines different tokens with each other ({name})")
@@ -252,7 +253,7 @@ def _as_list(dims: Any) -> list[int]:
 
 
 def _product(call: Call) -> TokenAxis:
-    """``mm``, ``bmm`` and their kin: one of the two matrices holds tokens, not in the dimension that is summed over."""
+    """``mm``, ``bmm`` and the like: one of the two matrices holds tokens, not in the dimension that is summed over."""
     left, right = _factors(call)
     axis = _product_axis(call, left, right)
     bias = call.arguments.get("self") if "self" not in (left, right) else None

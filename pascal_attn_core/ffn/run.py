@@ -1,4 +1,4 @@
-"""Run a function over slices of its tokens, and tell which of its arguments carry tokens."""
+"""Runs a function over slices of its tokens; decides which of its arguments carry tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         tokens: tensors [..., T, *] by place: an index into ``args`` or a name in ``kwargs``; the first is the input.
-        args, kwargs: all arguments; at the places of ``tokens`` what stands there is replaced.
+        args, kwargs: all arguments; those at the places of ``tokens`` are replaced.
     """
 
     tokens: dict[int | str, Tensor]
@@ -59,7 +59,9 @@ def inputs_of(args: tuple, kwargs: dict[str, Any]) -> Inputs:
                 raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, not a plain tensor")
             if value is x or (value.dim() >= 2 and value.shape[-2] == x.shape[-2]):
                 if type(value) is not Tensor:
-                    raise NotTokenwise(f"argument {place!r} is a parameter with a token dimension; its slices are none")
+                    raise NotTokenwise(
+                        f"argument {place!r} is a parameter with a token dimension, which cannot be sliced"
+                    )
                 tokens[place] = value
         elif not all(isinstance(leaf, SCALARS) for leaf in tree_leaves(value)):
             raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, which may carry tokens")
@@ -72,12 +74,13 @@ def sliced_is_view(inputs: Inputs) -> bool:
 
 
 def slice_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    """[..., T, C] -> [..., size, C]. A slice of a batch is copied: each layer that reads it would do so otherwise."""
+    """[..., T, C] -> [..., size, C]. A slice of a batch is copied once, because otherwise each layer that reads it
+    would copy it."""
     return tensor.narrow(-2, start, size).contiguous()
 
 
 def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
-    """``fn`` over slices of these many tokens; [..., T, C] -> [..., T, D]."""
+    """``fn`` over slices of these lengths; [..., T, C] -> [..., T, D]."""
     x, out, start = inputs.x, None, 0
     for size in sizes:
         part = inputs.call(fn, [slice_of(tensor, start, size) for tensor in inputs.tokens.values()])
@@ -92,7 +95,7 @@ def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> 
 
 
 def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
-    """Likewise with gradients: each slice keeps its input only, and is computed again in the backward pass."""
+    """Likewise with gradients: each slice saves only its input and is recomputed in the backward pass."""
 
     def of_slice(*parts: Tensor) -> Any:
         return inputs.call(fn, [part.contiguous() for part in parts])
@@ -103,7 +106,7 @@ def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int
         out = checkpoint(of_slice, *parts, use_reentrant=False, preserve_rng_state=False)
         _check(out, (*inputs.x.shape[:-2], size))
         if out.requires_grad:
-            out.register_hook(Tensor.contiguous)  # a slice of a batch is not; a backward pass may ask for views of it
+            out.register_hook(Tensor.contiguous)  # backward passes may take views of it
         outs.append(out)
     return torch.cat(outs, dim=-2)
 

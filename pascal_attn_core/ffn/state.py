@@ -1,4 +1,4 @@
-"""Leaves a module as it was found: what a trial run changes in it is put back, and reported as a reason."""
+"""Leaves a module as it was found: what a trial run changes in it is restored, and reported as a reason."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _DEPTH = 2
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Puts back the Python state of ``module`` and the random state of Python and NumPy.
+    """Restores the Python state of ``module`` and the random state of Python and NumPy.
 
     Raises:
-        NotTokenwise: the block changed any of them; what it changed is put back first.
+        NotTokenwise: the block changed any of them; the change is undone first.
     """
     children = [
         (name, child) for name, child in module.named_modules() if not isinstance(child, torch.jit.ScriptModule)
@@ -34,7 +34,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     draws, numpy_draws = random.getstate(), numpy.random.get_state() if numpy else None
     cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # a cast that is found there is missing among the operators
+    torch.set_autocast_cache_enabled(False)  # a cast that is found in the cache does not appear among the operators
     changed: list[str] = []
     try:
         yield
@@ -54,13 +54,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Children that torch.compile was given run as they were written: compiled code cannot be followed, and a few
-    tokens must not make it compile once more.
+    """Children compiled by torch.compile run uncompiled: compiled code cannot be followed, and a few tokens must not
+    trigger another compilation.
 
     Raises:
         NotTokenwise: this torch cannot switch that.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this: whoever compiled a child did so
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded if any child is compiled
     if dynamo is None or not any(isinstance(child, dynamo.OptimizedModule) for child in module.modules()):
         yield
         return
@@ -98,7 +98,7 @@ def announced(layers: list[nn.Module], running: list[int]) -> Iterator[None]:
 
 
 def hooked_children(module: nn.Module) -> list[str]:
-    """Names of modules inside on which somebody has registered a forward or backward hook: it would see slices."""
+    """Names of the modules inside that have a forward or backward hook, which would see slices."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(nn.modules.module, f"_global{kind}", None) for kind in kinds):
         return ["every module (a global hook)"]
@@ -108,7 +108,7 @@ def hooked_children(module: nn.Module) -> list[str]:
 
 
 class _Snapshot:
-    """The attributes of one module, and one or two levels into what they hold."""
+    """The attributes of one module, and of what they hold, one or two levels deep."""
 
     def __init__(self, module: nn.Module):
         self._casting = module if casts_weights(module) else None
@@ -128,7 +128,7 @@ class _Snapshot:
         self._take("", module.__dict__, _DEPTH)
 
     def put_back(self) -> list[str]:
-        """Restores and names what had changed."""
+        """Restores what has changed and returns its names."""
         if self._casting is not None:
             return self._put_back_casting(self._casting)
         changed = []
@@ -148,7 +148,7 @@ class _Snapshot:
         return changed
 
     def _put_back_casting(self, layer: nn.Module) -> list[str]:
-        """Where weights are kept between calls is the host's business, unless tensors without data got there."""
+        """Where a host keeps weights between calls is its own business, unless tensors without data ended up there."""
         state = layer.__dict__
         leaked = [key for key, value in {**state, **state["_parameters"]}.items() if isinstance(value, FakeTensor)]
         if not leaked and settings_of(layer) == self._settings:

@@ -1,9 +1,9 @@
-"""What may decide how a module's code runs, apart from its input: read when it is proven, compared in every call.
+"""Records what may decide how a module's code runs besides its input: read when it is proven, compared in every call.
 
 A :class:`Watch` starts at the modules inside and follows what their code names: attributes, also nested ones and
 ``__slots__``, containers, the classes' methods and attributes, globals, closures, context variables, the state of
-random generators, hooks. Code of torch and of the standard library is taken as it is. What cannot be reached by a name
-(state inside C extensions, ``globals()["a" + "b"]``) is left to the re-check of :mod:`.ffn_recheck`.
+random generators, hooks. Code of torch and of the standard library is assumed constant. What cannot be reached by a
+name (state inside C extensions, ``globals()["a" + "b"]``) is left to :mod:`.recheck`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _MISSING = object()
 class Watch:
     """What ``module``'s code refers to, as it is now.
 
-    It keeps what it names alive (tensors and modules it refers to weakly), so that nothing new can lie at an address
-    that it remembers.
+    It keeps what it names alive (tensors and modules it refers to weakly), so that no remembered address can be reused.
 
     Args:
         forward: what runs in place of the forward that the module's class defines, if anything does.
@@ -56,25 +55,25 @@ class Watch:
             self._points.append(point)
 
     def changed(self) -> str:
-        """The name of something that is no longer as it was; "" if all of it is."""
+        """The name of something that has changed; "" if nothing has."""
         for point in self._points:
             if point.differs():
                 return point.first_difference()
         return ""
 
     def put_back(self) -> None:
-        """Set everything back to what it was."""
+        """Restore everything."""
         for point in self._points:
             if point.differs():
                 point.put_back()
 
     def key(self) -> tuple:
-        """Equal for modules whose code refers to equal things; what is gone by then is equal to nothing."""
+        """Equal for modules whose code refers to equal things; an object that no longer exists equals nothing."""
         return tuple(point.key() for point in self._points)
 
 
 class Same:
-    """An object by identity, without keeping it alive where that can be; equal to nothing once it is gone."""
+    """An object by identity, by weak reference where possible; equal to nothing once the object is gone."""
 
     __slots__ = ("_hash", "_refer")
 
@@ -133,10 +132,10 @@ class _Point:
         return self.name
 
     def put_back(self) -> None:
-        """Most things have a place to be put back to; the others stay."""
+        """Restore the values, where that is possible."""
 
     def values(self) -> list[Any]:
-        """What was taken, as it was read."""
+        """The values as they were read."""
         return [value() if isinstance(value, Same) else value for value in self._taken]
 
     def key(self) -> tuple:
@@ -152,7 +151,7 @@ def _alike(now: Any, taken: Any) -> bool:
 
 
 def _key_of(value: Any) -> Any:
-    """A module or a container is described by what lies in it, which has points of its own."""
+    """A module or a container is described by its content, which has points of its own."""
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, nn.Module) or _is_walked(value):
@@ -228,7 +227,7 @@ class _Items(_Point):
 
 
 class _Attributes(_Point):
-    """Attributes that lie in slots."""
+    """Attributes in slots."""
 
     def __init__(self, name: str, holder: Any, names: list[str]):
         super().__init__(name)
@@ -244,7 +243,7 @@ class _Attributes(_Point):
 
 
 class _Cell(_Point):
-    """A variable of the function around."""
+    """A variable of an enclosing function."""
 
     def __init__(self, name: str, cell: Any):
         super().__init__(name)
@@ -262,7 +261,7 @@ class _Cell(_Point):
 
 
 class _State(_Point):
-    """What a function reads and another one writes: a context variable, a random generator."""
+    """State with a getter and a setter: a context variable, a random generator."""
 
     def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], Any] | None = None):
         super().__init__(name)
@@ -284,7 +283,7 @@ class _State(_Point):
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Of nested dicts and tuples that may hold NumPy arrays."""
+    """Equality of nested dicts and tuples that may hold NumPy arrays."""
     if isinstance(one, dict):
         return isinstance(two, dict) and one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
     if isinstance(one, tuple):
@@ -293,8 +292,8 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 class _Layer(_Point):
-    """Modes, hooks, and the kinds of the parameters of one module; of a layer that casts its weights what it is set
-    to, not what it does to its weights."""
+    """Modes, hooks, and the kinds of the parameters of one module; of a weight-casting layer its settings, not its
+    weights."""
 
     def __init__(self, name: str, module: nn.Module):
         super().__init__(name)
@@ -320,7 +319,7 @@ class _Layer(_Point):
 
 
 class _Forward(_Point):
-    """What stands in the ``forward`` of a module inside."""
+    """The instance attribute ``forward`` of a module inside."""
 
     def __init__(self, name: str, module: nn.Module):
         super().__init__(f"{name}.forward")
@@ -329,18 +328,18 @@ class _Forward(_Point):
     def read(self) -> list[Any]:
         module = self._module()
         forward = None if module is None else module.__dict__.get("forward")
-        if isinstance(forward, types.MethodType):  # a new object at every look
+        if isinstance(forward, types.MethodType):  # a new object at every access
             return [forward.__func__, forward.__self__]
         return [forward]
 
 
 class _Walk:
-    """Everything that the code of a module names, each once, in the same order for modules that are built alike."""
+    """Everything that the code of a module names, each once, in the same order for identical modules."""
 
     def __init__(self, module: nn.Module, forward: Any):
         self._root, self._forward = module, forward
         self._seen: set[int] = set()
-        self._kept: list[Any] = []  # so that no id is used twice
+        self._kept: list[Any] = []  # so that no id is reused
         self._names: dict[str, None] = {}  # that the code uses
         self._classes: dict[type, set[str]] = {}  # with the names that have been looked up
         self._todo: deque[tuple[str, Any]] = deque()
@@ -457,7 +456,7 @@ class _Walk:
         yield from self._named("", function.__globals__, names)
 
     def _named(self, prefix: str, holder: dict[str, Any], names: list[str], depth: int = 3) -> Iterator[_Point]:
-        """What ``names`` stand for among these globals, and behind a module among its own."""
+        """What ``names`` refer to among these globals; for a module among them, also among its own."""
         found = tuple(name for name in names if name in holder)
         self._entries += len(found)
         yield _Entries(prefix, holder, found)
@@ -475,7 +474,7 @@ class _Walk:
                 self._classes.setdefault(base, set())
 
     def _of_classes(self) -> Iterator[_Point]:
-        """What the code names of the classes."""
+        """The class attributes that the code names."""
         for kind, known in list(self._classes.items()):
             if _is_known(kind.__module__) and not issubclass(kind, nn.Module):
                 continue
@@ -502,7 +501,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _only_written(code: types.CodeType) -> set[str]:
-    """Variables of the functions around that ``code`` only adds to: a log, which decides nothing."""
+    """Variables of enclosing functions that ``code`` only appends to: a log, which decides nothing."""
     reads: set[str] = set()
     writes: set[str] = set()
     steps = list(dis.get_instructions(code))
@@ -514,12 +513,12 @@ def _only_written(code: types.CodeType) -> set[str]:
 
 
 def _is_known(module: str | None) -> bool:
-    """Code that is taken as it is."""
+    """Whether code of this module is assumed constant."""
     return (module or "").partition(".")[0] in _KNOWN_CODE
 
 
 def _has_own_state(value: Any) -> bool:
-    """Whether its attributes say how it behaves: an object of somebody's own class, or a plain bag of names."""
+    """Whether its attributes decide how it behaves: an object of a user's class, or a plain namespace."""
     if isinstance(value, (types.SimpleNamespace, threading.local)) or type(value).__module__ == "argparse":
         return True
     if isinstance(value, (Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS)):

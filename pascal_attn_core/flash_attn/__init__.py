@@ -1,20 +1,21 @@
-"""flash-attn's functions, in that library's own words, on any GPU and on the CPU.
+"""flash-attn's API on any GPU and on the CPU.
 
     from pascal_attn_core.flash_attn import flash_attn_func
     out = flash_attn_func(q, k, v, causal=True)        # [B, L, H, D], as there
 
 Names, layouts, defaults and the lower-right causal rule are those of flash-attn 2.8; float32 and float64, any head_dim,
-``softcap`` together with dropout and values of another head_dim than the keys work here too. What differs:
+``softcap`` together with dropout, and values whose head_dim differs from the keys' work too. Differences from
+flash-attn:
 
-* a query that may look at no key has lse = -inf (there +inf), so that results over disjoint keys can be merged;
-* with ``alibi_slopes`` and ``causal`` lse is that of the documented bias -slope * |i + S - L - j| (there of another one
-  that differs by a constant per row; the output is the same);
+* a query that sees no key has lse = -inf (flash-attn: +inf), so that results over disjoint keys can be merged;
+* with ``alibi_slopes`` and ``causal`` lse is that of the documented bias -slope * |i + S - L - j| (flash-attn's bias
+  differs by a constant per row; the output is the same);
 * gradients flow through lse; ``S_dmask`` is always None: no score matrix exists;
-* arguments that do not fit raise a ``ValueError``, or a ``TypeError`` for the wrong kind; where these functions check
-  them the former is a ``RuntimeError`` too, which flash-attn raises;
-* ``window_size`` keeps its documented meaning also where a side is as large as the keys are many.
+* invalid arguments raise a ``ValueError``, or a ``TypeError`` for the wrong kind; where these functions check them, the
+  ``ValueError`` is also a ``RuntimeError``, which flash-attn raises;
+* ``window_size`` keeps its documented meaning when a side is as large as the number of keys.
 
-:func:`install_as_flash_attn` lets ``import flash_attn`` find this, for code that insists.
+:func:`install_as_flash_attn` makes ``import flash_attn`` find it.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def flash_attn_func(
         window_size: (left, right): query i sees keys i + S - L - left ... i + S - L + right; -1 = no bound.
         softcap: scores become softcap * tanh(scores / softcap); 0 = off.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: -slope * |i + S - L - j| is added to the scores, tile by tile. It gets no
-            gradient, as there.
-        deterministic: the same gradients, to the bit, every time; on a GPU this takes our own backward pass.
+            gradient, as in flash-attn.
+        deterministic: bitwise reproducible gradients; on a GPU this uses our own backward pass.
         return_attn_probs: return (out, lse ``[B, Hq, L]`` float32, None).
     Returns:
-        ``[B, L, Hq, Dv]``, contiguous, zero where a query may look at no key.
+        ``[B, L, Hq, Dv]``, contiguous, zero where a query sees no key.
     Raises:
         TypeError, ValueError: arguments that do not fit together; nothing has been computed.
     """
@@ -154,21 +155,21 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """:func:`flash_attn_func` within each of many sequences that lie one behind the other; nothing is padded.
+    """:func:`flash_attn_func` within each of several concatenated sequences; nothing is padded.
 
-    Neighbouring sequences of equal lengths are computed together, or where the fused kernel is the fastest route all
-    of them at once. Not for ``torch.compile(fullgraph=True)``: the lengths are read.
+    Neighbouring sequences of equal lengths are computed as one batch, or all sequences in one launch where the fused
+    kernel is the fastest route. Not for ``torch.compile(fullgraph=True)``: the lengths are read.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends; sequences
             may be empty.
-        max_seqlen_q, max_seqlen_k: taken for the sake of the signature; the lengths say it.
-        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``, and
-            those of one sequence at a time are copied together.
+        max_seqlen_q, max_seqlen_k: ignored, for compatibility; the lengths determine them.
+        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``,
+            gathered for one sequence at a time.
         others: see :func:`flash_attn_func`; lse is ``[Hq, total_q]``.
     Returns:
-        ``[total_q, Hq, Dv]``; zero behind the last sequence.
+        ``[total_q, Hq, Dv]``; zero after the last sequence.
     """
 
     def options(batch: int) -> FlashOptions:
@@ -284,28 +285,28 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a cache, into which new keys and values are written first, in place.
 
-    Sequences that differ in length, have a row of their own choice or lie in pages are computed one by one, each over
-    a view of its keys (of pages: over a copy).
+    Sequences that differ in length, that choose their cache row or whose keys are paged are computed one by one, each
+    over a view of its keys (paged: over a copy).
 
     Args:
         q: ``[B, L, Hq, D]``.
         k_cache, v_cache: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv,
             D]`` of any size.
-        k, v: ``[B, N, Hkv, D]``, new tokens that are put behind those of each sequence.
-        rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is turned at the places where it is
-            put; so is q if ``causal`` or ``window_size`` is given, otherwise all of q at the first of them.
+        k, v: ``[B, N, Hkv, D]``, new tokens, appended to those of each sequence.
+        rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is rotated by the positions at which
+            it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first of them.
         cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache, left padding included, before the new
             ones; needed with k and v, otherwise None = all. It is not changed.
         cache_batch_idx: int32 ``[B]``: the row of the cache of each sequence.
         cache_leftpad: int32 ``[B]``: first token of each sequence.
         block_table: int32 ``[B, pages of a sequence]``; not with the last two.
         rotary_interleaved: pairs are 0 and 1, 2 and 3 ...; otherwise 0 and rotary_dim / 2 ...
-        num_splits: taken for the sake of the signature.
+        num_splits: ignored, for compatibility.
         others: see :func:`flash_attn_func`.
     Returns:
         ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
     Raises:
-        NotImplementedError: a gradient is asked for; there is none, as in flash-attn.
+        NotImplementedError: an input requires a gradient; there is no backward pass, as in flash-attn.
         TypeError, ValueError: arguments that do not fit together; the cache has not been touched.
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
@@ -315,7 +316,7 @@ def flash_attn_with_kvcache(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, batch=batch, heads=heads
     )
     if k is not None and cache_seqlens is None:
-        raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are put")
+        raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
         raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
     cache = cache_of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)

@@ -1,4 +1,4 @@
-"""Let ``import flash_attn`` find ours."""
+"""Makes ``import flash_attn`` find our functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from ..patching import Patch
 from ..version import __version__
 
-# The version whose words we speak; behind the "+" whose they are.
+# The flash-attn version whose API we provide; the local label names this package.
 VERSION = f"2.8.4+pascal.{__version__}"
 _ROOT = "flash_attn"
 _FA3 = "flash_attn_interface"
@@ -109,7 +109,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "flash_attn_with_kvcache get_scheduler_metadata",
     ),
 }
-# Loaded by the installation, so that ``flash_attn.bert_padding`` is there without being imported; the others when a
+# Loaded by the installation, so that ``flash_attn.bert_padding`` exists without being imported; the others when a
 # program imports them.
 _EAGER = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
 _lock = threading.Lock()
@@ -118,9 +118,9 @@ _users = 0
 
 
 def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse") -> Patch:
-    """Let ``import flash_attn`` and what programs import from it mean our functions.
+    """Make ``import flash_attn``, and what programs import from it, find our functions.
 
-    Beside attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
+    Besides attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
     ``modules.{mha,mlp,block,embedding}``, ``ops.{activations,fused_dense,layer_norm,rms_norm}``,
     ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.{distributed,generation}``, the names of flash-attn 1
     (``flash_attn_unpadded_func`` ..., ``flash_attention``), and the module ``flash_attn_interface`` of
@@ -130,17 +130,17 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
     metadata agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what
     Transformers asks: with a CUDA device its ``is_flash_attn_2_available()`` is then True, and
     ``attn_implementation="flash_attention_2"`` runs on ours; without CUDA it stays False, as with the real package.
-    Diffusers also wants functions that the real package keeps private, reports that they are missing and goes on
-    without; use :func:`pascal_attn_core.diffusers.patch_pipeline` there.
+    Diffusers also needs private functions of the real package, reports that they are missing and continues without it;
+    use :func:`pascal_attn_core.diffusers.patch_pipeline` there.
 
     Args:
         replace: take the place of the real packages where they are installed.
         fa3: what the functions of ``flash_attn_interface`` return: "out_and_lse", always (out, lse), as
-            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs count on it, Transformers and
-            diffusers take it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
+            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs rely on it, Transformers and
+            diffusers accept it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
             today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
     Returns:
-        A Patch; ``.remove()`` takes away what is ours, and brings back what was there.
+        A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:
         ValueError: fa3 is something else, or another one than that of an installation in force.
         RuntimeError: a real package is installed.
@@ -193,7 +193,7 @@ class _Installation:
             importlib.import_module(name)
 
     def undo(self) -> list[str]:
-        """Take away what is ours, and only that."""
+        """Remove our modules, and only them."""
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
         sentences = []

@@ -16,12 +16,12 @@ _LAYOUT = "[B, tokens, heads, head_dim]"
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
-    """Where the keys of each sequence of a batch lie.
+    """Where the keys of each sequence of a batch are stored.
 
     Attributes:
         k, v: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
         lengths: tokens of each sequence before the new ones, left padding included.
-        starts: its first token, behind the left padding.
+        starts: its first token, after the left padding.
         rows: its row in ``k`` and ``v``; None = row b for sequence b.
         block_table: whole numbers ``[B, pages of a sequence]``, on the device of k.
     """
@@ -41,13 +41,13 @@ class KvCache:
 
     @property
     def pages(self) -> str:
-        """For messages: where :attr:`capacity` comes from if the cache lies in pages."""
+        """For messages: where :attr:`capacity` comes from if the cache is paged."""
         if self.block_table is None:
             return ""
         return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
 
     def groups(self) -> Iterator[tuple[int, int]]:
-        """Neighbouring sequences that lie in the cache as one batch: (first, one past the last)."""
+        """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
         first, count = 0, len(self.lengths)
         apart = self.rows is not None or self.block_table is not None
         for last in range(1, count + 1):
@@ -56,7 +56,7 @@ class KvCache:
                 first = last
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Put the new tokens ``[B, N, Hkv, D]`` behind those that are there."""
+        """Append the new tokens ``[B, N, Hkv, D]`` to those that are there."""
         for first, last in self.groups():
             start, tokens = self.lengths[first], k.shape[1]
             for cache, new in ((self.k, k), (self.v, v)):
@@ -68,7 +68,7 @@ class KvCache:
                     cache[self._rows(first, last), start : start + tokens] = new[first:last]
 
     def keys(self, first: int, last: int, new: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some sequences, ``[b, S, Hkv, D]``: views, of pages copies."""
+        """Keys and values of some sequences, ``[b, S, Hkv, D]``: views; of a paged cache, copies."""
         start, end = self.starts[first], self.lengths[first] + new
         if self.block_table is not None:
             pages = self.block_table[first]
@@ -100,7 +100,7 @@ def cache_of(
     check_layout(_LAYOUT, 4, k_cache=k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise FlashArgumentError(
-            f"k_cache and v_cache must be alike, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            f"k_cache and v_cache must have the same sizes, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
@@ -150,7 +150,7 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
     tokens = k.shape[1]
     if max(cache.lengths, default=0) + tokens > cache.capacity:
         raise FlashArgumentError(
-            f"the cache must have room for {tokens} new tokens behind {cache.lengths}, got {cache.capacity} in all"
+            f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} in all"
             f"{cache.pages}"
         )
     return tokens
@@ -180,13 +180,13 @@ def _together(parts: list[Tensor], q: Tensor) -> Tensor:
 def rotation(
     cos: Tensor, sin: Tensor | None, cache: KvCache, q: Tensor, interleaved: bool
 ) -> Callable[[Tensor, bool], Tensor]:
-    """Rotary embedding at the places behind those in the cache.
+    """Rotary embedding at the positions after those in the cache.
 
     Args:
         cos, sin: ``[tokens, rotary_dim / 2]``.
         interleaved: pairs are neighbours; else those half of rotary_dim apart.
     Returns:
-        A function of (``[B, N, H, D]``, whether its tokens follow each other: else all are at the first one's place).
+        A function of (``[B, N, H, D]``, whether its tokens have consecutive positions: else all have the first one's).
     Raises:
         TypeError, ValueError: tables that do not fit.
     """
@@ -210,7 +210,7 @@ def rotation(
 
 
 def _rotated(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """``[B, N, H, D]`` with its first rotary_dim numbers turned, computed in float32 (float64 for float64)."""
+    """``[B, N, H, D]`` with its first rotary_dim numbers rotated, computed in float32 (float64 for float64)."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     half = cos.shape[-1]
     turned, rest = tensor[..., : 2 * half].to(dtype), tensor[..., 2 * half :]

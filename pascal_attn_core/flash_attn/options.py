@@ -1,4 +1,5 @@
-"""What all of flash-attn's functions share: their options, checked once, and the call of our ``sdpa`` in its layout."""
+"""Shared by all of flash-attn's functions: their options, checked once, and the call of ``sdpa`` in flash-attn's
+layout."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..lazy_mask import LazyMask, mask_rule
 
 
 class FlashArgumentError(ValueError, RuntimeError):
-    """An argument of a flash-attn function that does not fit.
+    """An invalid argument of a flash-attn function.
 
     A ``ValueError`` as everywhere in this package, and the ``RuntimeError`` that flash-attn raises there.
     """
@@ -26,7 +27,7 @@ class FlashArgumentError(ValueError, RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class FlashOptions:
-    """The options of one call, in the words of ``sdpa``.
+    """The options of one call, in the terms of ``sdpa``.
 
     Attributes:
         window: (left, right), -1 = no bound; None = no window.
@@ -62,7 +63,7 @@ class FlashOptions:
         """flash-attn's options for ``batch`` sequences and ``heads`` query heads.
 
         Raises:
-            TypeError, ValueError: an option that cannot be meant.
+            TypeError, ValueError: an invalid option.
         """
         if not 0.0 <= dropout_p < 1.0:
             raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
@@ -146,7 +147,7 @@ def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:
 def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
-        # torch's fused kernels add up gradients in the order in which blocks happen to finish
+        # torch's fused kernels sum gradients in the order in which blocks finish
         config = options.config or default_config()
         return replace(config, route="tiled") if config.route == "auto" else config
     return options.config

@@ -19,7 +19,7 @@ _LAYOUT = "[total, heads, head_dim]"
 class _Run(NamedTuple):
     """Neighbouring sequences of the same lengths, computed as one batch.
 
-    first, last: number of the first one and of the one behind the last; q_len, k_len: tokens of each.
+    first, last: number of the first one, and one past that of the last; q_len, k_len: tokens of each.
     """
 
     first: int
@@ -52,7 +52,7 @@ def varlen_attend(
         options: number of sequences -> the options.
         block_table: ``[B, pages of a sequence]``, which pages hold its keys.
     Returns:
-        (out ``[total_q, Hq, Dv]``, zero behind the last sequence; lse ``[Hq, total_q]`` or None).
+        (out ``[total_q, Hq, Dv]``, zero after the last sequence; lse ``[Hq, total_q]`` or None).
     """
     check_layout(_LAYOUT, 3, q=q)
     if block_table is None:
@@ -93,7 +93,7 @@ def _attend_run(
 def _concatenated(
     pieces: list[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The pieces one behind the other, and behind them zeros (lse: -inf) up to ``total_q``; gradients flow."""
+    """The pieces concatenated, followed by zeros (lse: -inf) up to ``total_q``; gradients flow."""
     rest = q.shape[0] - sum(out.shape[0] for out, _ in pieces)
     if len(pieces) == 1 and not rest:
         return pieces[0]
@@ -131,7 +131,7 @@ def _without_keys(q: Tensor, tokens: int) -> Tensor:
 
 
 class _Slices:
-    """Keys and values that lie one behind the other."""
+    """Concatenated keys and values."""
 
     def __init__(self, k: Tensor, v: Tensor, runs: list[_Run]):
         sizes = [run.size * run.k_len for run in runs]
@@ -144,7 +144,7 @@ class _Slices:
 
 
 class _Pages:
-    """Keys and values in pages; those of one sequence at a time are copied together."""
+    """Paged keys and values, gathered for one sequence at a time."""
 
     def __init__(self, k: Tensor, v: Tensor, block_table: Tensor, batch: int):
         check_block_table(block_table, batch)
@@ -184,7 +184,7 @@ def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
 
 
 def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    # one split, not a slice for each: its gradient is one tensor, that of a slice one as large as all of them
+    # one split, not several slices: each slice's gradient would be a tensor as large as all of them
     return tensor.split([*sizes, tensor.shape[0] - sum(sizes)])[: len(sizes)]
 
 
@@ -218,9 +218,9 @@ def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int]
 
 def _check_ends(name: str, ends: list[int], total: int | None) -> None:
     if ends[0] != 0 or sorted(ends) != ends:
-        raise FlashArgumentError(f"{name} must start at 0 and never fall, got {_shown(ends)}")
+        raise FlashArgumentError(f"{name} must start at 0 and never decrease, got {_shown(ends)}")
     if total is not None and ends[-1] > total:
-        raise FlashArgumentError(f"{name} must end at most at the {total} tokens there are, got {_shown(ends)}")
+        raise FlashArgumentError(f"{name} must end within the {total} tokens, got {_shown(ends)}")
 
 
 def _shown(ends: list[int]) -> str:

@@ -111,7 +111,7 @@ def _output_of(command: tuple[str, ...]) -> str:
 
 
 def parse_smi(text: str) -> tuple[SmiCard, ...]:
-    """The cards in nvidia-smi's CSV; lines that do not fit are left out."""
+    """The cards in nvidia-smi's CSV; lines of another form are skipped."""
     cards = []
     for line in text.splitlines()[1:]:
         parts = [part.strip() for part in line.rsplit(",", 2)]
@@ -134,7 +134,7 @@ def _free(name: str) -> int | None:
 
 
 def complaints(machine: Machine) -> list[str]:
-    """A sentence for each card that this torch cannot use, or not well, with what to install; [] if all is fine."""
+    """For each card that this torch cannot use, or not well, a sentence with what to install; [] if there is none."""
     verdicts = [(info.name, judge(info, machine.build)) for info in machine.devices]
     found = [f"{name}: {verdict.why}. Install: {verdict.install}" for name, verdict in verdicts if verdict.install]
     for card in machine.smi:

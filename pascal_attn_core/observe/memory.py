@@ -1,4 +1,4 @@
-"""Exact peak memory of a piece of code, and how many operators it launched: the proof of O(N) without a GPU.
+"""Exact peak memory of a piece of code, and how many operators it launched; O(N) is proven with it, without a GPU.
 
 As a block, or for one call:
 
@@ -29,7 +29,7 @@ from ..device import free_bytes
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
 _LEAVES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")
-# They make no view by their schema and yet move no element: nothing is launched on the device.
+# Not views by their schema, but they move no element: nothing is launched on the device.
 _NO_KERNEL = {
     "_unsafe_view",
     "unsafe_split",
@@ -49,12 +49,12 @@ _NO_KERNEL = {
 
 
 class Measurement(NamedTuple):
-    """What :func:`measure` found.
+    """The result of :func:`measure`.
 
     Attributes:
         out: what the function returned.
         extra_bytes: the peak minus the bytes of the output's own storages: what the call needed besides its result.
-        peak_bytes: most bytes alive at once beyond those alive at the start, the output among them.
+        peak_bytes: most bytes alive at once beyond those alive at the start, including the output.
         largest_tensor_bytes: the largest single storage that the call created and that is no part of the output.
         launches: operators that compute something; views and bare allocations are not counted.
     """
@@ -95,7 +95,9 @@ class PeakMemory:
         self._follower = _Follower(self.device.type)
         self._is_cuda = self.device.type == "cuda"
         if not (follow or self._is_cuda):
-            raise ValueError(f"follow must be True on {self.device.type}, got False; only CUDA keeps a peak by itself")
+            raise ValueError(
+                f"follow must be True on {self.device.type}, got False; only CUDA records a peak by itself"
+            )
         self._follows = follow
         self._cuda_start, self._cuda_peak = 0, 0
         self._running = False
@@ -140,7 +142,7 @@ class PeakMemory:
 
 
 def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
-    """Call ``fn(*args, **kwargs)`` and say what memory it needed and how many operators it launched.
+    """Call ``fn(*args, **kwargs)`` and measure its memory and how many operators it launched.
 
     The device is that of the first tensor among the arguments (CPU if there is none). Gradients count as output only
     when ``fn`` returns them (``torch.autograd.grad``), not when it leaves them in ``.grad``.
@@ -161,9 +163,9 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Memory that a process may still take, or None where that cannot be told.
+    """Memory that this process may still allocate, or None where that is unknown.
 
-    On CUDA what its driver has free plus what torch's allocator holds unused; on Linux the kernel's estimate
+    On CUDA what the driver reports as free plus what torch's allocator holds unused; on Linux the kernel's estimate
     (``MemAvailable``), or what is left under the limit of a control group if that is less.
     """
     device = torch.device(device)
@@ -181,7 +183,7 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each limit on this process's control group, or on one above it, leaves; page cache counts as free."""
+    """What remains under each limit of this process's control group and of its parents; page cache counts as free."""
     try:
         paths = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -200,14 +202,14 @@ def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Pat
                 limit, used = ((group / name).read_text().strip() for name in names)
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
-                continue  # no such group seen from inside a container, or no limits kept here
+                continue  # not visible inside a container, or without limits
             if limit != "max":
                 room.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
     return room
 
 
 class _Storage:
-    """One storage being followed: its size when last looked at, and what of it was there before the block."""
+    """One storage being followed: its size when last checked, and whether it is new since the block began."""
 
     __slots__ = ("is_new", "nbytes", "ref")
 
@@ -216,7 +218,7 @@ class _Storage:
 
 
 class _Follower(TorchDispatchMode):
-    """Follows storages by their address; a weak reference tells when one dies, before its address can be used again."""
+    """Follows storages by their address; a weak reference reports when one dies, before its address is reused."""
 
     supports_higher_order_operators = True
 
@@ -234,7 +236,7 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if any("__tensor_flatten__" in vars(kind) for kind in types):
-            return NotImplemented  # a wrapper around tensors: it unwraps itself and we see what it does with them
+            return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
         inputs = list(_tensors(args))
         if kwargs:
             inputs += _tensors(kwargs.values())
@@ -260,7 +262,7 @@ class _Follower(TorchDispatchMode):
         return out
 
     def look(self, tensors: Iterable[Tensor], *, is_new: bool = False) -> None:
-        """Take note of the storages of these tensors: of new ones, and of those that changed their size."""
+        """Record new storages among these tensors, and those that changed their size."""
         for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
@@ -275,7 +277,7 @@ class _Follower(TorchDispatchMode):
                 known.nbytes = nbytes
 
     def look_again(self) -> None:
-        """Catch storages that were resized past the dispatcher (``untyped_storage().resize_``)."""
+        """Find storages that were resized without the dispatcher (``untyped_storage().resize_``)."""
         for known in list(self.storages.values()):
             storage = known.ref()
             if storage is not None and storage.nbytes() != known.nbytes:
@@ -312,7 +314,7 @@ class _Follower(TorchDispatchMode):
 class _Run(NamedTuple):
     """How the follower treats an operator on one device type."""
 
-    inside: Any  # the dispatch key of a kernel that is made of other operators, None if it does the work itself
+    inside: Any  # the dispatch key of a kernel composed of other operators; None for a kernel of its own
     launches: bool
     mutates: bool
     input_is_new: bool
@@ -320,7 +322,7 @@ class _Run(NamedTuple):
 
 @functools.cache
 def _how_to_run(func: Any, device_type: str) -> _Run:
-    if not isinstance(func, OpOverload):  # a higher-order operator: nothing is known of its inside
+    if not isinstance(func, OpOverload):  # a higher-order operator: its inside is unknown
         return _Run(None, launches=True, mutates=True, input_is_new=False)
     name = func._schema.name.partition("::")[2]
     launches = not func.is_view and name not in _NO_KERNEL
@@ -330,14 +332,14 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
 
 def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
-    operators. Called plainly, they would keep the follower out of their inside."""
+    operators. Called as usual, their inside would not be seen."""
     if _has_kernel(func, "CompositeImplicitAutograd"):
         return _DispatchKey.CompositeImplicitAutograd
     backend = _BACKENDS.get(device_type, "")
     has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
     if backend and _has_kernel(func, backend) and not has_own_meta:
         return None if func.namespace in _LEAVES else getattr(_DispatchKey, backend)
-    # Such a kernel hands a number on to its tensor variant as a wrapped tensor, which comes back here as a number.
+    # Such a kernel passes a number to its tensor variant as a wrapped tensor, which arrives here as a number.
     takes_number = any(isinstance(argument.type, torch.NumberType) for argument in func._schema.arguments)
     if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
         return _DispatchKey.CompositeExplicitAutograd

@@ -1,4 +1,4 @@
-"""What ran, by which route and why, for as long as somebody asks."""
+"""Records which route each call takes, and why, while a recording is active."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CallKey:
 
 @dataclass
 class CallStats:
-    """How often calls of one kind ran and what is known of them.
+    """How often calls of one kind ran, and their statistics.
 
     Attributes:
         count: number of calls.
@@ -63,7 +63,7 @@ class Report:
         return sum(stats.count for stats in self.calls.values())
 
     def routes(self) -> dict[str, int]:
-        """How many calls each route took."""
+        """Number of calls by route."""
         counts: dict[str, int] = {}
         for key, stats in self.calls.items():
             counts[key.route] = counts.get(key.route, 0) + stats.count

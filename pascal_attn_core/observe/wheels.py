@@ -1,4 +1,4 @@
-"""Which torch wheel has code for which card: pure arithmetic on names, asks no driver.
+"""Which torch wheel has code for which card: decided by names alone, without asking a driver.
 
 A wheel holds machine code for some architectures (``sm_60``) and sometimes PTX (``compute_120``), which the driver
 compiles for newer ones. Machine code runs on its own architecture and on later ones of the same major version:
@@ -32,7 +32,7 @@ class TorchBuild:
         version: ``"2.14.0+cu126"``.
         kind: ``"cuda"``, ``"hip"`` or ``"cpu"``.
         toolkit: the CUDA or ROCm version it was built with, "" for none.
-        archs: what ``torch.cuda.get_arch_list()`` says: ``("sm_60", "sm_70", "compute_120")``.
+        archs: what ``torch.cuda.get_arch_list()`` returns: ``("sm_60", "sm_70", "compute_120")``.
     """
 
     version: str
@@ -151,6 +151,6 @@ def _name(entry: tuple[str, tuple[int, int], str]) -> str:
 
 
 def _cubin_runs(built_for: tuple[int, int], suffix: str, card: tuple[int, int]) -> bool:
-    if suffix == "a":  # architecture-specific instructions: there and nowhere else
+    if suffix == "a":  # architecture-specific instructions run on that architecture only
         return built_for == card
     return built_for[0] == card[0] and built_for[1] <= card[1]

@@ -6,11 +6,11 @@
 
 It registers the attention **and** its mask function: without the second one Transformers passes no mask at all, and
 padding and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither scores nor a mask of L*S
-elements are stored, except where the model itself asks for one: a position bias (T5), a 4-D mask passed by hand,
+elements are stored, except where the model itself needs one: a position bias (T5), a 4-D mask passed by hand,
 ``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces.
-Models that compute attention by themselves go on doing so: see :func:`unsupported_reason`. Continuous batching
-(``model.generate_batch``, paged caches) is served, its requests as sequences of different lengths. CUDA graphs cannot
-hold those: where a version of Transformers captures them unasked, pass ``use_cuda_graph=False``.
+Models with attention code of their own keep using it: see :func:`unsupported_reason`. Continuous batching
+(``model.generate_batch``, paged caches) is supported; its requests are computed as sequences of different lengths. CUDA
+graphs cannot capture those: where a version of Transformers uses them by default, pass ``use_cuda_graph=False``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .paged import adds_prefix, paged_attend, serve_batching
 
 __all__ = ["make_hf_attention_fn", "pascal_mask", "register_with_transformers", "unsupported_reason"]
 
-# Transformers treats names with these parts in a way of its own.
+# Transformers treats names with these parts specially.
 _RESERVED = ("sdpa", "flash", "flex_attention", "paged|", "/")
 
 
@@ -43,10 +43,10 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
 
     Args:
         tile_size: see :func:`make_hf_attention_fn`.
-        name: must not be "eager" nor contain "sdpa", "flash", "flex_attention", "paged|" or "/", which mean something
-            to Transformers. Registering a name again replaces what it meant.
+        name: must not be "eager" nor contain "sdpa", "flash", "flex_attention", "paged|" or "/", which have a meaning
+            in Transformers. Registering a name again replaces its previous function.
     Returns:
-        A Patch; ``remove()`` unregisters the name, or restores what it meant before. Models that still carry the name
+        A Patch; ``remove()`` unregisters the name, or restores its previous function. Models that still carry the name
         then cannot be run until another implementation is set.
     Raises:
         ImportError: Transformers is missing or older than 4.53.
@@ -59,7 +59,7 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
     attention = make_hf_attention_fn(tile_size)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return pascal_mask(*args, **kwargs)  # an object of its own for each registration, as the attention is
+        return pascal_mask(*args, **kwargs)  # a new object for each registration, like the attention
 
     with PatchGroup(f"Transformers attention {name!r}") as group:
         for interface, function in zip(_interfaces(), (attention, mask)):
@@ -71,15 +71,15 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
 
 
 def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function alone, by the convention of ``AttentionInterface``::
+    """The attention function alone, with the signature of ``AttentionInterface``::
 
         fn(module, query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], attention_mask, scaling, ...)
             -> (output [B, L, Hq, Dv], None, or the weights [B, Hq, L, S] if output_attentions=True is passed)
 
     Args:
         tile_size: None or "auto" = the fastest route, with tiles chosen from device, shapes and budget. A number forces
-            tiles of so many tokens. pascal-attn's default is 64; the tile does not change the result, only the time
-            (64 is several times slower), so that code which leaves it out gets "auto" here.
+            tiles of that many tokens. pascal-attn's default is 64; the tile changes the time (64 is several times
+            slower), not the result, so code that omits it gets "auto" here.
     Raises:
         ValueError, TypeError: tile_size is neither a positive whole number, None nor "auto".
     """
@@ -117,7 +117,7 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
             out = sdpa(*tensors, **options)
         else:
             out = with_query_sinks(sdpa_with_lse(*tensors, **options), sinks)
-        if kwargs.get("head_mask") is not None:  # a factor of a head's probabilities is one of its output
+        if kwargs.get("head_mask") is not None:  # scaling a head's probabilities scales its output
             out = out * kwargs["head_mask"]
         probs = None
         if kwargs.get("output_attentions"):
@@ -128,11 +128,11 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
 
 
 def unsupported_reason(model: Any) -> str | None:
-    """Why attention of this model, or of a part of it, does not come to a registered function; None if it does.
+    """Why this model, or a part of it, does not call a registered attention function; None if it does.
 
-    Some model classes keep attention code of their own (BERT and T5 before Transformers 5, Reformer, ...): they stay
-    on it whatever ``attn_implementation`` says. Others choose keys by an indexer, which Transformers turns into a mask
-    for "eager" and "sdpa" only.
+    Some model classes have attention code of their own (BERT and T5 before Transformers 5, Reformer, ...) and use it
+    whatever ``attn_implementation`` is. Others choose keys by an indexer, which Transformers turns into a mask for
+    "eager" and "sdpa" only.
     """
     if not callable(getattr(model, "modules", None)):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -162,7 +162,7 @@ def _interfaces() -> tuple[Any, Any]:
 
 @dataclass(eq=False)
 class _Entry:
-    """One registration of ours: what the name meant before, and whether this one is still wanted."""
+    """One registration: the name's previous function, and whether this registration is still active."""
 
     function: Any
     before: Any
@@ -173,7 +173,7 @@ _entries: dict[tuple[Any, str], list[_Entry]] = {}
 
 
 def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str]]:
-    """Put a function behind a name; returns what takes it back."""
+    """Register a function under a name; returns a function that undoes it."""
     entry = _Entry(function, interface._global_mapping.get(name))
     ours = _entries.setdefault((interface, name), [])
     ours.append(entry)
@@ -182,12 +182,12 @@ def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str
     def undo() -> list[str]:
         entry.active = False
         left = []
-        # Registrations of ours that were removed while another one lay on top of them go together with it.
+        # Registrations that were removed while a later one covered them are undone together with it.
         while ours and not ours[-1].active:
             top = ours.pop()
             current = interface._global_mapping.get(name)
             if current is not top.function:
-                left.append(f"{name!r} in {interface.__name__} was registered anew by somebody else: left in place")
+                left.append(f"{name!r} in {interface.__name__} was registered again by another package: left in place")
             elif top.before is None:
                 del interface._global_mapping[name]
             else:
@@ -199,7 +199,7 @@ def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str
 
 @functools.lru_cache(maxsize=1024)
 def _computes_by_itself(cls: type) -> bool:
-    """Whether an attention class has a softmax of its own and never asks AttentionInterface."""
+    """Whether an attention class has a softmax of its own and never uses AttentionInterface."""
     if not cls.__module__.startswith("transformers.models."):
         return False
     try:

@@ -1,6 +1,6 @@
-"""One attention call of Transformers in the words of :func:`pascal_attn_core.sdpa`.
+"""One attention call of Transformers, translated to :func:`pascal_attn_core.sdpa`.
 
-Transformers says what restricts a call in four ways: no mask and ``is_causal``, a tensor, a position bias, or the mask
+Transformers restricts a call in four ways: no mask and ``is_causal``, a tensor, a position bias, or the mask
 object that our own mask function returned.
 """
 
@@ -27,7 +27,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Keys, values and everything that restricts them, in the words of :func:`sdpa`."""
+    """Keys, values and everything that restricts them, as arguments of :func:`sdpa`."""
 
     key: Tensor
     value: Tensor
@@ -71,13 +71,13 @@ class Masked:
 
 
 def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -> Masked:
-    """The band as causal rule and window where a band of sdpa says the same, the rest per tile."""
+    """The band as causal rule and window where sdpa can express it, the rest per tile."""
     seq_len_q = query.shape[2]
     if mask.shape[2:] != (seq_len_q, key.shape[2]):
         raise ValueError(
             f"attention_mask must be made for (L, S) = {(seq_len_q, key.shape[2])}, got {tuple(mask.shape[2:])}"
         )
-    # Keys that no query sees: a static cache's end, the start before a window.
+    # Keys that no query sees: the end of a static cache, or the keys before a window.
     first, last = mask.band.key_range(0, seq_len_q, key.shape[2])
     last = max(first, last)
     key, value, mask = key[:, :, first:last], value[:, :, first:last], mask.part((0, seq_len_q), (first, last))
@@ -105,7 +105,7 @@ def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -
 
 
 def _lazy(mask: HostMask, rule: Callable[..., Tensor], query: Tensor) -> Any:
-    """What a rule of the mask says, as sdpa takes it: nothing, padding ``[B, 1, 1, S]``, or a lazy mask (a tensor
+    """The rest of the mask, as sdpa takes it: nothing, padding ``[B, 1, 1, S]``, or a lazy mask (a tensor
     while a graph is traced)."""
     if rule == mask.rest and not mask.pattern.rest:
         return None if mask.padding is None else mask.padding[:, None, None, :]
@@ -133,7 +133,7 @@ def _add_bias(bias: Tensor, mask: Any) -> Any:
 
 
 def _pick(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
-    """The elements at these indices of a tensor that may have size 1 where the indices go further."""
+    """The elements of a tensor at these indices, broadcast along its dimensions of size 1."""
     return tensor[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(indices, tensor.shape))]
 
 
@@ -142,7 +142,7 @@ def _indices(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
 
 
 def with_query_sinks(result: AttentionOutput, sinks: Tensor) -> Tensor:
-    """Attention with one more logit per query ``[B, Hq, L, 1]`` that takes part in the softmax's denominator only."""
+    """Attention with one more logit per query ``[B, Hq, L, 1]`` in the softmax's denominator only."""
     share = torch.sigmoid(result.lse.unsqueeze(-1) - sinks.to(result.lse.dtype))
     return result.out * share.to(result.out.dtype)
 
@@ -166,7 +166,7 @@ def weights(
     s_aux: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The attention weights ``[B, Hq, L, S]`` before dropout: what a caller wants to see who asks for them."""
+    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
     _say_weights_are_stored()
     groups = query.shape[1] // masked.key.shape[1]
     scores = query.float() @ masked.key.float().repeat_interleave(groups, dim=1).transpose(-1, -2)
@@ -191,4 +191,4 @@ def weights(
 
 @functools.lru_cache(maxsize=1)
 def _say_weights_are_stored() -> None:
-    log.warning("output_attentions=True stores weights of L*S elements for every layer, and computes them once more")
+    log.warning("output_attentions=True stores weights of L*S elements for every layer and computes them twice")

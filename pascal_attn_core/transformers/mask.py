@@ -1,8 +1,8 @@
-"""The mask that Transformers asks for: a description of who may look at whom, evaluated tile by tile.
+"""The mask object for Transformers: which query sees which key, evaluated tile by tile.
 
 Transformers describes masks as functions of indices, ``f(batch, head, query, key) -> bool``, built from a few parts
-(causal, sliding window, chunks, packed sequences, padding), and asks the attention's *mask function* for the result.
-Its own answer is a tensor of L*S elements. Ours is a :class:`HostMask`, which keeps the parts:
+(causal, sliding window, chunks, packed sequences, padding), and calls the attention's *mask function* for the result.
+Its own returns a tensor of L*S elements, ours a :class:`HostMask`, which keeps the parts:
 
 - causal rule and sliding window as numbers (a band), so that tiles outside are never visited;
 - padding as ``[B, S]``;
@@ -31,17 +31,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class HostMask:
-    """Bool ``[B, 1, L, S]``, True = takes part, of which nothing but its parts is stored.
+    """Bool ``[B, 1, L, S]``, True = takes part, of which only the parts are stored.
 
     It behaves as Transformers needs: it has a tensor's shape, is contiguous, moves between devices, can be cut along
-    queries and keys, and comes back from the mask function as itself. Anything else that a model does to it turns it
-    into the tensor it stands for, which is right, but takes L*S elements; the log says so once. Added to scores, by
-    attention code that is a model's own, it is the float mask that such code expects.
+    queries and keys, and comes back from the mask function as itself. Any other operation turns it into the tensor it
+    represents, which is correct but takes L*S elements and is logged once. Added to scores by a model's own attention
+    code, it is the float mask that such code expects.
 
     Args:
         band: for absolute positions (its offset is 0): query position q sees keys q - left ... q + right.
         q_offset, kv_offset: the absolute positions of the first query and the first key.
-        rest: functions of absolute positions that all have to allow a key; use_vmap: they take single indices only.
+        rest: functions of absolute positions, all of which must allow a key; use_vmap: they take scalar indices only.
         padding: bool ``[B, S]``, or None.
     """
 
@@ -73,14 +73,14 @@ class HostMask:
 
     @property
     def is_everything(self) -> bool:
-        """Whether it lets every query see every key, as far as its parts tell."""
+        """Whether its parts let every query see every key."""
         last_of_first = self.band.key_range(0, 1, self.seq_len_kv)[1]
         first_of_last = self.band.key_range(self.seq_len_q - 1, self.seq_len_q, self.seq_len_kv)[0]
         all_keys = first_of_last <= 0 and last_of_first >= self.seq_len_kv
         return all_keys and self.padding is None and not self.pattern.rest
 
     def rest(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """What the mask says beside its band, for indices ``[b,1,1,1], [1,h,1,1], [1,1,q,1], [1,1,1,k]``."""
+        """The mask without its band, for indices ``[b,1,1,1], [1,h,1,1], [1,1,q,1], [1,1,1,k]``."""
         device = query.device
         allowed = query.new_ones((), dtype=torch.bool)
         if self.padding is not None:
@@ -93,7 +93,7 @@ class HostMask:
         return allowed
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """All that the mask says, for the same indices."""
+        """The whole mask, for the same indices."""
         allowed = self.rest(batch, head, query, key)
         left, right, offset = self.band
         if left is not None:
@@ -103,7 +103,7 @@ class HostMask:
         return allowed
 
     def dense(self) -> Tensor:
-        """The tensor it stands for."""
+        """The tensor it represents."""
         sizes = (self.batch_size, 1, self.seq_len_q, self.seq_len_kv)
         views = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
         indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(sizes, views)]
@@ -125,7 +125,7 @@ class HostMask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """On another device; with a dtype the tensor it stands for."""
+        """On another device; with a dtype, the tensor it represents."""
         target = kwargs.get("device", args[0] if args else None)
         if isinstance(target, (torch.dtype, Tensor)) or "dtype" in kwargs or "other" in kwargs or len(args) > 1:
             return self._stored("to").to(*args, **kwargs)
@@ -186,7 +186,7 @@ class HostMask:
         name = getattr(func, "__name__", str(func))
         if name in _ADDITIONS and len(args) == 2 and not kwargs:
             return func(*cls._for_addition(*args))
-        # Beside a float mask it has to be one.
+        # Combined with a float mask it has to be one.
         others = [t for t in tree_leaves(args) if isinstance(t, Tensor)] if name in ("cat", "concat") else []
         dtype = next((t.dtype for t in others if t.is_floating_point()), None)
 
@@ -239,11 +239,11 @@ _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 
 @functools.lru_cache(maxsize=64)
 def _say_stored(what: str) -> None:
-    log.warning("a model works on its attention mask itself (%s): a mask of L*S elements is stored for it", what)
+    log.warning("a model operates on its attention mask itself (%s): a mask of L*S elements is stored", what)
 
 
 def _one_by_one(function: MaskFunction, *indices: Tensor) -> Tensor:
-    """A function of four single indices for all of them, ``[b, h, q, k]``."""
+    """A function of four scalar indices, vectorised to ``[b, h, q, k]``."""
     try:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     except ImportError:  # torch before 2.5
@@ -260,8 +260,8 @@ def _one_by_one(function: MaskFunction, *indices: Tensor) -> Tensor:
 def pascal_mask(*args: Any, **kwargs: Any) -> Any:
     """The mask function to register beside the attention; the arguments of ``transformers.masking_utils.sdpa_mask``.
 
-    A model that computes attention by itself can still be loaded under a registered name, and then asks for masks: it
-    gets the float masks of "eager", which its code is written for. All others get :func:`lazy_mask`'s.
+    A model with attention code of its own can still be loaded under a registered name, and then asks for masks: it gets
+    the float masks of "eager", which its code expects. All others get those of :func:`lazy_mask`.
     """
     config = kwargs.get("config")
     if config is not None and not asks_interface(type(config).__module__):
@@ -273,8 +273,8 @@ def pascal_mask(*args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def asks_interface(module: str) -> bool:
-    """Whether the model file beside this configuration module (or this model file) gets its attention from
-    AttentionInterface; True where there is none to read."""
+    """Whether the model file next to this configuration module (or this model file) uses AttentionInterface; True where
+    there is no source to read."""
     return _file_asks_interface(module.replace(".configuration_", ".modeling_"))
 
 
@@ -313,9 +313,9 @@ def lazy_mask(
     Transformers 4.53 to 4.57 pass ``cache_position`` in place of ``q_length``, ``q_offset`` and ``device``.
 
     Returns:
-        None where every query sees every key; else a :class:`HostMask`. For a single query of which Transformers wants
-        a mask in any case (a static cache's compiled step) a float tensor ``[B, 1, 1, S]``, whose shape does not
-        change from step to step. While a graph is traced, what band and padding cannot say is a tensor of L*S bytes.
+        None where every query sees every key; else a :class:`HostMask`. For a single query for which Transformers needs
+        a mask in any case (a static cache's compiled step) a float tensor ``[B, 1, 1, S]``, whose shape does not change
+        from step to step. While a graph is traced, what band and padding cannot express is a tensor of L*S bytes.
     """
     if isinstance(attention_mask, HostMask):
         return attention_mask
@@ -351,7 +351,7 @@ _INDEXED = ("chunked_overlay", "packed_sequence_mask_function", "remap_positions
 
 
 def _simplified(mask: HostMask) -> HostMask:
-    """The same without parts that change nothing."""
+    """The same without parts that have no effect."""
     first, last = mask.band.key_range(0, mask.seq_len_q, mask.seq_len_kv)
     if mask.padding is not None and bool(mask.padding[:, first:last].all()):
         mask = mask._with(padding=None)
@@ -361,12 +361,12 @@ def _simplified(mask: HostMask) -> HostMask:
 
 
 def _without_reading(mask: HostMask) -> HostMask | Tensor:
-    """The same, or the tensor it stands for where its parts cannot be carried through a graph."""
+    """The same, or the tensor it represents if its parts cannot be part of a graph."""
     return mask if isinstance(mask.q_offset, int) and not mask.pattern.rest else mask.dense()
 
 
 def _read_traced(mask_function: MaskFunction | None, q_offset: int | Tensor) -> Pattern:
-    """While a graph is traced functions cannot be taken apart: the two plain ones are known by identity."""
+    """While a graph is traced functions cannot be inspected: the two plain ones are recognised by identity."""
     from transformers import masking_utils
 
     if mask_function is None or mask_function is masking_utils.causal_mask_function:
@@ -377,7 +377,7 @@ def _read_traced(mask_function: MaskFunction | None, q_offset: int | Tensor) -> 
 
 
 def _padding(attention_mask: Tensor | None, batch_size: int, kv_length: int, kv_offset: int) -> Tensor | None:
-    """Bool ``[B, S]`` of the keys that are there; keys beyond the end of the host's mask are not."""
+    """Bool ``[B, S]``: which keys are not padding; keys beyond the end of the host's mask are."""
     if attention_mask is None:
         return None
     padding = attention_mask.to(torch.bool)

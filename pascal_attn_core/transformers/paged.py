@@ -1,8 +1,8 @@
 """Continuous batching of Transformers: the tokens of many requests in one row, their keys in pages of one cache.
 
-The host's manager writes new keys into its paged cache, collects those of each request, and says by cumulative lengths
-which tokens belong to which request. Its own "sdpa" gets a mask of all queries by all keys for that; here the requests
-are computed as sequences of different lengths, so that no such mask is built.
+The host's manager writes new keys into its paged cache, collects those of each request, and gives the cumulative
+lengths of the requests. Its own "sdpa" gets a mask of all queries by all keys; here the requests are computed
+as sequences of different lengths, so that no such mask is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..flash_attn.varlen import varlen_attend
 from .call import with_query_sinks
 
 
-# As the cache itself, whose views of one tensor torch.compile would copy at every write.
+# Like the cache itself: torch.compile would copy its views of one tensor at every write.
 @torch.compiler.disable
 def paged_attend(
     module: Any,
@@ -44,11 +44,11 @@ def paged_attend(
 
     Args:
         query: ``[1, Hq, total_q, D]``; key, value: the new tokens, ``[1, Hkv, total_q, D]``.
-        kwargs: what the host passes beside: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, and what the cache needs.
+        kwargs: what the host also passes: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, and what the cache needs.
     Returns:
-        ``[1, total_q, Hq, Dv]``; zero behind the last request, where the host pads a step.
+        ``[1, total_q, Hq, Dv]``; zero after the last request, where the host pads a step.
     Raises:
-        NotImplementedError: a form of continuous batching that is not served.
+        NotImplementedError: a form of continuous batching that is not supported.
     """
     _refuse(query, kwargs)
     cache, layer = kwargs["cache"], module.layer_idx
@@ -95,13 +95,13 @@ def _refuse(query: Tensor, kwargs: dict[str, Any]) -> None:
         )
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "the lengths of the requests are read at every step, which a CUDA graph cannot hold: set "
+            "the lengths of the requests are read at every step, which a CUDA graph cannot capture: set "
             "use_cuda_graph=False in the ContinuousBatchingConfig"
         )
 
 
 def _update(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Write the new tokens, and the keys and values of all requests one behind the other: ``[total_k, Hkv, D]``."""
+    """Write the new tokens; returns the keys and values of all requests, concatenated: ``[total_k, Hkv, D]``."""
     cache_class: type = type(cache)
     if _takes_kwargs(cache_class):  # 5.23 and newer; it puts this layer's lengths into kwargs
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
@@ -120,13 +120,13 @@ def _takes_kwargs(cache_class: Any) -> bool:
 
 
 def _window(cache: Any, layer: int, kwargs: dict[str, Any]) -> int | None:
-    """Keys that a query of this layer sees, itself among them; None = all. What the cache keeps decides, as in the
-    masks that the host builds from it."""
+    """Keys that a query of this layer sees, itself among them; None = all. Taken from what the cache keeps, as in the
+    masks that the host builds."""
     if hasattr(cache, "layer_to_allocator"):
         return getattr(cache.layer_to_allocator[layer], "sliding_window", None)
     if hasattr(cache, "sliding_windows"):
         window = cache.sliding_windows[layer]
-        return None if window == 1 else window  # 1 is the host's word for none
+        return None if window == 1 else window  # 1 means none to the host
     return kwargs.get("sliding_window")
 
 
@@ -137,7 +137,7 @@ def _on_cpu(ends: Tensor) -> Tensor:
     """The same numbers on the CPU; the tensor of one step is read once for all of its layers."""
     if ends.device.type == "cpu":
         return ends
-    if ends.is_inference():  # nobody can tell whether it was written to
+    if ends.is_inference():  # writes to it cannot be detected
         return ends.cpu()
     version, numbers = _read.get(ends, (None, ends))
     if version != ends._version:
@@ -152,7 +152,8 @@ _served: Counter[str] = Counter()
 
 
 def serve_batching(name: str) -> Callable[[], list[str]]:
-    """Let the manager of continuous batching leave models on the implementation ``name``; returns what ends that.
+    """Make the manager of continuous batching keep models on the implementation ``name``; returns a function that
+    undoes it.
 
     Newer versions accept names of their own only, and plan memory for a mask that is not built for ``name``.
     """
@@ -183,7 +184,7 @@ def _class_of(module: str, name: str) -> Any:
 
 
 class _Wrapped:
-    """A method of the host that gives ``answer`` for models on a name we serve, as long as somebody uses this.
+    """A method of the host that returns ``answer`` for models on a registered name, while it has users.
 
     Args:
         module, owner, method: where it is; nothing is changed where a version has no such method.
@@ -198,7 +199,7 @@ class _Wrapped:
         self.ours: Any = None
 
     def use(self) -> Callable[[], list[str]]:
-        """Put ours in place; returns what takes it back with the last user."""
+        """Replace the method; returns a function that restores it with the last user."""
         owner = _class_of(self.module, self.owner)
         current = getattr(owner, self.method, None)
         if current is None:
@@ -223,7 +224,7 @@ class _Wrapped:
         if self.users:
             return []
         if getattr(owner, self.method) is not self.ours:
-            return [f"{self.owner}.{self.method} was replaced since: ours stays below, doing nothing"]
+            return [f"{self.owner}.{self.method} was replaced since: ours stays below, without effect"]
         setattr(owner, self.method, self.original)
         return []
 

@@ -1,7 +1,7 @@
-"""Transformers' mask functions taken apart: a band of keys around the query, and what is left as a function.
+"""Takes Transformers' mask functions apart: a band of keys around the query, and the rest as a function.
 
 Transformers builds a mask from closures: ``and_masks(sliding_window_overlay(n), causal_mask_function)``. They are
-recognised by the name of the function that made them; what is not recognised is called as it is.
+recognised by the name of the function that made them; what is not recognised is called unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 
 def read_pattern(function: MaskFunction) -> Pattern:
-    """The parts of a mask function that Transformers built; what is not recognised is kept as it is."""
+    """The parts of a mask function that Transformers built; what is not recognised is kept unchanged."""
     name = made_by(function)
     if name == "causal_mask_function":
         return Pattern(right=0)
@@ -47,14 +47,14 @@ def read_pattern(function: MaskFunction) -> Pattern:
             return Pattern(left=size - 1)
         if name == "sliding_window_bidirectional_overlay" and _is_band(function, size, size):
             return Pattern(left=size, right=size)
-        if name == "chunked_overlay":  # two tokens of one chunk are less than a chunk apart
+        if name == "chunked_overlay":  # two tokens of a chunk are less than a chunk apart
             return Pattern(size - 1, size - 1, (function,))
     return Pattern(rest=(function,))
 
 
 def _read_all(functions: tuple[MaskFunction, ...]) -> Pattern:
     """The parts of a conjunction. Packed sequences come as "same sequence" and a rule on positions inside a sequence;
-    those count up by one, so within a sequence such a rule says of positions what it says of indices."""
+    positions increase by one, so within a sequence such a rule means the same for positions and indices."""
     is_packed = any(made_by(function) == "packed_sequence_mask_function" for function in functions)
     pattern = Pattern()
     for function in functions:
@@ -83,8 +83,8 @@ _verified: dict[Any, bool] = {}
 
 
 def _is_band(function: MaskFunction, left: int, right: int | None) -> bool:
-    """Whether a sliding window means in this version of Transformers what we take it to mean: asked once, at the edges
-    of the window."""
+    """Whether a sliding window means in this version of Transformers what we assume: checked once, at the edges of a
+    window."""
     code = function.__code__
     if code not in _verified:
         query = 2 * left + 5

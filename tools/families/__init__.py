@@ -1,7 +1,8 @@
 """Every model family of diffusers that has attention, each as its real class at a tiny size with one set of inputs.
 
-Default weights hide attention: gates are zero, scores are all alike, a dropped mask changes nothing. So every weight is
-drawn anew (:func:`reinitialise`), positions are real grids, and where a model takes a mask it gets real padding.
+Default weights hide attention: gates are zero, scores are all alike, a dropped mask changes nothing. So all weights are
+re-initialised at random (:func:`reinitialise`), positions are real grids, and where a model takes a mask it gets real
+padding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ __all__ = ["Draw", "Family", "NotInThisVersion", "families", "reinitialise"]
 
 
 def families() -> list[Family]:
-    """All families, also those that the installed version of diffusers does not have."""
+    """All families, including those that the installed version of diffusers lacks."""
     from . import (
         audio,
         autoencoders,

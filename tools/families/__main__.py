@@ -23,7 +23,7 @@ _COLUMNS = ("family", "calls", "masked", "taken", "error", "torch's", "uniform",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if something is not proven, 2 if it was asked for what is not there.
+    """Run the command; returns 1 if something is not proven, 2 for invalid arguments.
 
     Args:
         argv: the arguments after the program's name; None = those of the process.

@@ -237,7 +237,7 @@ FAMILIES = [
             "decoder_intermediate_size": 32,
         },
         _sample(2, 3, 32, 32),
-        # the encoder is a model of Transformers, which has a door of its own
+        # the encoder is a model of Transformers, which has an interface of its own
         prepare=lambda model: model.encoder.set_attn_implementation("eager"),
     ),
     Family(

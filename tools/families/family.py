@@ -1,4 +1,4 @@
-"""One model family at a tiny size: how to build it, what to call it with."""
+"""One model family at a tiny size: how to build it, and the inputs of a call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Draw:
 
     @staticmethod
     def padding(batch: int, length: int) -> Tensor:
-        """bool ``[batch, length]``, True = a real token: each row ends in padding, in each of another length."""
+        """bool ``[batch, length]``, True = a real token: each row ends in padding of a different length."""
         lengths = torch.tensor([length - 2 - (3 * row) % max(1, length - 3) for row in range(batch)])
         return torch.arange(length) < lengths[:, None]
 
@@ -87,7 +87,7 @@ class Family:
             return None
 
     def build(self) -> nn.Module:
-        """The model, in evaluation mode, every weight of which matters.
+        """The model in evaluation mode, with weights that all affect the output.
 
         Raises:
             NotInThisVersion: the installed diffusers has no such class or not this form of it.

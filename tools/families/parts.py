@@ -1,4 +1,4 @@
-"""Models that pipelines of diffusers define for themselves: conditioners, connectors, older UNets and priors."""
+"""Models that diffusers' pipelines define themselves: conditioners, connectors, older UNets and priors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one family of diffusers does with and without us, measured: calls, errors, what is left behind."""
+"""Measures one family of diffusers with and without this package: calls, errors, and whether everything is restored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pascal_attn_core.reference import reference_sdpa
 
 from .family import Family
 
-#: our own tiles, several per call at these sizes; the default config would hand such short calls to torch
+#: our own tiles, several per call at these sizes; the default config would pass such short calls to torch
 TILES = AttentionConfig(route="tiled", q_block=5, kv_block=4)
-# ours may be off by so many times what torch's own backends are off, plus rounding of the output itself
-# Another order of the sums, some layers deep; how much that is differs between processors. A wrong attention is at
+# our error may be this many times that of torch's own backends, plus rounding of the output
+# From another order of the sums, some layers deep, which differs between processors. A wrong attention is at
 # least a hundred times as far away.
 _TIMES_TORCH, _ROUNDINGS = 2.0, 64
 _NOTICED = 1e-3  # a wrong attention changes the output by at least this share of its largest value
@@ -137,9 +137,9 @@ def prove(family: Family) -> Proof:
 
 def _measure_ours(family: Family, model: nn.Module, proof: Proof, true: Tensor) -> None:
     size = true.abs().max().item()
-    for name, hand_over in DOORS.items():
+    for name, set_ours in WAYS.items():
         for config in (TILES, None):
-            with hand_over(model, config) as patch, counted() as calls:
+            with set_ours(model, config) as patch, counted() as calls:
                 error = _distance(outputs(family, model), true) / size
             proof.taken[name] = len(calls)
             proof.error = max(proof.error, error)
@@ -196,7 +196,7 @@ def counted() -> Iterator[list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def replaced(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Something else in place of our sdpa."""
+    """Replaces our sdpa."""
     original: Any = redirecting.sdpa
     redirecting.sdpa = function
     try:
@@ -238,8 +238,8 @@ def pipeline_of(model: nn.Module) -> Any:
     return Pipeline(model)
 
 
-#: the ways to hand ourselves to a model
-DOORS: dict[str, Callable[[Any, AttentionConfig | None], Any]] = {
+#: the ways to set our attention on a model
+WAYS: dict[str, Callable[[Any, AttentionConfig | None], Any]] = {
     "patch": patch_pipeline,
     "model": _by_model,
     "pipeline": _by_pipeline,
@@ -247,7 +247,7 @@ DOORS: dict[str, Callable[[Any, AttentionConfig | None], Any]] = {
 
 
 def _with_exact_attention(family: Family, model: nn.Module, *, through_us: bool) -> Tensor:
-    """Older models compute attention without SDPA; for them we hand the calls over."""
+    """Older models compute attention without SDPA; for them the calls are redirected here."""
     if not through_us:
         with Calls(exact):
             return outputs(family, model)

@@ -1,4 +1,4 @@
-"""Model classes of diffusers that are no family of the table, and why."""
+"""Model classes of diffusers that are not in the table, and why."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WITHOUT = {
 
 
 def unknown_models() -> Iterator[str]:
-    """Model classes that the installed diffusers exports and that neither the table nor this list knows."""
+    """Model classes that the installed diffusers exports and that are in neither the table nor this list."""
     import diffusers
 
     from . import families

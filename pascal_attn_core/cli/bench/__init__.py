@@ -20,8 +20,8 @@ from .. import CommandError, check_numbers
 from ..tables import print_table
 from .candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from .clock import Clock, quiet_torch
+from .measure import Settings, race
 from .report import COLUMNS, geometric_means, machine_name, result_row, versions
-from .run import Settings, race
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30
@@ -55,7 +55,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="instead of each shape's own")
     parser.add_argument("--budget-mib", type=float, help="extra memory that our routes may use")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
-    parser.add_argument("--max-operators", type=int, default=200_000, help="leave out who launches more")
+    parser.add_argument(
+        "--max-operators", type=int, default=200_000, help="skip candidates that launch more operators than this"
+    )
     parser.add_argument("--no-products", action="store_true", help="do not time the bare matrix products")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw time and memory into this file")
@@ -125,7 +127,7 @@ def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[
 
 
 def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
-    """Those asked for; the quick ones where none is named.
+    """The shapes that were named; the quick ones if none was.
 
     Raises:
         ValueError: a shape that does not exist or does not fit into memory.
@@ -203,7 +205,7 @@ def _document(
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """What would make the end of a long run fail is found before it starts."""
+    """Find what would make a long run fail at its end, before it starts."""
     for path in (options.json, options.png, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise CommandError(f"the folder of {path} does not exist")

@@ -1,4 +1,4 @@
-"""Who takes part in ``pascal-attn bench``: torch, our routes, the peers that are installed."""
+"""The candidates of ``pascal-attn bench``: torch, our routes, the peers that are installed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Candidate:
     Attributes:
         name: as on the command line.
         prepare: makes, outside of the time measured, a function of (query, key, value) for one call.
-        extra_bytes: a rough estimate of the memory it needs, to leave it out before it fills the machine.
-        operators: a rough estimate of the operators it launches, to leave it out where that alone takes minutes.
-        is_ours: whether it runs :func:`pascal_attn_core.sdpa`, so that the report has something to say.
+        extra_bytes: a rough estimate of the memory it needs, to skip it before it fills the machine.
+        operators: a rough estimate of the operators it launches, to skip it where that alone takes minutes.
+        is_ours: whether it runs :func:`pascal_attn_core.sdpa`, so that a report can be recorded.
     """
 
     name: str
@@ -60,7 +60,7 @@ def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]
 
 
 def route_candidates(config: AttentionConfig) -> list[Candidate]:
-    """Torch's own function, its math kernel, our choice and each of our routes asked for by name."""
+    """Torch's own function, its math kernel, our choice and each of our routes by name."""
     found = [
         Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
         Candidate("torch-math", _torch_math, extra_bytes=_score_bytes),
@@ -69,7 +69,7 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
     for route in ROUTES:
         forced = replace(config, route=route)
         if route == "math":
-            # without a limit: here it is asked for by name
+            # without a limit, since it is chosen by name
             math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
             found.append(replace(math_route, extra_bytes=_score_bytes))
         else:
@@ -81,7 +81,7 @@ def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candid
     """Those named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is always in.
 
     Raises:
-        ValueError: a pattern that names nobody.
+        ValueError: a pattern that matches no candidate.
     """
     wanted = {BASELINE}
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
@@ -211,7 +211,7 @@ def _noflash() -> list[Candidate]:
 
 
 def _import_noflash() -> Any:
-    """Importing noflash_attention replaces torch's function in the whole process: take that back at once."""
+    """Importing noflash_attention replaces torch's function in the whole process: restore it at once."""
     original = F.scaled_dot_product_attention
     with contextlib.redirect_stdout(io.StringIO()):
         from noflash_attention import disable, patch

@@ -25,7 +25,7 @@ _MEMORY_TICKS = (0.01, 0.1, 1, 10, 100, 1000, 10_000, 100_000)
 
 @dataclass(frozen=True)
 class _Series:
-    """Candidates drawn alike; one lane of every row belongs to them."""
+    """Candidates drawn with the same mark, in one lane of every row."""
 
     label: str
     pattern: str

@@ -56,7 +56,7 @@ class Clock:
 
 @contextmanager
 def quiet_torch(threads: int) -> Iterator[None]:
-    """This many CPU threads and no TF32 for the length of a block."""
+    """Use this many CPU threads and no TF32 within a block."""
     matmul = torch.backends.cuda.matmul
     before = torch.get_num_threads(), matmul.allow_tf32
     torch.set_num_threads(threads)

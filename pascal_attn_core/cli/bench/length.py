@@ -21,8 +21,8 @@ def memory_by_length(lengths: tuple[int, ...] = LENGTHS, budget_mib: float | Non
     """Peak extra memory in MiB of self-attention ``[1, 8, L, 64]`` in float32, exact, for each length.
 
     Returns:
-        "tokens", and for each "math" (torch's plain attention), "tiled" (what is taken) and "planned" (what its plan
-        said).
+        "tokens", and for each "math" (torch's plain attention), "tiled" (what is used) and "planned" (what its plan
+        predicts).
     """
     config, tiled_route = AttentionConfig(route="tiled", budget_mib=budget_mib), TiledRoute()
     figures: dict[str, list[float]] = {"tokens": [], "math": [], "tiled": [], "planned": []}

@@ -1,7 +1,7 @@
 """The GEMM limit: a call's bare matrix products, at the best blocking found, and nothing else.
 
-No attention made of these products can be faster (unless a mask leaves out more than padding at the end): how close a
-candidate comes says what its softmax, its masks and its bookkeeping cost.
+No attention made of these products can be faster (unless a mask leaves out more than padding at the end): the distance
+to it is the cost of softmax, masks and bookkeeping.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def best_products(call: CapturedCall, clock: Clock, *, backward: bool = False) -
         steps = list(_steps(call, blocking))
         run = functools.partial(_run, steps, backward)
         seconds = clock.seconds(run)
-        if seconds < 0.5:  # so short that the first call's start counts
+        if seconds < 0.5:  # so short that starting the first call matters
             seconds = min(seconds, clock.seconds(run), clock.seconds(run))
         timed.append((seconds, len(timed), run, blocking))
     _, _, run, blocking = min(timed)
@@ -119,7 +119,7 @@ def _steps(call: CapturedCall, blocking: Blocking) -> Iterator[_Step]:
 
 
 def _head_blocks(call: CapturedCall, size: int) -> Iterator[tuple[slice, int]]:
-    """Blocks of key/value heads, and how many keys each needs: padding at the end that a mask leaves out is no work."""
+    """Blocks of key/value heads, and how many keys each needs: padding at the end that is masked is not counted."""
     batch, kv_heads, num_keys = call.key.shape[:3]
     mask = call.attn_mask
     if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):

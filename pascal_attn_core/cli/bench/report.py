@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...device import device_info
-from .run import Result
+from .measure import Result
 
 MIB = 1 << 20
 COLUMNS = ("", "ms", "vs torch", "of products", "TFLOP/s", "extra MiB", "operators", "error", "bounded", "")

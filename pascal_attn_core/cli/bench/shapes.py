@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """What query, key, value and output take."""
+        """Bytes of query, key, value and output."""
         rows = self.num_heads * self.seq_len_q + self.num_kv_heads * self.seq_len_kv
         return self.batch * rows * (self.head_dim + self.value_dim) * getattr(torch, self.dtype).itemsize
 
@@ -132,7 +132,7 @@ def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None 
     return shapes if dtype is None else [replace(shape, dtype=dtype) for shape in shapes]
 
 
-# what --shape may say, and the field; those without a default are needed
+# the keys of --shape and their fields; those without a default are required
 _SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv"}
 _SIZES |= {"D": "head_dim", "Dv": "head_dim_v"}
 _NEEDED = ("Hq", "L", "D")

@@ -48,7 +48,7 @@ Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).
 peak extra: most bytes {memory}.
 largest difference: of the final latents, against stock."""
 _FOLLOWED = "of tensors alive at once, beyond those before the run (not the scratch inside torch's fused CPU kernel)"
-_ALLOCATED = "that torch's CUDA allocator handed out at once, beyond those before the run"
+_ALLOCATED = "that torch's CUDA allocator allocated at once, beyond those before the run"
 
 
 @dataclass
@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     device = _checked(args)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network, whatever a library would like
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no library may access the network here
     with _quiet():
         from . import models
 
@@ -176,7 +176,7 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
 
 
 def _warm_up(case: Case, pipe: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """One tiny generation, so that no run pays for what is done once. Returns its attention calls in the denoiser."""
+    """One tiny generation, so that no run includes one-time costs. Returns its attention calls in the denoiser."""
     from .models import starting_latents
 
     arguments, shape = case.warm_up
@@ -209,7 +209,7 @@ def _warm_up(case: Case, pipe: Any, device: torch.device, dtype: torch.dtype) ->
 
 def _measure(case: Case, pipe: Any, start: Tensor, row: Row, progress: Progress) -> Tensor:
     """One generation: its figures into ``row``, its latents returned. Following each storage costs some microseconds
-    per operator, far below the noise on a CPU; on CUDA the allocator is asked and nothing is followed."""
+    per operator, far below the noise on a CPU; on CUDA the allocator's statistics are read and nothing is followed."""
 
     def step_done(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
         progress.step()
@@ -231,7 +231,7 @@ def _measure(case: Case, pipe: Any, start: Tensor, row: Row, progress: Progress)
 
 
 def _compare(row: Row, latents: dict[str, Tensor], calls: int, total_calls: int) -> None:
-    """How far this run's latents are from the stock ones, and how many attention calls it made."""
+    """The largest difference between this run's latents and the stock ones, and the number of its attention calls."""
     if STOCK in latents and row.name != STOCK:
         row.difference = (latents[row.name].double() - latents[STOCK].double()).abs().max().item()
     if row.name in (STOCK, MATH):
@@ -353,7 +353,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the remarks of diffusers and transformers about things nobody asked for off the screen."""
+    """Silence unrelated warnings of diffusers and transformers."""
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
     from diffusers.utils import logging as of_diffusers

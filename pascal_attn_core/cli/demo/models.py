@@ -46,7 +46,7 @@ class Case:
 
     @property
     def math_bytes(self) -> int:
-        """What math attention needs at once: the scores and the probabilities in float32, one bool per score."""
+        """What math attention stores at once: the scores and the probabilities in float32, one bool per score."""
         return self.num_heads * self.tokens**2 * (4 + 4 + 1)
 
 
@@ -201,14 +201,15 @@ def _decode_image(pipe: Any, latents: Tensor) -> list[Any]:
 
 
 def _decode_video(pipe: Any, latents: Tensor) -> list[Any]:
-    """The first five frames: the decoder's 3-D convolutions take their time on a CPU."""
+    """The first five frames: the decoder's 3-D convolutions are slow on a CPU."""
     with torch.no_grad():
         video = pipe.vae.decode(latents[:, :, :2].to(pipe.vae.dtype)).sample
     return _pictures(video[0].transpose(0, 1))
 
 
 def _pictures(batch: Tensor) -> list[Any]:
-    """[N, 3, H, W] -> uint8 arrays, each channel stretched to the same contrast: random weights know no exposure."""
+    """[N, 3, H, W] -> uint8 arrays, each channel stretched to the same contrast: random weights have no meaningful
+    exposure."""
     batch = batch.float().cpu()
     mean, spread = batch.mean((2, 3), keepdim=True), batch.std((2, 3), keepdim=True)
     levels = ((batch - mean) / (spread + 1e-6) * 0.22 + 0.5).clamp(0, 1) * 255
@@ -224,8 +225,8 @@ def _seeded(seed: int = 0) -> Iterator[None]:
 
 
 def _make_every_weight_matter(model: Any, *, gain: float = 1.2, seed: int = 7) -> Any:
-    """Fresh weights under which attention decides about the result: by default it is close to uniform, and zero
-    gates hide what it does."""
+    """Random weights under which attention affects the result: by default it is close to uniform, and zero gates hide
+    it."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)

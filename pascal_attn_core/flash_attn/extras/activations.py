@@ -51,7 +51,7 @@ def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return grad.to(y.dtype), grad.sum(0).to(bias.dtype)
 
 
-# In flash-attn autograd functions, here what autograd understands anyway.
+# Autograd functions in flash-attn, plain differentiable code here.
 bias_gelu_impl = bias_gelu
 fast_gelu_impl = gelu_fwd
 

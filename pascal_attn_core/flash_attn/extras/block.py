@@ -173,7 +173,7 @@ class Block(_Block):
 
 
 class ParallelBlock(_Block):
-    """A block whose mixer and MLP read the same sum, each behind a norm of its own or, with tied_norm, behind one."""
+    """A block whose mixer and MLP read the same sum, each after a norm of its own or, with tied_norm, after one."""
 
     def __init__(
         self,

@@ -70,10 +70,10 @@ def fused_mlp_func(
     Args:
         x: ``[..., N]``; weight1 ``[hidden, N]``; weight2 ``[M, hidden]``.
         activation: "gelu_approx", "relu" or "sqrelu".
-        save_pre_act, checkpoint_lvl: what the backward pass computes again instead of keeping it: 1 the activation, 2
+        save_pre_act, checkpoint_lvl: what the backward pass recomputes instead of keeping it: 1 the activation, 2
             (or no save_pre_act) its input too.
         return_residual: return (output, x).
-        heuristic: taken for the sake of the signature.
+        heuristic: ignored, for compatibility.
         process_group, sequence_parallel: see :func:`fused_dense_func`; the output is to be summed over ranks.
     """
     _check_mlp(activation, checkpoint_lvl)

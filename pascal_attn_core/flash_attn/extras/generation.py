@@ -121,9 +121,9 @@ def decode(
         max_length: tokens in all.
         top_k, top_p, temperature: see :func:`sample`.
         eos_token_id: stop where all sequences have it.
-        teacher_outputs: ``[B, T]``: take its tokens where it has some.
+        teacher_outputs: ``[B, T]``: use its tokens where it has any.
         vocab_size: only that many of the logits.
-        tensor_parallel, enable_timing: taken for the sake of the signature.
+        tensor_parallel, enable_timing: ignored, for compatibility.
         cg: must be False: there are no CUDA graphs here.
     Returns:
         (sequences ``[B, tokens]``, scores: a tuple of ``[B, V]``).

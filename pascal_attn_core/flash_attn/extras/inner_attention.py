@@ -108,7 +108,7 @@ class FlashCrossAttention(_Inner):
 
 
 class SelfAttention(_Inner):
-    """Attention with a padding mask. Scores of padding get -10000, as there; ``causal`` never looks ahead."""
+    """Attention with a padding mask. Scores of padding get -10000, as in flash-attn; ``causal`` hides later keys."""
 
     def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
         super().__init__(causal, softmax_scale, attention_dropout)

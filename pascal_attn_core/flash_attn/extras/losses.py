@@ -1,6 +1,6 @@
 """Cross entropy: ``flash_attn.ops.triton.cross_entropy`` and ``flash_attn.losses.cross_entropy``.
 
-Computed in float32 (float64 for float64), some rows at a time: beside the logits and their gradient no tensor of the
+Computed in float32 (float64 for float64), some rows at a time: besides the logits and their gradient no tensor of the
 vocabulary's size exists.
 """
 
@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
         lse = logits.new_empty(count, dtype=dtype)
         if known and precomputed_lse is not None:
             lse.copy_(precomputed_lse)
-        # What the losses are beside lse, from this part of the vocabulary.
+        # The losses without lse, from this part of the vocabulary.
         losses = logits.new_zeros(count, dtype=dtype)
         if not known or smoothing:
             for rows in _chunks(logits):

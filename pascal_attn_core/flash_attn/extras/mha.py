@@ -117,7 +117,7 @@ class _Attention(nn.Module):
         return result
 
     def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
-        """Write ``kv [B, N, 2, H, D]`` behind what is cached; returns the cache of these sequences up to its end."""
+        """Write ``kv [B, N, 2, H, D]`` after what is cached; returns the cache of these sequences up to its end."""
         if self.layer_idx is None:
             raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
         return update_kv_cache(kv, inference_params, self.layer_idx)
@@ -156,11 +156,11 @@ class MHA(_Attention):
         num_heads_kv: key and value heads; None = num_heads.
         cross_attn: queries come from x, keys and values from x_kv.
         layer_idx: the name of this layer's cache in generation.
-        dwconv: a causal convolution over three tokens behind the projection.
+        dwconv: a causal convolution over three tokens after the projection.
         rotary_emb_dim: numbers of each head that are rotated, 0 = none; see
             :class:`~pascal_attn_core.flash_attn.extras.rotary.RotaryEmbedding` for the other three.
         use_alibi, window_size: with use_flash_attn only.
-        fused_bias_fc: taken for the sake of the signature.
+        fused_bias_fc: ignored, for compatibility.
         use_flash_attn: take sequences of different lengths (cu_seqlens); else a key_padding_mask. Memory is O(N) in
             both.
         return_residual: return (output, x).

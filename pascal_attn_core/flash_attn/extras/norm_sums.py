@@ -18,7 +18,7 @@ from ..options import FlashArgumentError
 
 
 class Sum(NamedTuple):
-    """What is normalised.
+    """The input of the norm.
 
     value: float32 or float64 ``[..., N]``; masks: of what was kept of x and of x1, None = nothing is dropped.
     """

@@ -75,7 +75,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
-        # a copy: the input may be needed by what made it
+        # a copy: the backward pass of what made the input may need it
         return all_reduce_raw(input_.clone(), process_group)[0]
 
     @staticmethod
@@ -115,7 +115,7 @@ def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
 
 
 def enter_group(x: Tensor, process_group: Any, sequence_parallel: bool) -> Tensor:
-    """The input of a linear layer whose outputs are split over ranks: gathered, or one that all ranks share already."""
+    """The input of a linear layer whose outputs are split over ranks: gathered, or one that all ranks have already."""
     if process_group is None:
         return x
     result: Tensor = (_AllGather if sequence_parallel else _Shared).apply(x, process_group)

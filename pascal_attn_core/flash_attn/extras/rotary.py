@@ -383,7 +383,7 @@ class _RotationOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         num_heads_q, interleaved = ctx.options
-        # a copy: what comes in may be shared with other gradients
+        # a copy: the incoming gradient may be shared with others
         grad = grads[0].clone()
         for part, (cos, sin, positions) in zip(_parts(grad, num_heads_q), _saved(ctx)):
             part.copy_(_Rotation.apply(part.clone(), cos, sin, positions, (interleaved, False, True)))

@@ -143,11 +143,11 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` within each of many sequences that lie one behind the other.
+    """:func:`flash_attn_func` within each of many sequences that are concatenated.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
-        seqused_q, seqused_k: int32 ``[B]``: only so many first tokens of each sequence count; the output is 0 for the
+        seqused_q, seqused_k: int32 ``[B]``: only this many first tokens of each sequence count; the output is 0 for the
             other queries.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from pascal_attn_core import cli
 from pascal_attn_core.cli import bench
-from pascal_attn_core.cli.bench import run, shapes
+from pascal_attn_core.cli.bench import measure, shapes
 from pascal_attn_core.cli.bench.candidates import BASELINE, Candidate, all_candidates, choose_candidates, torch_kernel
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
+from pascal_attn_core.cli.bench.measure import PRODUCTS, Settings, race
 from pascal_attn_core.cli.bench.products import Blocking, best_products
 from pascal_attn_core.cli.bench.report import geometric_means, result_row
-from pascal_attn_core.cli.bench.run import PRODUCTS, Settings, race
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
 from pascal_attn_core.cli.tables import plain_table
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
@@ -53,16 +53,16 @@ def named(results):
 def test_the_operations_that_a_call_needs_are_those_of_its_products():
     dense, causal = TINY["grouped"].make(), TINY["causal"].make()
     scores = 2 * 4 * 48 * 40
-    assert run.needed_operations(dense) == 2 * 2 * scores * 16
-    assert run.needed_operations(dense, backward=True) == 7 * 2 * scores * 16
-    assert run.needed_operations(causal) == 2 * 2 * (2 * 48 * 49 // 2) * 16
+    assert measure.needed_operations(dense) == 2 * 2 * scores * 16
+    assert measure.needed_operations(dense, backward=True) == 7 * 2 * scores * 16
+    assert measure.needed_operations(causal) == 2 * 2 * (2 * 48 * 49 // 2) * 16
 
 
 def test_throughput_is_shown_beside_the_share_of_the_peak():
-    result = run.Result("ours", flops=36.6e12)
+    result = measure.Result("ours", flops=36.6e12)
     assert "36.6 (55%)" in result_row(result, 66.9e12)
     assert "36.6" in result_row(result)
-    assert result_row(run.Result("none"), 66.9e12)[4] == "-"
+    assert result_row(measure.Result("none"), 66.9e12)[4] == "-"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -131,7 +131,7 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
 
 
 def test_who_needs_too_much_memory_or_too_many_operators_is_left_out(monkeypatch):
-    monkeypatch.setattr(run, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(measure, "available_bytes", lambda device: 1000)
     settings = dataclasses.replace(QUICK, max_operators=10)
     chosen = choose_candidates(CANDIDATES, "torch-math,pascal-attn-64")
     found = named(race(TINY["plain"].make(), chosen, CLOCK, settings))

@@ -191,7 +191,7 @@ def test_a_sequence_without_keys_gives_zeros() -> None:
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with k and v"),
-    ({"cache_seqlens": 11}, ValueError, r"room for 2 new tokens behind \[11, 11\], got 12"),
+    ({"cache_seqlens": 11}, ValueError, r"room for 2 new tokens after \[11, 11\], got 12"),
     ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to 12"),
     ({"cache_seqlens": torch.tensor([1.0, 2.0])}, TypeError, "cache_seqlens must be whole numbers"),
     ({"cache_seqlens": torch.tensor([1])}, ValueError, r"cache_seqlens must be \[2\], got \[1\]"),

@@ -179,9 +179,9 @@ def test_varlen_reads_keys_from_pages() -> None:
 @pytest.mark.parametrize(
     ("ends", "kind", "words"),
     [
-        (torch.tensor([0, 4, 2]), ValueError, "cu_seqlens_q must start at 0 and never fall"),
+        (torch.tensor([0, 4, 2]), ValueError, "cu_seqlens_q must start at 0 and never decrease"),
         (torch.tensor([1, 4, 6]), ValueError, "must start at 0"),
-        (torch.tensor([0, 4, 99]), ValueError, "end at most at the 6 tokens there are"),
+        (torch.tensor([0, 4, 99]), ValueError, "end within the 6 tokens"),
         (torch.tensor([0.0, 4.0]), TypeError, "whole numbers"),
         ([0, 4], TypeError, "cu_seqlens_q must be a tensor"),
         (torch.tensor([[0, 4]]), ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),

@@ -1,4 +1,4 @@
-"""The race of ``pascal-attn bench``: every candidate on one call, interleaved; time, memory and error."""
+"""Runs every candidate of ``pascal-attn bench`` on one call, interleaved: time, memory and error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHARE_OF_MEMORY = 0.7
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how exactly to measure.
+    """How long to measure, and what.
 
     Attributes:
         rounds: timed rounds at most; each round calls every candidate once.
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What one candidate did on one call. None = not known; ``note`` says why.
+    """The result of one candidate on one call. None = not known; ``note`` says why.
 
     Attributes:
         seconds: the median over rounds; times: every round.
@@ -99,7 +99,7 @@ def race(
     """Run every candidate on one call.
 
     Args:
-        progress: told what happens now, for a status line.
+        progress: called with the current step, for a status line.
     Returns:
         one result per candidate in their order, and last that of the bare products if the settings ask for them.
     """
@@ -153,7 +153,7 @@ def _enter(
     except (torch.cuda.OutOfMemoryError, MemoryError):
         result.note = "out of memory"
         return None
-    except Exception as error:  # other people's code: whatever it raises belongs into its cell of the table
+    except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
         result.note = _in_one_line(error)
         return None
     if candidate.is_ours:
@@ -210,7 +210,7 @@ def _run_rounds(lanes: list[_Lane], clock: Clock, progress: Callable[[str], None
     last = max((lane.rounds for lane in lanes), default=0)
     for number in range(last):
         progress(f"round {number + 1} of {last}")
-        shift = number % len(lanes)  # nobody always runs after the same neighbour
+        shift = number % len(lanes)  # no candidate always runs after the same one
         for lane in lanes[shift:] + lanes[:shift]:
             if number < lane.rounds:
                 lane.result.times.append(clock.seconds(lane.run, lane.calls))
@@ -236,7 +236,7 @@ def _paired_ratio(result: Result, other: Result | None) -> float | None:
 
 
 class _Oracle:
-    """What a candidate is asked to compute, and whether it came out right."""
+    """The work of a candidate, and the check of its result."""
 
     def __init__(self, call: CapturedCall, settings: Settings):
         self.call, self.backward = call, settings.backward
@@ -249,7 +249,7 @@ class _Oracle:
         size = (*call.query.shape[:-1], call.value.shape[-1])
         generator = torch.Generator().manual_seed(1)
         self.grad = torch.randn(size, generator=generator).to(call.query)
-        # An output gradient in some rows only: the same work for every candidate, far less for the reference.
+        # The output gradient is zero but in some rows: the same work for every candidate, far less for the reference.
         rows = self.rows.to(self.grad.device)
         self.sparse_grad = torch.zeros_like(self.grad)
         self.sparse_grad[..., rows, :] = self.grad[..., rows, :]
@@ -295,7 +295,7 @@ def _measure(step: Callable[[], Any], device: torch.device) -> tuple[Measurement
     def call(_: Tensor) -> Any:
         return step()
 
-    probe = torch.empty(0, device=device)  # tells measure() the device
+    probe = torch.empty(0, device=device)  # gives measure() the device
     if device.type != "cpu":
         return measure(call, probe), 0
     os.putenv("KINETO_LOG_LEVEL", "6")  # some builds of the profiler write two lines to stderr at every start
@@ -307,7 +307,7 @@ def _measure(step: Callable[[], Any], device: torch.device) -> tuple[Measurement
 def _allocator_peak(trace: Any) -> int:
     try:
         events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    except AttributeError:  # not public: without it, scratch memory inside kernels stays unseen
+    except AttributeError:  # not public; without it scratch memory inside kernels is not seen
         return 0
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
