@@ -273,7 +273,8 @@ def _bind(args: tuple, kwargs: dict[str, Any]) -> CapturedCall | None:
     call = bind_sdpa(args, kwargs, like_torch=False)
     if isinstance(call, str):
         return None
-    tensors = call[:3] if call.attn_mask is None else call[:4]
+    mask = () if call.attn_mask is None else (call.attn_mask,)
+    tensors: tuple[Tensor, ...] = (*call[:3], *mask)
     if any(type(t) not in PLAIN or t.is_meta or t.layout != torch.strided for t in tensors):
         return None
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""The process-wide switch: torch's ``scaled_dot_product_attention`` becomes ours for everything that calls it.
+"""The process-wide switch: calls of torch's ``scaled_dot_product_attention`` are computed by ours.
 
     import pascal_attn_core.sdpa_patch as pascal
 
@@ -8,17 +8,17 @@
 
     PASCAL_ATTN_ENABLE=1 python -c "import pascal_attn_core.auto; ..."      # without touching the program's code
 
-It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. Code that took the function by name
-before keeps torch's; within ``with patch_sdpa():`` it is served too, in the thread that entered the block. Calls that
-``sdpa`` would hand to torch as they are, the short ones (``math_limit_mib``), go there, and what it does not know goes
-to torch untouched, with torch's results and errors: nested, sparse and quantised tensors, tensor subclasses,
-``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), arguments that
-torch refuses. ``torch.jit.script`` compiles torch's function.
+It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. Code that has imported the function by
+name before keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the
+block. Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does
+everything that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
+subclasses, ``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), and
+arguments that torch refuses. ``torch.jit.script`` compiles torch's function.
 
 In evaluation ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native path that never calls the function.
-``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. There is no double backward in the routes that
-torch has no kernel for: take the patch off for a gradient penalty. A model with activation checkpoints needs the patch
-in its backward pass too; what it took by name is not served there, since torch leaves modes while it runs backward.
+``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double backward:
+remove the patch for a gradient penalty. A model with activation checkpoints needs the patch in its backward pass too;
+functions that it has imported by name are not redirected there, since torch leaves modes while it runs backward.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _enabled: Patch | None = None
 def enable(config: AttentionConfig | None = None) -> None:
     """Send the attention calls of this process, of all threads, to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
-    A second call changes the config. ``PASCAL_ATTN_DISABLE=1`` in the environment wins: nothing is changed then.
+    A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
         config: how to compute; None = the environment's.
@@ -73,7 +73,7 @@ def enable(config: AttentionConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Take :func:`enable` back. A :func:`patch_sdpa` in force stays. Harmless when nothing is enabled."""
+    """Revert :func:`enable`. A :func:`patch_sdpa` in force stays. Does nothing when nothing is enabled."""
     global _enabled
     with _lock:
         earlier, _enabled = _enabled, None
@@ -97,10 +97,10 @@ def enable_if_asked() -> bool:
 def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
-    As a context manager it also serves, in the thread that enters the block, code that took torch's function by name
-    before (at the price of a Python call around each of torch's functions there). Patches may be removed in any order;
-    of several the newest decides, in a thread within such a block the innermost block. A patch that somebody else puts
-    over it meanwhile stays.
+    As a context manager it also redirects, in the thread that enters the block, code that has imported torch's function
+    by name before (at the cost of a Python call around each torch function in the block). Patches may be removed in any
+    order; of several the newest decides, in a thread within such a block the innermost block. A replacement that other
+    code puts over it meanwhile stays.
 
     Args:
         config: how to compute; None = the environment's.
@@ -148,10 +148,10 @@ class _SdpaPatch(Patch):
 
 
 class _Replacement:
-    """The function that stands at ``F.scaled_dot_product_attention``, over ``original``.
+    """The function put at ``F.scaled_dot_product_attention`` in place of ``original``.
 
-    Its scopes are replaced as one tuple, so that other threads may call meanwhile; the last one decides. Without any
-    it only hands on.
+    Its scopes are one tuple that is replaced as a whole, so that other threads may call meanwhile; the last one
+    decides. Without any it only calls ``original``.
     """
 
     def __init__(self, original: Any):
@@ -174,15 +174,15 @@ class _Replacement:
             if getattr(F, SDPA_NAME) is self.function:
                 setattr(F, SDPA_NAME, self.original)
                 return []
-        return [f"{SDPA_NAME} was replaced again since: ours stays below, handing calls on"]
+        return [f"{SDPA_NAME} was replaced again since: ours stays below and only calls the original"]
 
 
-# Never forgotten: torch.jit knows their functions by id. One for each function that was found at torch's name.
+# Kept for good: torch.jit knows their functions by id. One for each function that was found at torch's name.
 _made: list[_Replacement] = []
 
 
 def _replacement() -> _Replacement:
-    """The one whose function is at torch's name now, in force or not, or else one over what is there."""
+    """The one whose function is at torch's name now, active or not, else one over the function that is there."""
     current = getattr(F, SDPA_NAME)
     for made in _made:
         if made.function is current or (made.original is current and not made.scopes):
@@ -204,10 +204,10 @@ def _function_of(replacement: _Replacement) -> Any:
             closest = _get_current_function_mode()
             if isinstance(closest, SdpaMode):
                 if not isinstance(closest.handler, _Scope):
-                    return TORCH_SDPA(*args, **kwargs)  # that of a patched pipeline or model decides
+                    return TORCH_SDPA(*args, **kwargs)  # its handler decides, say that of a patched pipeline
                 config = closest.handler.config if closest.handler.active else config
             else:
-                # Modes of others see the call under the name that they know it by; then it comes back without them.
+                # Modes of others see the call under the name that they look for; then it comes back without them.
                 tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
                 return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
         return _attend(original, config, args, kwargs)
@@ -217,7 +217,7 @@ def _function_of(replacement: _Replacement) -> Any:
 
 
 def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One call by ours, or by ``original`` what is not for us."""
+    """One call by ours, or by ``original`` if ours does not support it."""
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     if not torch._C._len_torch_function_stack():
@@ -230,7 +230,7 @@ def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[st
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:
-        with torch._C.DisableTorchFunction():  # modes have seen the call; what it is made of is not for them
+        with torch._C.DisableTorchFunction():  # modes have seen the call, not the operators that it is made of
             return sdpa(*args, **kwargs, config=config)
     except (TypeError, ValueError):  # raised before anything is computed
         if not _is_refused(args, kwargs):
@@ -247,7 +247,7 @@ def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, An
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether our check does not accept the arguments; torch then says what it makes of them."""
+    """Whether our check refuses the arguments; torch's function then computes them or raises its own error."""
     try:
         check_call(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -257,8 +257,8 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is of the kind that we compute: plain strided tensors, given as torch wants them, to be computed
-    here and now."""
+    """Whether ours supports the call: plain strided tensors, arguments that torch takes, and nothing that records the
+    call instead of computing it."""
     call = bind_sdpa(args, kwargs)
     if isinstance(call, str):
         return False
@@ -276,7 +276,7 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _note_refusal(reason: str) -> None:
-    log.info("%s: a call went to torch as it was: %s", SDPA_NAME, reason)
+    log.info("%s: a call was passed to torch unchanged: %s", SDPA_NAME, reason)
 
 
 def _tell_torchscript(function: Any) -> None:
@@ -289,7 +289,7 @@ def _tell_torchscript(function: Any) -> None:
 
 
 def _report_holders() -> None:
-    """Say who took torch's function by name before, since those calls are not reached."""
+    """Warn of modules that have imported torch's function by name: their calls are not redirected."""
     holders = sorted(
         name
         for name, module in list(sys.modules.items())
@@ -297,7 +297,7 @@ def _report_holders() -> None:
     )
     if holders:
         log.warning(
-            "%s was taken by name before by %s, which keep torch's; wrap their calls in `with patch_sdpa():`",
+            "%s was imported by name before by %s, which keep torch's; wrap their calls in `with patch_sdpa():`",
             SDPA_NAME,
             ", ".join(holders),
         )

@@ -1,4 +1,4 @@
-"""What lies around one model call: names for its attention calls, and those that pass the override by."""
+"""State of one model call: names for its attention calls, and the calls that bypass the override."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Scope:
 
 
 def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
-    """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those past the override."""
+    """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those that bypass the override."""
 
     def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with scope.numbering(word), scope.catching(engine) if catches else nullcontext():
@@ -85,7 +85,7 @@ def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> C
 
 
 def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One call of ``scaled_dot_product_attention`` that no override has seen."""
+    """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
     if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
         return TORCH_SDPA(*args, **kwargs)
     block, call = scope.next_name(), bind_sdpa(args, kwargs)

@@ -1,5 +1,5 @@
-"""One call of a diffusion model without its numbers: which attention and feed-forward calls it makes, and what its own
-tensors take."""
+"""One call of a diffusion model without data: which attention and feed-forward calls it makes, and how much memory its
+own tensors take."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModelCall:
         attention, ffn: its calls in order.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
-        is_rough: not followed but worked out: only the largest calls, about.
+        is_rough: not traced but estimated: only the largest calls, approximately.
     """
 
     attention: list[AttentionShape] = field(default_factory=list)
@@ -78,8 +78,8 @@ class ModelCall:
 
 
 class Tracer(TorchDispatchMode):
-    """Runs what touches the shadow's weights without data, and the little that does not (positions, schedules) as it
-    is: so that values which a model reads exist, and no tensor without data gets into anybody's cache."""
+    """Runs operators on the shadow's weights without data, and the few others (positions, schedules) normally: so that
+    values which a model reads exist, and no tensor without data gets into a cache."""
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()
@@ -90,7 +90,7 @@ class Tracer(TorchDispatchMode):
         self._weights: set[int] = set()  # storages of weights, and of what was made of weights alone
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Whether it depends on no input."""
+        """Whether it depends on no input, only on weights."""
         return isinstance(tensor, FakeTensor) and (
             isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in self._weights
         )
@@ -139,7 +139,7 @@ class Tracer(TorchDispatchMode):
     # ---- attention ----
 
     def override(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in ``optimized_attention_override``: the call's shape, and a result without data."""
+        """Put at ``optimized_attention_override``: notes the call's shape and returns a result without data."""
         try:
             call = HostCall.of(args, kwargs)
         except NotOurs as reason:
@@ -149,17 +149,17 @@ class Tracer(TorchDispatchMode):
         return call.returned(self.attend(call.query, call.key, call.value, call.mask))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Note a call ``[B, H, L, D]``; an empty result of its shape."""
+        """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""
         shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
         self.found.attention.append(AttentionShape(*shapes, query.dtype, mask is not None, self.live))
         return out.transpose(1, 2)
 
     def _sdpa(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """A call of torch's function, which a model makes without asking the override."""
+        """A call of torch's function by a model that bypasses the override."""
         call = bind_sdpa(args, kwargs)
         if isinstance(call, str):
-            return TORCH_SDPA(*args, **kwargs)  # which refuses it in its own words
+            return TORCH_SDPA(*args, **kwargs)  # which raises its own error
         query, key, value = (_four_dimensions(tensor) for tensor in call[:3])
         out = self.attend(query, key, value, call.attn_mask)
         return out.reshape(*call.query.shape[:-3], *out.shape[-3:])
@@ -202,7 +202,7 @@ def _four_dimensions(tensor: Tensor) -> Tensor:
 
 
 def _is_large(args: Iterable[Any]) -> bool:
-    """Whether an operator that makes a tensor of nothing makes a large one."""
+    """Whether an operator that creates a tensor from sizes alone creates a large one."""
     sizes = next((arg for arg in args if isinstance(arg, (list, tuple)) and arg), ())
     if not all(isinstance(size, int) for size in sizes):
         return False

@@ -1,4 +1,4 @@
-"""Diffusers: exact O(N)-memory attention in any pipeline, with the model's own processors at work.
+"""Diffusers: exact O(N)-memory attention in any pipeline; the model's own processors keep running.
 
     import pascal_attn_core.diffusers as pascal
 
@@ -11,7 +11,7 @@ Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and 
 with the property ``attn_processors`` to those models that diffusers gives none. It replaces ``set_processor`` of
 diffusers' attention modules, so that a ``PascalAttnProcessor`` runs the processor that it is set over and stays around
 processors set later, and ``set_attention_backend``, which warns where ours is at work. Modules on which no
-``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of it.
+``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of this.
 
 diffusers has attention backends too, chosen by name from a closed list. There is no public way to add one, so this
 module does not.
@@ -61,7 +61,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 class PascalAttnProcessor(RedirectedProcessor):
-    """An attention processor for ``set_attn_processor``: the model's own processor with our attention inside.
+    """An attention processor for ``set_attn_processor``: the model's own processor, with its attention call ours.
 
         pipe.set_attn_processor(PascalAttnProcessor())
         model.set_attn_processor(PascalAttnProcessor(AttentionConfig(budget_mib=16)))
@@ -128,9 +128,9 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
     Of a pipeline it reaches all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
-    text encoders of Transformers. Processors stay the same objects, and those set while the patch is in force are
-    served too, as are blocks that a pipeline builds again. Patches may be removed in any order; of several the newest
-    decides. A :class:`PascalAttnProcessor` set on a module decides over a patch.
+    text encoders of Transformers. Processors stay the same objects; those set while the patch is in force are
+    redirected too, as are blocks that a pipeline builds again. Patches may be removed in any order; of several the
+    newest decides. A :class:`PascalAttnProcessor` set on a module decides over a patch.
 
     Args:
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
@@ -154,14 +154,14 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
     def undo() -> list[str]:
         sentences = group._undo_all()
         for module in (module for model in models for module in model.modules()):
-            sentences += release_module(module, redirect)  # what has come into the models since
+            sentences += release_module(module, redirect)  # modules that were added since
         return sentences
 
     return PipelinePatch(group.name, undo, sites=len(sites), left_alone=left_alone(models))
 
 
 def install() -> None:
-    """Make the changes to diffusers' classes; done by importing this module. Twice is harmless."""
+    """Make the changes to diffusers' classes; done by importing this module. A second call does nothing."""
     arrivals.serve_arrivals(_serve)
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
@@ -201,7 +201,7 @@ class _MemberOfModels:
         return self.of(owner).__get__(model, owner)
 
     def of(self, owner: Any) -> Any:
-        """The descriptor that counts for models of class ``owner``."""
+        """The descriptor that models of class ``owner`` use."""
         bases = owner.__mro__[owner.__mro__.index(_diffusers.ModelMixin) + 1 :]
         return next((vars(base)[self.name] for base in bases if self.name in vars(base)), self.ours)
 
@@ -300,7 +300,7 @@ def _set_on_module(module: nn.Module, processor: PascalAttnProcessor) -> None:
 
 
 def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
-    """Put attention that has come into a model under a redirect that is in force around it."""
+    """Redirect an attention module that was added to a model as the ones around it are."""
     if not redirect.lasting:
         redirect_module(module, redirect)
         return
@@ -317,7 +317,7 @@ def _take_off_module(module: nn.Module) -> None:
 
 
 def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
-    """What ``processor`` becomes on ``attn``: itself if it already is some module's, else around the one there."""
+    """What ``processor`` becomes on ``attn``: itself if it already runs some processor, else around ``attn``'s."""
     if processor._original is not None:
         return processor
     current = processor_of(attn)
@@ -378,7 +378,7 @@ def _warns(original: Callable) -> Callable:
 
 
 def _say_which_counts(host: nn.Module, backend: str) -> None:
-    """Warn once for a call of ``set_attention_backend``, where some of the attention it means is ours."""
+    """Warn, once per call of ``set_attention_backend``, if some of the attention that it concerns is ours."""
     redirected = [processor_of(module) for module in host.modules() if redirects_of(module)]
     count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
     if not count:
@@ -386,15 +386,15 @@ def _say_which_counts(host: nn.Module, backend: str) -> None:
     name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
     if takes_its_own_backend(backend):
         log.warning(
-            "%s: set_attention_backend(%r) counts: Pascal Attention is set on %s, but flex attention takes masks of "
-            "its own kind, so these calls go to it until another backend is set",
+            "%s: set_attention_backend(%r) takes effect: Pascal Attention is set on %s, but flex attention takes masks "
+            "of its own kind, so these calls go to it until another backend is set",
             name,
             backend,
             places,
         )
     else:
         log.warning(
-            "%s: Pascal Attention counts on %s, set_attention_backend(%r) has no effect there until it is taken off "
+            "%s: Pascal Attention is set on %s: set_attention_backend(%r) has no effect there until it is taken off "
             "(set_attn_processor(None), or remove() of the patch)",
             name,
             places,

@@ -1,8 +1,8 @@
-"""Modules that come into a model after ours was set on it.
+"""Attention modules that are added to a model after ours was set on it.
 
 Pipelines rebuild parts of their models: FreeNoise of AnimateDiff builds the temporal blocks a second time, an
-IP-Adapter brings attention of its own. torch calls a hook whenever a module is put into another, at the assignment; so
-nothing has to be looked for in a forward, compiled or not. The hook exists only while some module is redirected.
+IP-Adapter brings attention of its own. torch calls a hook whenever a module is assigned to another, so no forward,
+compiled or not, has to look for new modules. The hook exists only while some module is redirected.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _serve: Callable[[nn.Module, SdpaRedirect], None] | None = None
 
 
 def serve_arrivals(serve: Callable[[nn.Module, SdpaRedirect], None]) -> None:
-    """Let ``serve(module, redirect)`` put the attention that arrives under the redirects of what it joins."""
+    """Have ``serve(module, redirect)`` called for each attention module that is added to redirected ones."""
     global _serve
     _serve = serve
 
 
 def watch(module: nn.Module) -> None:
-    """``module`` is redirected: what is put beside it or in its place is to be redirected as well."""
+    """``module`` is redirected: attention that is added beside it or replaces it is to be redirected as well."""
     global _hook
     with _lock:
         _watched.add(module)
@@ -45,7 +45,7 @@ def watch(module: nn.Module) -> None:
 
 
 def unwatch(module: nn.Module) -> None:
-    """``module`` is redirected no more."""
+    """``module`` is no longer redirected."""
     with _lock:
         _watched.discard(module)
         if not _watched:
@@ -69,8 +69,8 @@ def _remove_hook() -> None:
 
 
 def _on_registration(parent: nn.Module, name: str, arrived: nn.Module | None) -> None:
-    """``arrived`` is about to become ``parent.name``. Each attention module in it is redirected as the one whose place
-    it takes; where there was none, as most of the attention around it, if all of that is redirected."""
+    """``arrived`` is about to become ``parent.name``. Each attention module in it is redirected as the one that it
+    replaces; where there was none, as most of the attention around it, if all of that is redirected."""
     if not _watched or arrived is None or _serve is None or torch.compiler.is_compiling():
         return
     replaced = parent._modules.get(name)
@@ -90,4 +90,6 @@ def _on_registration(parent: nn.Module, name: str, arrived: nn.Module | None) ->
         for redirect in redirects:
             _serve(part, redirect)
         served += bool(redirects)
-    log.info("%d of %d attention modules that came into %s are served", served, len(sites), type(parent).__name__)
+    log.info(
+        "%d of %d attention modules that were added to %s are redirected", served, len(sites), type(parent).__name__
+    )

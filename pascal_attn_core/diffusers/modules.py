@@ -1,5 +1,4 @@
-"""Modules whose calls are redirected for as long as a Patch or a PascalAttnProcessor is on them, whichever processor
-they hold at the time."""
+"""Modules whose calls are redirected while a Patch or a PascalAttnProcessor is on them, whatever their processor."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
-    """Take ``redirect`` back, wherever it lies among the others.
+    """Remove ``redirect``, wherever it lies among the others.
 
     Returns:
-        A sentence if the module has got yet another class meanwhile: ours then stays below it and does nothing.
+        A sentence if other code has changed the module's class meanwhile: ours then stays below it and does nothing.
     """
     if REDIRECTS not in module.__dict__:
         return []
@@ -44,7 +43,7 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     arrivals.unwatch(module)
     original = type(module).__dict__.get("_pascal_original_class")
     if original is None:
-        return [f"{type(module).__name__} has got another class since; left in place without effect"]
+        return [f"{type(module).__name__} has been given another class since: ours stays below it without effect"]
     module.__class__ = original
     del module.__dict__[REDIRECTS]
     return []
@@ -56,7 +55,7 @@ def lasting_redirect(module: nn.Module) -> SdpaRedirect | None:
 
 
 def set_lasting_redirect(module: nn.Module, redirect: SdpaRedirect | None) -> None:
-    """Replace what a processor has set on ``module`` before; None only takes it away."""
+    """Replace the redirect that a processor has set on ``module``; None removes it."""
     before = lasting_redirect(module)
     if before is redirect:
         return
@@ -76,7 +75,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
 
     # not forward: hooks of accelerate and diffusers replace an instance's forward, and so stay inside
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just taken the last one away
+        redirects = self.__dict__.get(REDIRECTS)  # none where another thread has just removed the last one
         if not redirects:
             return original_call(self, *args, **kwargs)
         redirect, compiling = redirects[-1], torch.compiler.is_compiling()
@@ -110,8 +109,8 @@ def _blank_module(cls: Any) -> nn.Module:
 
 
 def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
-    """What stands in for the processor of ``module`` during a call; None where the whole call must run under the mode:
-    there is no processor, or one that we know nothing of."""
+    """What replaces the processor of ``module`` during a call; None where the whole call must run under the mode: there
+    is no processor, or a third party's."""
     processor = processor_of(module)
     kept = module.__dict__.get(STAND_IN)
     if kept is not None and kept[0] is processor and kept[1] is redirect:

@@ -1,7 +1,7 @@
 """Processors that do what a model's own processor does, with the attention call redirected.
 
-The processor keeps its own code. What stands in for it is an instance of a subclass of its class that shares its
-``__dict__``, so weights of an IP-Adapter, its scale and the like are the same whichever is asked.
+The processor keeps its own code. It is replaced by an instance of a subclass of its class that shares its ``__dict__``,
+so weights of an IP-Adapter, its scale and the like are the same in both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .redirect import FUNCTIONAL, SdpaRedirect, dispatch, this_thread
 
 
 class _EqualToOriginal(type):
-    """diffusers asks ``processor.__class__ in (AttnProcessor, ...)`` where it should ask isinstance: a redirected class
-    says yes where the class it was made from is meant. Its hash stays its own; no dict takes the one for the other."""
+    """diffusers tests ``processor.__class__ in (AttnProcessor, ...)`` instead of isinstance: a redirected class
+    compares equal to the class that it was made from. Its hash is its own: the two remain distinct dictionary keys."""
 
     _shown: type
 
@@ -45,7 +45,7 @@ def redirect_processor(
     base: type[RedirectedProcessor] = RedirectedProcessor,
     runs_as: type | None = None,
 ) -> Any:
-    """A processor that does what ``original`` does with attention by ``redirect``. ``original`` is not touched.
+    """A processor that does what ``original`` does, with attention by ``redirect``. ``original`` is not changed.
 
     Args:
         original: a processor object, an ``nn.Module`` or not.
@@ -134,7 +134,7 @@ def _redirected_processor_class(cls: Any, shown: Any, base: Any) -> type:
 
 def _runner(original_call: Callable, cls: type) -> Callable:
     """``run(redirect, *args, **kwargs)``: ``original_call(*args, **kwargs)`` with its attention redirected."""
-    # what a third party's code does cannot be told by the names in it
+    # the names in a third party's code do not show how it calls attention
     ours_to_copy = cls.__module__.startswith("diffusers.")
     copied = with_other_attention(original_call, cls, FUNCTIONAL, dispatch) if ours_to_copy else None
 

@@ -8,6 +8,7 @@ to 60. So where the code of a processor shows how it calls attention, a copy of 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,23 +49,24 @@ class SdpaRedirect:
         config: passed on to ``sdpa``.
         scale: the scale of the scores for calls that give none; None = 1/sqrt(head_dim).
         lasting: set by a processor, not by a Patch; it decides over those of patches.
+
+    Attributes:
+        attend: ``attend(args, kwargs)`` computes one call of ``scaled_dot_product_attention``.
+        mode: while it is entered in a thread, torch's function is ``attend`` there.
     """
 
     def __init__(self, config: AttentionConfig | None = None, *, scale: float | None = None, lasting: bool = False):
-        self.config, self.scale, self.lasting = config, scale, lasting
+        self.config, self.lasting = config, lasting
+        self.attend = functools.partial(_attend, config, scale)
+        self.mode = SdpaMode(self.attend)
 
-    @property
-    def mode(self) -> SdpaMode:
-        """While it is entered in a thread, ``scaled_dot_product_attention`` is :meth:`attend` there."""
-        return SdpaMode(self.attend)
 
-    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """One call of ``scaled_dot_product_attention``."""
-        if self.scale is not None:
-            kwargs = {"scale": self.scale, **kwargs}
-        if not torch.compiler.is_compiling() and _scores_are_skipped(*args, **kwargs):
-            return TORCH_SDPA(*args, **kwargs)
-        return sdpa(*args, config=self.config, **kwargs)
+def _attend(config: AttentionConfig | None, scale: float | None, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    if scale is not None:
+        kwargs = {"scale": scale, **kwargs}
+    if not torch.compiler.is_compiling() and _scores_are_skipped(*args, **kwargs):
+        return TORCH_SDPA(*args, **kwargs)
+    return sdpa(*args, config=config, **kwargs)
 
 
 def redirects_of(module: nn.Module) -> tuple[SdpaRedirect, ...]:

@@ -15,7 +15,7 @@ from .processors import RedirectedProcessor
 
 
 def models_of(pipe_or_model: Any) -> list[Any]:
-    """The models to look into: of a pipeline those components that are diffusers models, else the module itself.
+    """The models to search: the components of a pipeline that are diffusers models, else the module itself.
 
     Raises:
         TypeError: neither a pipeline nor a module.
@@ -43,7 +43,7 @@ def sites_of(models: list[Any]) -> Iterator[nn.Module]:
 
 
 def is_site(module: nn.Module) -> bool:
-    """Whether ``module`` computes attention that we take over. What is scripted has no Python function to redirect."""
+    """Whether ``module`` computes attention that we can redirect. A scripted module has no Python function for that."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     cls: Any = type(module)
@@ -52,7 +52,7 @@ def is_site(module: nn.Module) -> bool:
 
 
 def left_alone(models: list[Any]) -> list[str]:
-    """What attention of ``models`` is not ours and why: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
+    """Attention of ``models`` that is left alone, and why: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     for module in {id(module): module for model in models for module in model.modules()}.values():
         cls: Any = type(module)
@@ -73,7 +73,7 @@ def _why_not_ours(cls: Any) -> str:
 
 
 def _attends_by_itself(module: nn.Module) -> bool:
-    """Whether a module of diffusers computes attention by other means, going by its name and its code."""
+    """Whether a module of diffusers computes attention by other means, judged by its name and its code."""
     cls: Any = type(module)
     if not cls.__module__.startswith("diffusers.") or any(is_site(part) for part in module.modules()):
         return False
@@ -94,7 +94,7 @@ def processor_of(module: nn.Module) -> Any:
 
 
 def computes_attention(processor: Any) -> bool:
-    """Whether ``processor`` computes softmax attention that we can take over. Linear attention and processors bound to
+    """Whether ``processor`` computes softmax attention that we can redirect. Linear attention and processors bound to
     a backend of their own (flex attention) are not ours."""
     cls: Any = type(processor)
     if isinstance(processor, RedirectedProcessor):
@@ -103,7 +103,7 @@ def computes_attention(processor: Any) -> bool:
         return False
     if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
         return True
-    # what a third party's processor does may lie where we do not look; a redirect that sees no call costs little
+    # a third party's processor may call attention where we do not look; a redirect that sees no call costs little
     return not cls.__module__.startswith("diffusers.")
 
 
@@ -120,7 +120,7 @@ def default_processor_class(attn: nn.Module) -> type | None:
 @functools.cache
 def upgrade_of(cls: Any) -> type | None:
     """The class that computes by SDPA what ``cls``, one of diffusers' older processors, computes by other means:
-    ``SlicedAttnProcessor`` -> ``AttnProcessor2_0``; None if there is none or none is needed."""
+    ``SlicedAttnProcessor`` -> ``AttnProcessor2_0``; None if there is none, or ``cls`` needs none."""
     from diffusers.models import attention_processor
 
     if cls.__module__ != attention_processor.__name__ or _call_reaches_sdpa(cls):

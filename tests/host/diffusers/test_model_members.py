@@ -112,7 +112,7 @@ def test_a_backend_set_after_ours_is_answered_once(how, flux, routed, caplog, as
         flux.denoiser.set_attention_backend("_native_math")
         assert_same(flux.run(), stock)
     (sentence,) = backend_warnings(caplog)
-    assert "Pascal Attention counts on 2 attention modules" in sentence
+    assert "Pascal Attention is set on 2 attention modules" in sentence
     assert "'_native_math'" in sentence
     assert routed
     # once ours is off, the backend is at work
@@ -136,7 +136,7 @@ def test_flex_set_after_ours_takes_attention_and_is_named(how, flux, routed, cap
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         flux.denoiser.set_attention_backend("flex")
     (sentence,) = backend_warnings(caplog)
-    assert "set_attention_backend('flex') counts" in sentence
+    assert "set_attention_backend('flex') takes effect" in sentence
     flux.denoiser.set_attention_backend("native")
     flux.run()
     assert len(routed) == 4
@@ -151,4 +151,4 @@ def test_without_ours_nothing_is_said(flux, caplog):
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         flux.denoiser.transformer_blocks[0].attn.set_attention_backend("_native_math")
     (sentence,) = backend_warnings(caplog)
-    assert "on 1 attention module," in sentence
+    assert "on 1 attention module:" in sentence

@@ -171,7 +171,7 @@ def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tin
     module.__class__ = type("Theirs", (type(module),), {})
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         patch.remove()
-    assert "Theirs has got another class since" in caplog.text
+    assert "Theirs has been given another class since" in caplog.text
     run_unet(unet)
     assert not routed
     assert type(module).__name__ == "Theirs"
