@@ -17,7 +17,9 @@ from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo, device_info, free_bytes
 from ..observe.wheels import TorchBuild, judge, wheel_for
-from ..routes import timing, why_not
+from ..routes import why_not
+from ..routes.timing import Timings
+from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
 from ..version import __version__
 
@@ -259,7 +261,11 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         routes=ask_routes(names[0], config) if runs and asks_devices else {},
         config=config,
         driver=ask_driver() if build.kind == "cuda" else "",
-        timed={str(kind): ratio for kind, ratio in timing.timed_on(devices[0]).items()},
+        timed={
+            str(kind): ratio
+            for kind, ratio in runtime_of(torch.device(names[0])).part(Timings).known.items()
+            if ratio is not None
+        },
     )
 
 

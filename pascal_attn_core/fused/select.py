@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
-from .launches import UNBOUNDED, table_dim
+from .launches import UNBOUNDED
 from .source import HEAD_DIMS
 
 GRADIENT_HEAD_DIM = 256
@@ -41,7 +41,7 @@ def _kind_reasons(call: AttentionCall) -> list[str]:
         reasons.append("the fused kernel has no attention sinks")
     if call.is_empty or not call.head_dim:
         reasons.append("the call is empty")
-    elif table_dim(call.head_dim, call.head_dim_v) is None:
+    elif max(call.head_dim, call.head_dim_v) > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {max(call.head_dim, call.head_dim_v)} > {HEAD_DIMS[-1]}")
     elif call.needs_grad and max(call.head_dim, call.head_dim_v) > GRADIENT_HEAD_DIM:
         reasons.append(f"its gradients end at head_dim {GRADIENT_HEAD_DIM}, got {max(call.head_dim, call.head_dim_v)}")
