@@ -55,8 +55,13 @@ class TrustedKernels(Kernels):
 
 
 class FasterThanTorch(Timings):
-    def fused_over_torch(self, *_: Any) -> float:
+    """A card on which the fused kernel was timed at half of the time of torch's."""
+
+    def _timed(self, *_: Any) -> float:
         return 0.5
+
+    def save(self) -> None:
+        """Nothing that was really timed."""
 
 
 def calls() -> dict[str, Callable[[], object]]:

@@ -93,7 +93,13 @@ def _layout_reasons(call: AttentionCall) -> list[str]:
 
 def rows_are_readable(tensor: Tensor) -> bool:
     """Whether the kernels can read a tensor as it lies: four elements at a time."""
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
         return False
-    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]) if size > 1]
-    return all(stride % 4 == 0 for stride in steps) and (not steps or steps[-1] < _STRIDE)
+    innermost = 0
+    for size, stride in zip(tensor.shape, strides):
+        if size > 1:
+            if stride % 4:
+                return False
+            innermost = stride
+    return innermost < _STRIDE
