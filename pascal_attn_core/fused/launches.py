@@ -160,7 +160,9 @@ def forward_launches(
         fields = common_fields(call, view) | result_fields(view.rest[0], "o", "o")
         for name, stat in zip(("lse", "log_sum"), view.rest[1:]):
             fields |= result_fields(stat, name, "l")
-        launches += _split_launches(call, view, plan, fields) if plan.splits else _plain_launches(call, view, plan, fields)
+        launches += (
+            _split_launches(call, view, plan, fields) if plan.splits else _plain_launches(call, view, plan, fields)
+        )
     return launches
 
 

@@ -37,9 +37,7 @@ def backward_launches(
     return launches
 
 
-def _launches_of(
-    call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool
-) -> list[Launch]:
+def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
     grad_out, out, lse, *rest = view.rest
     grad_query, grad_key, grad_value, *optional = rest
     stats = lse.new_empty((3, lse.numel()), dtype=torch.float32)

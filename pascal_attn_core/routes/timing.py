@@ -15,9 +15,8 @@ import statistics
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +44,7 @@ _CONFIG = AttentionConfig()
 Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Calls that are taken to be alike. Token and row counts are powers of two, at most those of the timed call.
 
     Attributes:
@@ -56,7 +54,7 @@ class Kind:
         groups: query heads per key/value head.
         rows: query rows of all heads and batches together.
         mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
-        is_causal, gradients: whether it is, whether it has.
+        is_causal, gradients: whether the call is causal, and has gradients.
     """
 
     variant: str
@@ -173,7 +171,9 @@ class Timings:
         folder, name = self.folder(), file_name(self.info)
         self.known.update(_load(folder / name))
         rows = [
-            {"kind": asdict(kind), "ratio": round(ratio, 4)} for kind, ratio in self.known.items() if ratio is not None
+            {"kind": kind._asdict(), "ratio": round(ratio, 4)}
+            for kind, ratio in self.known.items()
+            if ratio is not None
         ]
         text = json.dumps({**_conditions(self.info), "fused_over_torch": rows}, indent=1) + "\n"
         try:

@@ -62,5 +62,7 @@ def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None,
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
-    emulate(backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how)
+    emulate(
+        backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how
+    )
     return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]

@@ -1,4 +1,4 @@
-"""A card that is not here: everything of the fused route is real but the driver, in whose place launches are emulated."""
+"""A card that is not here: all of the fused route is real but the driver, in whose place launches are emulated."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import cache, nvrtc, prebuilt
 from pascal_attn_core.fused.driver import Driver
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable, parts
-from pascal_attn_core.fused.launches import Launch, forward_launches
+from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.source import Variant, source
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose
@@ -66,7 +66,11 @@ def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
     place of these."""
 
     def made(device: str = "cuda:0", capability: tuple[int, int] = (6, 1), **options: Any) -> Kernels:
-        given = {"find_compiler": lambda arch: compiler, "shipped": lambda *_: None, "folder": lambda: tmp_path / "cache"}
+        given = {
+            "find_compiler": lambda arch: compiler,
+            "shipped": lambda *_: None,
+            "folder": lambda: tmp_path / "cache",
+        }
         return Kernels(Runtime(device, replace(CARD, capability=capability)), **{**given, **options})
 
     return made
@@ -304,6 +308,6 @@ def test_the_first_answers_of_a_kernel_are_compared_with_the_definition(is_right
                 sdpa(query, query, query, config=AttentionConfig(route="fused"))
             assert len(kernels.queued) == 3  # one of them was the check
             return
-        with pytest.raises(UnsupportedAttention, match="differs from the definition by 0.1"):
+        with pytest.raises(UnsupportedAttention, match=r"differs from the definition by 0\.1"):
             sdpa(query, query, query, config=AttentionConfig(route="fused"))
         assert len(kernels.queued) == 1
