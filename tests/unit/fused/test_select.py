@@ -19,7 +19,7 @@ from pascal_attn_core.runtime import Runtime, using
 
 
 def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=torch.float32, v: tuple = (), **options):
-    tensors = [torch.zeros(shape, dtype=dtype) for shape in (q, k, v or k)]
+    tensors = [torch.empty(shape, dtype=dtype) for shape in (q, k, v or k)]
     return check_call(*tensors, mask, **options)
 
 
