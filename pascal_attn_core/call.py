@@ -321,10 +321,12 @@ def _broadcast_heads(
     """(batch, Hq, Hkv) of shapes that are not plainly equal."""
     shapes = f"got query {tuple(q_shape)}, key {tuple(k_shape)} and value {tuple(v_shape)}"
     q_heads, k_heads, v_heads = ((s[-3] if len(s) > 2 else 1) for s in (q_shape, k_shape, v_shape))
-    try:
-        batch = tuple(torch.broadcast_shapes(q_shape[:-3], k_shape[:-3], v_shape[:-3]))
-    except RuntimeError:
-        raise ValueError(f"leading dimensions must broadcast, {shapes}") from None
+    batch = tuple(q_shape[:-3])
+    if not batch == k_shape[:-3] == v_shape[:-3]:
+        try:
+            batch = tuple(torch.broadcast_shapes(batch, k_shape[:-3], v_shape[:-3]))
+        except RuntimeError:
+            raise ValueError(f"leading dimensions must broadcast, {shapes}") from None
     if len(q_shape) == 2 and (len(k_shape) > 2 or len(v_shape) > 2):
         raise ValueError(f"a query without heads needs key and value without heads, {shapes}")
     if enable_gqa:

@@ -1,15 +1,15 @@
 """What this process knows of one device: a single owner of everything that is loaded, verified, timed or capped there.
 
 A part of it is an object of a class of its own (:class:`.routes.tiled.MemoryCaps`, :class:`.fused.kernels.Kernels`
-...), made when it is first needed. Whoever wants other facts about a device, or other kernels on it, makes a
-:class:`Runtime` with them and puts it in place by :func:`using`.
+...), made when it is first needed. For other facts about a device, or other kernels on it, make a :class:`Runtime` with
+them and install it by :func:`using`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -26,15 +26,21 @@ class Runtime:
         info: the facts that shapes and routes are chosen by.
     """
 
-    def __init__(self, device: torch.device | str, info: DeviceInfo | None = None, parts: tuple[Any, ...] = ()):
+    def __init__(
+        self,
+        device: torch.device | str,
+        info: DeviceInfo | None = None,
+        parts: Mapping[type, Callable[[Runtime], Any]] | None = None,
+    ):
         """
         Args:
             info: instead of the device's own facts.
-            parts: in place of those that would be made.
+            parts: for some classes of parts what makes them, instead of the class itself: a subclass, say.
         """
         self.device = torch.device(device)
         self.info = device_info(self.device) if info is None else info
-        self._parts: dict[type, Any] = {type(part): part for part in parts}
+        self._makers = dict(parts or {})
+        self._parts: dict[type, Any] = {}
         self._lock = threading.RLock()
 
     def part(self, kind: type[Part]) -> Part:
@@ -44,7 +50,7 @@ class Runtime:
             with self._lock:
                 found = self._parts.get(kind)
                 if found is None:
-                    found = self._parts[kind] = kind(self)  # type: ignore[call-arg]
+                    found = self._parts[kind] = self._makers.get(kind, kind)(self)
         return found
 
 

@@ -15,7 +15,9 @@ from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo
 from ..observe.machine import MIB, Machine, complaints, device_lines, device_names, head_lines, line, look_around
 from ..observe.wheels import judge
-from ..routes import timing, why_not
+from ..routes import why_not
+from ..routes.timing import Timings
+from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
@@ -63,11 +65,12 @@ def gather() -> Info:
     """Gather it for this machine; starts CUDA on every card."""
     machine, config = look_around(), default_config()
     runs = judge(machine.devices[0], machine.build).runs
+    timings = runtime_of(torch.device(device_names()[0])).part(Timings).known
     return Info(
         machine,
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
-        timed={str(kind): ratio for kind, ratio in timing.timed_on(machine.devices[0]).items()},
+        timed={str(kind): ratio for kind, ratio in timings.items() if ratio is not None},
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Options, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
-from ..fused.launches_packed import Packed
+from ..fused.plan import Packed
 from ..interception import PLAIN
 from ..routes import fused
 from ..routes.run import run_packed
@@ -41,14 +41,15 @@ def packed_attend(
     if call.groups * max(q1 - q0 for q0, q1 in itertools.pairwise(q_ends)) <= _FEW_ROWS:
         return None
     packed = Packed.of(q_ends, k_ends, q.device, lower_right=True)
-    if fused.why_not(call, config, with_lse=with_lse, packed=packed):
+    plan = fused.find_plan(call, config, with_lse=with_lse, packed=packed)
+    if isinstance(plan, list):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
     try:
         out, lse = run_packed(
             call,
             config,
-            packed,
+            plan,
             with_lse=with_lse,
             why=why,
             sequences=lambda: _sequences(q, k, v, q_ends, k_ends, options),

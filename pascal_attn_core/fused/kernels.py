@@ -1,29 +1,30 @@
-"""Where a variant's machine code comes from: shipped with the package, else the disk cache, else NVRTC; and what is
-loaded already. Everything here may be called from several threads at once."""
+"""The kernels of one device: where a variant's machine code comes from (shipped with the package, else the disk cache,
+else NVRTC), what is loaded, and what has been checked."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..call import AttentionCall
 from ..config import RouteUnavailable, cache_folder
-from ..device import device_info
-from . import cache, driver, nvrtc, prebuilt
+from ..runtime import Runtime, runtime_of
+from . import cache, nvrtc, prebuilt, verify
+from .driver import Driver, DriverError, driver
 from .launches import Launch
 from .source import Variant, digest, source
 
 log = logging.getLogger("pascal_attn")
-_lock = threading.RLock()
-_loaded: dict[tuple[int, Variant], dict[str, ctypes.c_void_p]] = {}
-_failed: dict[tuple[int, Variant], str] = {}
 # Multiplications of one launch for each multiprocessor: some tenths of a second, since a driver that shows a desktop
 # ends kernels that take two seconds.
-_WORK_PER_SM = 1 << 34
+WORK_PER_SM = 1 << 34
 _GRID_LIMIT = 65535
 
 
@@ -31,125 +32,189 @@ class KernelUnavailable(RouteUnavailable):
     """A kernel variant is not available on this machine; the message says why."""
 
 
-@functools.cache
-def machine_reasons(index: int) -> tuple[str, ...]:
-    """Why no kernel can run on a CUDA device at all; empty = it can."""
-    info = device_info(torch.device("cuda", index))
-    if info.kind != "cuda" or info.capability is None:
-        return ("the fused kernel needs an NVIDIA GPU",)
-    if info.capability < (5, 0):
-        return (f"the fused kernel needs compute capability 5.0, got {info.capability[0]}.{info.capability[1]}",)
-    try:
-        driver.driver()
-    except (OSError, driver.DriverError) as error:
-        return (f"the CUDA driver could not be opened: {error}",)
-    arch = _arch(index)
-    if prebuilt.best_arch(info.capability) is None and nvrtc.find(arch) is None:
-        return (f"no prebuilt kernel and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12",)
-    return ()
+class Kernels:
+    """The kernels on one device; several threads may use them at once. Made by ``runtime.part(Kernels)``.
 
-
-def failure(index: int, variant: Variant) -> str | None:
-    """Why a variant could not be loaded earlier, or None."""
-    return _failed.get((index, variant))
-
-
-def functions(index: int, variant: Variant) -> dict[str, ctypes.c_void_p]:
-    """A variant's functions on a device, loaded at the first call.
-
-    Raises:
-        KernelUnavailable: after one warning; the same from then on.
+    Args:
+        runtime: of the device.
+        open_driver: gives the CUDA driver, or raises OSError or :class:`DriverError`.
+        find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
+        shipped: gives the prebuilt cubin of a variant for a compute capability, or None.
+        folder: gives the folder in which compiled kernels are stored.
+        work_per_sm: multiplications that one launch may have for each multiprocessor.
     """
-    key = (index, variant)
-    found = _loaded.get(key)
-    if found is not None:
-        return found
-    with _lock:
-        if key not in _loaded and key not in _failed:
-            try:
-                cubin = machine_code(variant, device_info(torch.device("cuda", index)).capability or (0, 0))
-                _loaded[key] = driver.driver().load(index, cubin, variant.functions)
-            except (KernelUnavailable, driver.DriverError) as error:
-                _failed[key] = f"no kernel {variant.name}: {error}"
-                log.warning("the fused route is left out: %s", _failed[key])
-        if key in _failed:
-            raise KernelUnavailable(_failed[key])
-        return _loaded[key]
 
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        open_driver: Callable[[], Driver] = driver,
+        find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
+        shipped: Callable[[Variant, tuple[int, int]], bytes | None] = prebuilt.find,
+        folder: Callable[[], Path] = cache_folder,
+        work_per_sm: int = WORK_PER_SM,
+    ):
+        self.device, self.info = runtime.device, runtime.info
+        self.open_driver, self.find_compiler, self.shipped, self.folder = open_driver, find_compiler, shipped, folder
+        self.work_per_launch = work_per_sm * runtime.info.num_sms
+        self._loaded: dict[Variant, dict[str, Any]] = {}
+        self._failed: dict[Variant, str] = {}
+        self._checked: set[Variant] = set()
+        self._lock = threading.RLock()
 
-def give_up(index: int, variant: Variant, reason: str) -> None:
-    """Never run a variant on a device again."""
-    with _lock:
-        _loaded.pop((index, variant), None)
-        if (index, variant) not in _failed:
-            _failed[index, variant] = reason
-            log.warning("the fused route is left out: %s", reason)
+    @functools.cached_property
+    def index(self) -> int:
+        """The number of the device among the CUDA devices."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
+    @functools.cached_property
+    def machine_reasons(self) -> tuple[str, ...]:
+        """Why no kernel can run on this device at all; empty = it can."""
+        capability = self.info.capability
+        if self.info.kind != "cuda" or capability is None:
+            return ("the fused kernel needs an NVIDIA GPU",)
+        if capability < (5, 0):
+            return (f"the fused kernel needs compute capability 5.0, got {capability[0]}.{capability[1]}",)
+        try:
+            self.open_driver()
+        except (OSError, DriverError) as error:
+            return (f"the CUDA driver could not be opened: {error}",)
+        arch = _arch(capability)
+        if prebuilt.best_arch(capability) is None and self.find_compiler(arch) is None:
+            return (f"no prebuilt kernel and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12",)
+        return ()
 
-def machine_code(variant: Variant, capability: tuple[int, int]) -> bytes:
-    """A cubin for a device: prebuilt, from the disk cache, or compiled now and stored there.
+    def reasons(self, variants: Iterable[Variant]) -> list[str]:
+        """Why these variants cannot run on this device, as far as that is known; empty = nothing speaks against it."""
+        return list(self.machine_reasons) or [self._failed[v] for v in variants if v in self._failed]
 
-    Raises:
-        KernelUnavailable: none of the three.
-    """
-    shipped = prebuilt.best_arch(capability)
-    cubin = None if shipped is None else prebuilt.load(variant, shipped)
-    if cubin is not None:
+    def functions(self, variant: Variant) -> dict[str, Any]:
+        """A variant's functions, loaded at the first call.
+
+        Raises:
+            KernelUnavailable: after one warning; the same from then on.
+        """
+        found = self._loaded.get(variant)
+        if found is not None:
+            return found
+        with self._lock:
+            if variant not in self._loaded and variant not in self._failed:
+                try:
+                    self._loaded[variant] = self.open_driver().load(
+                        self.index, self.machine_code(variant), variant.functions
+                    )
+                except (KernelUnavailable, DriverError) as error:
+                    self.disable(variant, f"no kernel {variant.name}: {error}")
+            if variant in self._failed:
+                raise KernelUnavailable(self._failed[variant])
+            return self._loaded[variant]
+
+    def ensure(self, variants: Iterable[Variant]) -> None:
+        """Load variants, and compare each at its first use on this device with the definition: one that gives wrong
+        answers, with this card and this driver, is disabled with a warning. While a graph is being captured they are
+        only loaded.
+
+        Raises:
+            KernelUnavailable: one cannot be loaded, or gives wrong answers here.
+        """
+        for variant in variants:
+            if variant in self._checked:
+                continue
+            self.functions(variant)
+            on_cuda = self.device.type == "cuda"
+            if on_cuda and torch.cuda.is_current_stream_capturing():
+                continue
+            with self._lock, torch.cuda.device(self.device) if on_cuda else nullcontext(), torch.no_grad():
+                if variant not in self._checked:
+                    error = self.largest_error(variant)
+                    if not error <= verify.tolerance(variant):
+                        self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
+                        raise KernelUnavailable(self._failed[variant])
+                    self._checked.add(variant)
+
+    def largest_error(self, variant: Variant) -> float:
+        """Of a variant on this device: see :func:`.verify.largest_error`."""
+        return verify.largest_error(variant, self.device, self.run)
+
+    def disable(self, variant: Variant, reason: str) -> None:
+        """Never run a variant on this device again."""
+        with self._lock:
+            self._loaded.pop(variant, None)
+            if variant not in self._failed:
+                self._failed[variant] = reason
+                log.warning("a kernel of the fused route is disabled: %s", reason)
+
+    def machine_code(self, variant: Variant) -> bytes:
+        """A cubin for this device: prebuilt, from the disk cache, or compiled now and stored there.
+
+        Raises:
+            KernelUnavailable: none of the three.
+        """
+        capability = self.info.capability or (0, 0)
+        cubin = self.shipped(variant, capability)
+        if cubin is not None:
+            return cubin
+        arch = _arch(capability)
+        compiler = self.find_compiler(arch)
+        if compiler is None:
+            raise KernelUnavailable(f"not prebuilt, and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12")
+        folder, name = self.folder(), cache.file_name(digest(variant), arch, compiler.version)
+        cubin = cache.load(folder, name)
+        if cubin is not None:
+            return cubin
+        try:
+            cubin = compiler.compile(source(variant.kind), arch, variant.macros()).cubin
+        except nvrtc.CompileError as error:
+            raise KernelUnavailable(str(error).strip()) from error
+        problem = cache.save(folder, name, cubin)
+        if problem:
+            log.info("a compiled kernel could not be stored: %s", problem)
         return cubin
-    arch = capability[0] * 10 + capability[1]
-    compiler = nvrtc.find(arch)
-    if compiler is None:
-        raise KernelUnavailable(f"not prebuilt, and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12")
-    folder, name = cache_folder(), cache.file_name(digest(variant), arch, compiler.version)
-    cubin = cache.load(folder, name)
-    if cubin is not None:
-        return cubin
-    try:
-        cubin = compiler.compile(source(variant.kind), arch, variant.macros()).cubin
-    except nvrtc.CompileError as error:
-        raise KernelUnavailable(str(error).strip()) from error
-    problem = cache.save(folder, name, cubin)
-    if problem:
-        log.info("a compiled kernel could not be stored: %s", problem)
-    return cubin
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        """Queue launches on the current stream of the device, long ones in parts.
+
+        Raises:
+            KernelUnavailable: before anything has been queued.
+        """
+        handles = [self.functions(launch.variant)[launch.function] for launch in launches]
+        for launch, handle in zip(launches, handles):
+            for part in parts(launch, self.work_per_launch):
+                self.queue(part, handle)
+
+    def queue(self, launch: Launch, handle: Any) -> None:
+        """Queue one launch as it is; ``handle`` is its function, loaded."""
+        self.open_driver().launch(self.index, handle, launch.grid, launch.threads, launch.params)
 
 
-def run(launches: Iterable[Launch], index: int) -> None:
-    """Queue launches on the current stream of a device, long ones in parts.
-
-    Raises:
-        KernelUnavailable: before anything has been queued.
-    """
-    launches = list(launches)
-    handles = [functions(index, launch.variant)[launch.function] for launch in launches]
-    num_sms = device_info(torch.device("cuda", index)).num_sms
-    for launch, handle in zip(launches, handles):
-        for part in parts(launch, num_sms):
-            driver.driver().launch(index, handle, part.grid, part.threads, part.params)
+def kernels_of(call: AttentionCall) -> Kernels:
+    """The kernels of a call's device."""
+    return runtime_of(call.query.device).part(Kernels)
 
 
-def parts(launch: Launch, num_sms: int) -> Iterator[Launch]:
-    """A launch as several that each take some tenths of a second at most, with grids that the driver takes."""
+def parts(launch: Launch, most_work: int) -> list[Launch]:
+    """A launch as several of at most ``most_work`` multiplications each, or one tile, with grids that the driver
+    takes."""
     x, y, z = launch.grid
     params = launch.params
     if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
-        yield launch
-        return
-    most = _WORK_PER_SM * num_sms
+        return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.kind == "split" else max(1, min(x, most // per_tile))
-    batches = min(_GRID_LIMIT, max(1, most // (per_tile * tiles)))
+    tiles = x if launch.variant.kind == "split" else max(1, min(x, most_work // per_tile))
+    batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
-        yield launch
-        return
+        return [launch]
+    found = []
     for first_batch in range(0, z, batches):
         for first_tile in range(0, x, tiles):
             part = type(params).from_buffer_copy(params)
             part.first_batch, part.first_tile = first_batch, first_tile
             grid = (min(tiles, x - first_tile), y, min(batches, z - first_batch))
-            yield launch._replace(grid=grid, params=part)
+            found.append(launch._replace(grid=grid, params=part))
+    return found
 
 
-def _arch(index: int) -> int:
-    capability = device_info(torch.device("cuda", index)).capability
-    return 0 if capability is None else capability[0] * 10 + capability[1]
+def _arch(capability: tuple[int, int]) -> int:
+    return capability[0] * 10 + capability[1]

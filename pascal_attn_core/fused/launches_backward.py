@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .launches import Launch, View, common_fields, stride_fields, variant_of, views, work_of
+from .launches import Launch, View, common_fields, result_fields, views, work_of
 from .params import Backward
+from .plan import Plan
 
 
 def backward_launches(
     call: AttentionCall,
+    plan: Plan,
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -22,6 +24,7 @@ def backward_launches(
     """The launches that write the gradients of query, key and value.
 
     Args:
+        plan: with the variants for gradients.
         grad_out, out: ``[*batch, Hq, L, Dv]``, rows as the kernels take them.
         lse, log_sum, grad_lse: ``[*batch, Hq, L]`` float32, contiguous.
         grads: of query ``[*batch, Hq, L, D]``, key ``[*batch, Hkv, S, D]`` and value ``[*batch, Hkv, S, Dv]``, in full
@@ -30,36 +33,30 @@ def backward_launches(
     optional = [t for t in (log_sum, grad_lse) if t is not None]
     launches = []
     for view in views(call, grad_out, out, lse, *grads, *optional):
-        launches += _launches_of(call, view, log_sum is not None, grad_lse is not None)
+        launches += _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
     return launches
 
 
-def _launches_of(call: AttentionCall, view: View, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
+def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
     grad_out, out, lse, *rest = view.rest
     grad_query, grad_key, grad_value, *optional = rest
     stats = lse.new_empty((3, lse.numel()), dtype=torch.float32)
     fields = common_fields(call, view) | {
-        "o": out.data_ptr(),
-        "g": grad_out.data_ptr(),
-        "dq": grad_query.data_ptr(),
-        "dk": grad_key.data_ptr(),
-        "dv": grad_value.data_ptr(),
-        "lse": lse.data_ptr(),
         "log_sum": optional.pop(0).data_ptr() if has_log_sum else 0,
         "grad_lse": optional.pop(0).data_ptr() if has_grad_lse else 0,
         "delta": stats[0].data_ptr(),
         "shift": stats[1].data_ptr(),
         "bits": stats[2].data_ptr(),
-        **stride_fields(lse, "lb lh"),
-        **stride_fields(out, "ob oh os"),
-        **stride_fields(grad_out, "gb gh gs"),
-        **stride_fields(grad_query, "dqb dqh dqs"),
-        **stride_fields(grad_key, "dkb dkh dks"),
-        **stride_fields(grad_value, "dvb dvh dvs"),
+        **result_fields(lse, "lse", "l"),
+        **result_fields(out, "o", "o"),
+        **result_fields(grad_out, "g", "g"),
+        **result_fields(grad_query, "dq", "dq"),
+        **result_fields(grad_key, "dk", "dk"),
+        **result_fields(grad_value, "dv", "dv"),
     }
     params, keep, work = Backward(**fields), (stats, *view.tensors), work_of(call, view)
     batches = view.query.shape[0]
-    query, key = variant_of(call, "grad_query"), variant_of(call, "grad_key_value")
+    query, key = plan.gradients
     rows = batches * call.num_heads * call.seq_len_q
     query_grid = (-(-call.seq_len_q // query.geometry.rows), call.num_heads, batches)
     key_grid = (-(-call.seq_len_kv // key.geometry.rows), call.num_kv_heads, batches)

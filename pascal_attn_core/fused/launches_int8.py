@@ -11,25 +11,27 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .launches import Launch, common_fields, stride_fields, variant_of, views, work_of
+from .launches import Launch, common_fields, result_fields, steps, views, work_of
 from .params import Forward, Quantize
+from .plan import Plan
 
 _WORDS = 16  # words of a chunk: rows are padded to a multiple of 64 elements
 
 
-def int8_launches(call: AttentionCall, out: Tensor) -> list[Launch]:
+def int8_launches(call: AttentionCall, plan: Plan, out: Tensor) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]``. Extra memory: Q and K in 8 bits, and a scale per row."""
-    variant = variant_of(call, "int8")
-    geometry, row_words = variant.geometry, -(-call.head_dim // (4 * _WORDS)) * _WORDS
+    variant, geometry = plan.forward, plan.forward.geometry
+    row_words = -(-call.head_dim // (4 * _WORDS)) * _WORDS
     launches = []
     for view in views(call, out):
         batches, (out_view,) = view.query.shape[0], view.rest
         mean_key = view.key.mean(dim=-2, dtype=torch.float32)
-        fields = common_fields(call, view) | {"o": out_view.data_ptr(), **stride_fields(out_view, "ob oh os")}
+        fields = common_fields(call, view) | result_fields(out_view, "o", "o")
         keep: list[Tensor] = [mean_key, *view.tensors]
         for name, tensor, mean in (("q", view.query, None), ("k", view.key, mean_key)):
             words = tensor.new_empty((*tensor.shape[:-1], row_words), dtype=torch.int32)
             row_scales = tensor.new_empty(tensor.shape[:-1], dtype=torch.float32)
+            batch, head, token, _ = steps(tensor)
             params = Quantize(
                 x=tensor.data_ptr(),
                 mean=0 if mean is None else mean.data_ptr(),
@@ -40,7 +42,9 @@ def int8_launches(call: AttentionCall, out: Tensor) -> list[Launch]:
                 batches=batches,
                 dim=call.head_dim,
                 row_words=row_words,
-                **stride_fields(tensor, "xb xh xs"),
+                xb=batch,
+                xh=head,
+                xs=token,
             )
             fields |= {f"{name}_words": words.data_ptr(), f"{name}_scales": row_scales.data_ptr()}
             keep += [words, row_scales]

@@ -2,51 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from .launches import Launch
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """The sequences in the tokens of a call with one batch element.
-
-    Attributes:
-        cu_q, cu_k: int32 ``[B + 1]``, contiguous, on the device of the call: the first query and the first key of each
-            sequence, and where the last one ends.
-        max_q, max_k: queries and keys of the longest sequence.
-        end_q, end_k: where the last sequence ends.
-        lower_right: each sequence's band begins in the corner of its last query and last key, else of its first ones.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-    end_q: int
-    end_k: int
-    lower_right: bool
-
-    @staticmethod
-    def of(q_ends: list[int], k_ends: list[int], device: torch.device, *, lower_right: bool) -> Packed:
-        """From equally many numbers that start at 0, never fall, and end within the tokens of the call: the kernels
-        believe them."""
-        cu_q, cu_k = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
-        return Packed(cu_q, cu_k, _longest(q_ends), _longest(k_ends), q_ends[-1], k_ends[-1], lower_right)
-
-    @property
-    def count(self) -> int:
-        """Number of sequences."""
-        return self.cu_q.shape[0] - 1
-
-
-def _longest(ends: list[int]) -> int:
-    return max((last - first for first, last in itertools.pairwise(ends)), default=0)
+from .plan import Packed
 
 
 def packed_launches(launches: Iterable[Launch], packed: Packed) -> list[Launch]:

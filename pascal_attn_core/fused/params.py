@@ -12,12 +12,7 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class Params(ctypes.Structure):
-    """Base of all parameter structures; a field that is not set is zero."""
-
-    def __init__(self, **values: int | float | None) -> None:
-        super().__init__()
-        for name, value in values.items():
-            setattr(self, name, value)
+    """Base of all parameter structures, made with fields by name; a field that is not set is zero."""
 
 
 class Forward(Params):

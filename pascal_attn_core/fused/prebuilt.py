@@ -55,6 +55,12 @@ def best_arch(capability: tuple[int, int]) -> int | None:
     return max((arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor), default=None)
 
 
+def find(variant: Variant, capability: tuple[int, int]) -> bytes | None:
+    """The shipped cubin of a variant that runs on devices of this compute capability, or None."""
+    arch = best_arch(capability)
+    return None if arch is None else load(variant, arch)
+
+
 def load(variant: Variant, arch: int) -> bytes | None:
     """The shipped cubin, or None: there is none, or it was made from another source."""
     if manifest()["digests"].get(variant.name) != digest(variant):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
-from .launches import UNBOUNDED, table_dim
+from .launches import UNBOUNDED
 from .source import HEAD_DIMS
 
 GRADIENT_HEAD_DIM = 256
@@ -41,7 +41,7 @@ def _kind_reasons(call: AttentionCall) -> list[str]:
         reasons.append("the fused kernel has no attention sinks")
     if call.is_empty or not call.head_dim:
         reasons.append("the call is empty")
-    elif table_dim(call.head_dim, call.head_dim_v) is None:
+    elif max(call.head_dim, call.head_dim_v) > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {max(call.head_dim, call.head_dim_v)} > {HEAD_DIMS[-1]}")
     elif call.needs_grad and max(call.head_dim, call.head_dim_v) > GRADIENT_HEAD_DIM:
         reasons.append(f"its gradients end at head_dim {GRADIENT_HEAD_DIM}, got {max(call.head_dim, call.head_dim_v)}")
@@ -93,7 +93,13 @@ def _layout_reasons(call: AttentionCall) -> list[str]:
 
 def rows_are_readable(tensor: Tensor) -> bool:
     """Whether the kernels can read a tensor as it lies: four elements at a time."""
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
         return False
-    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]) if size > 1]
-    return all(stride % 4 == 0 for stride in steps) and (not steps or steps[-1] < _STRIDE)
+    innermost = 0
+    for size, stride in zip(tensor.shape, strides):
+        if size > 1:
+            if stride % 4:
+                return False
+            innermost = stride
+    return innermost < _STRIDE

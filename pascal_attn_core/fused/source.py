@@ -138,11 +138,11 @@ class Variant:
     mask: str = "none"
     padded: bool = False
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
 
-    @property
+    @functools.cached_property
     def geometry(self) -> Geometry:
         return self._table()[self.head_dim]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, TiledStats, without_autocast
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.launches_packed import Packed
+from ..fused.plan import Plan
 from ..observe import report
 from . import Choice, choose, route_named
 
@@ -47,7 +47,7 @@ def run(
 def run_packed(
     call: AttentionCall,
     config: AttentionConfig,
-    packed: Packed,
+    plan: Plan,
     *,
     with_lse: bool,
     why: str,
@@ -58,7 +58,8 @@ def run_packed(
 
     Args:
         call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
-            aligned ``upper_left``: ``packed`` says where each sequence's diagonal lies.
+            aligned ``upper_left``: ``plan.packed`` holds where each sequence's diagonal lies.
+        plan: by :func:`.fused.find_plan`.
     Returns:
         (out ``[1, Hq, total_q, Dv]``, zero behind the last sequence; lse ``[1, Hq, total_q]``, there -inf, or None).
     Raises:
@@ -67,9 +68,9 @@ def run_packed(
     if _observers:
         for part in sequences():
             show(part)
-    choice = Choice(route_named("fused"), why, packed)
+    choice = Choice(route_named("fused"), why, plan)
     with without_autocast(call.query):
-        result = choice.by.run(call, config, packed, with_lse=with_lse, stats=None)
+        result = choice.by.run(call, config, plan, with_lse=with_lse, stats=None)
     note(call, choice, None)
     return result
 

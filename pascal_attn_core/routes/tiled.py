@@ -145,7 +145,8 @@ class FirstTiles(TiledRoute):
 
 def tiles_are_faster(call: AttentionCall) -> bool:
     """Kinds of calls for which ``pascal-attn bench`` shows the tiled route ahead of torch's fused CPU kernel."""
-    if call.query.device.type != "cpu" or torch.get_num_threads() > _TILED_THREADS:
+    device = call.query.device
+    if device.type != "cpu" or runtime_of(device).info.kind != "cpu" or torch.get_num_threads() > _TILED_THREADS:
         return False
     rows, keys, mask = call.groups * call.seq_len_q, call.seq_len_kv, call.attn_mask
     if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):

@@ -1,8 +1,8 @@
 """Our kernel and torch's timed against each other on the user's own card, once per kind of call.
 
-Which of two exact kernels is the faster one on an old card, with the torch and the driver that are installed there, is
-not a thing to guess: a small call of the same kind is run by both. The answer is kept on disk, so that the same machine
-decides the same way every time.
+Which of two exact kernels is the faster one on an old card, with the torch and the driver that are installed there,
+cannot be known beforehand: a small call of the same kind is run by both. The result is stored on disk, so that the same
+machine decides the same way every time.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import statistics
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, check_call, without_autocast
 from ..config import AttentionConfig, RouteUnavailable, cache_folder
-from ..device import DeviceInfo, device_info
-from ..fused.launches import variant_of
+from ..device import DeviceInfo
+from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
 from ..observe.progress import between_blocks
+from ..runtime import Runtime
 from ..storage import replace_file
-from .route import Route
+from .route import Request, Route
 from .torch_kernel import TorchForm, find_form, run_form
 
 log = logging.getLogger("pascal_attn")
@@ -41,12 +41,10 @@ _ROWS = 1 << 16  # query rows of all heads together, several times what the larg
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
 _ROUNDS = 3
 _CONFIG = AttentionConfig()
-_lock = threading.RLock()
-_known: dict[str, dict[Kind, float | None]] = {}
+Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Calls that are taken to be alike. Token and row counts are powers of two, at most those of the timed call.
 
     Attributes:
@@ -56,7 +54,7 @@ class Kind:
         groups: query heads per key/value head.
         rows: query rows of all heads and batches together.
         mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
-        is_causal, gradients: whether it is, whether it has.
+        is_causal, gradients: whether the call is causal, and has gradients.
     """
 
     variant: str
@@ -84,7 +82,7 @@ class Kind:
         most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
         most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
         return Kind(
-            variant_of(call, "forward").name,
+            variants_of(call).forward.name,
             call.head_dim,
             call.head_dim_v,
             q_tokens,
@@ -97,64 +95,91 @@ class Kind:
         )
 
 
-def timed_on(info: DeviceInfo) -> dict[Kind, float]:
-    """What has been timed on cards like this one: our kernel's time in units of torch's."""
-    return {kind: ratio for kind, ratio in _known_on(info).items() if ratio is not None}
-
-
-def fused_over_torch(ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-    """How long our kernel takes, in units of torch's time, for calls of this kind on this call's device.
-
-    Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the same
-    card, torch and kernels.
+class Timings:
+    """What has been timed on one device. Made by ``runtime.part(Timings)``; several threads may use it at once.
 
     Args:
-        ours: the fused route.
-        call: one that the fused route takes, and torch's kernel as it is or rewritten.
-        budget_bytes: extra memory that torch's route may use.
-    Returns:
-        The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or cannot
-        be now (a graph is being captured).
+        runtime: of the device.
+        clock: as :func:`median_times`.
+        folder: gives the folder of the file.
     """
-    info = device_info(call.query.device)
-    kind, known = Kind.of(call), _known_on(info)
-    if kind in known:
-        return known[kind]
-    if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    with _lock:
-        if kind not in known:
-            known[kind] = _timed(ours, call, kind, budget_bytes)
-            _save(info, known)
-        return known[kind]
 
+    def __init__(self, runtime: Runtime, *, clock: Clock | None = None, folder: Callable[[], Path] = cache_folder):
+        self.device, self.info = runtime.device, runtime.info
+        self.clock, self.folder = median_times if clock is None else clock, folder
+        self._lock = threading.RLock()
 
-def _timed(ours: Route, call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
-    device = call.query.device
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    try:
-        with (
-            on_device,
-            between_blocks(None),
-            without_autocast(call.query),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(kind.gradients),
-        ):
-            sample = sample_call(call, kind)
-            form = find_form(sample, budget_bytes)
-            if not isinstance(form, TorchForm):
-                return None
-            our_time, its_time = median_times(
-                [
-                    _with_gradients(sample, lambda: ours.run(sample, _CONFIG, None, with_lse=False, stats=None)[0]),
-                    _with_gradients(sample, lambda: run_form(sample, form)),
-                ],
-                device,
-            )
-    except (RouteUnavailable, torch.cuda.OutOfMemoryError):
-        return None
-    log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
-    return our_time / its_time
+    @functools.cached_property
+    def known(self) -> dict[Kind, float | None]:
+        """Our kernel's time in units of torch's for each kind of call; None where it could not be found out, which is
+        not stored."""
+        return dict(_load(self.folder() / file_name(self.info)))
+
+    def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
+        """How long our kernel takes, in units of torch's time, for calls of this kind on this device.
+
+        Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the
+        same card, torch and kernels.
+
+        Args:
+            ours: the fused route.
+            call: one that the fused route takes, and torch's kernel as it is or rewritten.
+            budget_bytes: extra memory that torch's route may use.
+        Returns:
+            The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or
+            cannot be now (a graph is being captured).
+        """
+        kind = Kind.of(call)
+        if kind in self.known:
+            return self.known[kind]
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        with self._lock:
+            if kind not in self.known:
+                self.known[kind] = self._timed(ours, call, kind, budget_bytes)
+                self.save()
+            return self.known[kind]
+
+    def _timed(self, ours: Route, call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
+        device = call.query.device
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        try:
+            with (
+                on_device,
+                between_blocks(None),
+                without_autocast(call.query),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(kind.gradients),
+            ):
+                sample = sample_call(call, kind)
+                form, plan = find_form(sample, budget_bytes), ours.plan(Request(sample, _CONFIG))
+                if not isinstance(form, TorchForm) or isinstance(plan, list):
+                    return None
+                attempts: list[Callable[[], Tensor]] = [
+                    lambda: ours.run(sample, _CONFIG, plan, with_lse=False, stats=None)[0],
+                    lambda: run_form(sample, form),
+                ]
+                our_time, its_time = self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
+        except (RouteUnavailable, torch.cuda.OutOfMemoryError):
+            return None
+        log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
+        return our_time / its_time
+
+    def save(self) -> None:
+        """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
+        way."""
+        folder, name = self.folder(), file_name(self.info)
+        self.known.update(_load(folder / name))
+        rows = [
+            {"kind": kind._asdict(), "ratio": round(ratio, 4)}
+            for kind, ratio in self.known.items()
+            if ratio is not None
+        ]
+        text = json.dumps({**_conditions(self.info), "fused_over_torch": rows}, indent=1) + "\n"
+        try:
+            replace_file(folder / name, text.encode())
+        except OSError as error:
+            log.info("the timings could not be stored in %s: %s", folder, error)
 
 
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
@@ -216,16 +241,7 @@ def _milliseconds(attempt: Callable[[], Any], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-# ---- kept on disk ----------------------------------------------------------------------------------------------------
-
-
-def _known_on(info: DeviceInfo) -> dict[Kind, float | None]:
-    name = file_name(info)
-    known = _known.get(name)
-    if known is None:
-        with _lock:
-            known = _known.setdefault(name, dict(_load(cache_folder() / name)))
-    return known
+# ---- on disk -------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
@@ -245,18 +261,6 @@ def _load(path: Path) -> dict[Kind, float]:
         return {Kind(**row["kind"]): float(row["ratio"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-def _save(info: DeviceInfo, known: dict[Kind, float | None]) -> None:
-    """Write what is known. What another process has written stands, so that both decide the same way."""
-    folder, name = cache_folder(), file_name(info)
-    known |= _load(folder / name)
-    rows = [{"kind": asdict(kind), "ratio": round(ratio, 4)} for kind, ratio in known.items() if ratio is not None]
-    text = json.dumps({**_conditions(info), "fused_over_torch": rows}, indent=1) + "\n"
-    try:
-        replace_file(folder / name, text.encode())
-    except OSError as error:
-        log.info("the timings could not be stored in %s: %s", folder, error)
 
 
 def _power_of_two(count: int) -> int:

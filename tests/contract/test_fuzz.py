@@ -115,12 +115,12 @@ def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range)
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 def test_random_calls_by_the_fused_kernels_give_the_answers_of_the_definition(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    pytestconfig: pytest.Config,
 ) -> None:
-    launches = emulated_card(monkeypatch)
     first, count = _numbers(pytestconfig)
-    _run(filter(None, (_for_the_emulation(draw(number)) for number in range(first, first + count))))
-    assert launches or count < 500
+    with emulated_card() as kernels:
+        _run(filter(None, (_for_the_emulation(draw(number)) for number in range(first, first + count))))
+    assert kernels.queued or count < 500
 
 
 def _for_the_emulation(call: Call) -> Call | None:

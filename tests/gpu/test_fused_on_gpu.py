@@ -14,11 +14,12 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_w
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.fused import prebuilt, verify
-from pascal_attn_core.fused.kernels import run
+from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
+from pascal_attn_core.runtime import Runtime, runtime_of, using
 
 pytestmark = pytest.mark.gpu
 
@@ -65,8 +66,8 @@ def test_every_variant_is_right_on_this_card(kind: str, head_dim: int) -> None:
         for dtype in DTYPES:
             for mask in MASKS:
                 variant = Variant(kind, head_dim, dtype, mask, padded)
-                error = verify.largest_error(variant, torch.device("cuda", 0), lambda some: run(some, 0))
-                assert error <= (0.1 if kind == "int8" else verify._TOLERANCE[dtype]), variant.name
+                error = runtime_of(torch.device("cuda", 0)).part(Kernels).largest_error(variant)
+                assert error <= verify.tolerance(variant), variant.name
 
 
 def _large(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -146,11 +147,24 @@ def test_gradients_are_the_same_bits_every_time() -> None:
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
 
 
-def test_a_card_with_prebuilt_kernels_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pascal_attn_core.fused import kernels, nvrtc
-
+def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:
     if prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
         pytest.skip("nothing ships for this card")
-    monkeypatch.setattr(nvrtc, "find", lambda arch: None)
-    monkeypatch.setattr(kernels, "_loaded", {})
-    sdpa(*_large(), enable_gqa=True, config=FUSED)
+    device = torch.device("cuda", torch.cuda.current_device())
+    without_compiler = {Kernels: lambda runtime: Kernels(runtime, find_compiler=lambda arch: None)}
+    with using(Runtime(device, parts=without_compiler)):
+        sdpa(*_large(), enable_gqa=True, config=FUSED)
+
+
+def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(Kernels):
+        def largest_error(self, variant: Variant) -> float:
+            return super().largest_error(variant) + 1.0
+
+    with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts={Kernels: Wrong})):
+        with pytest.raises(UnsupportedAttention, match="differs from the definition"):
+            sdpa(*_large(), enable_gqa=True, config=FUSED)
+        sdpa(*_large(), enable_gqa=True)
+    assert [record.getMessage()[:40] for record in caplog.records if record.name == "pascal_attn"] == [
+        "a kernel of the fused route is disabled:"
+    ]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused import kernels
+from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.observe import report
+from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
 
@@ -34,18 +35,25 @@ def _by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     default_config.cache_clear()
 
 
+class _Watched(Kernels):
+    """Keeps every part of a launch that is queued."""
+
+    def __init__(self, runtime: Runtime):
+        super().__init__(runtime)
+        self.queued: list[Launch] = []
+
+    def queue(self, launch: Launch, handle: Any) -> None:
+        self.queued.append(launch)
+        super().queue(launch, handle)
+
+
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def queued() -> Iterator[list[Launch]]:
     """Every launch from now on."""
-    seen: list[Launch] = []
-    real = kernels.run
-
-    def run(launches: list[Launch], index: int) -> None:
-        seen.extend(launches)
-        real(launches, index)
-
-    monkeypatch.setattr(kernels, "run", run)
-    return seen
+    with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts={Kernels: _Watched})) as runtime:
+        kernels = runtime.part(Kernels)
+        assert isinstance(kernels, _Watched)
+        yield kernels.queued
 
 
 def _inputs(head_dim: int, dtype: torch.dtype) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from pascal_attn_core import explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import fused, timing
+from pascal_attn_core.routes import fused, route_named, timing
+from pascal_attn_core.routes.timing import Timings
+from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
 
@@ -19,12 +22,16 @@ BUDGET = 64 << 20
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, and a card on which the kernel is thought of, whichever this is."""
-    monkeypatch.setattr(timing, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(timing, "_known", {})
+def timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timings]:
+    """Nothing has been timed yet, on a card on which the kernel is a candidate, whichever this is."""
     monkeypatch.setattr(fused, "may_win", lambda call, torch_has_a_kernel: True)
-    return tmp_path
+    parts = {Timings: lambda runtime: Timings(runtime, folder=lambda: tmp_path)}
+    with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts=parts)) as runtime:
+        yield runtime.part(Timings)
+
+
+def _ask(timings: Timings, call: AttentionCall) -> float | None:
+    return timings.fused_over_torch(route_named("fused"), call, BUDGET)
 
 
 def _call(dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) -> AttentionCall:
@@ -34,19 +41,19 @@ def _call(dtype: torch.dtype = torch.float32, *, requires_grad: bool = False) ->
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_ratio_is_found_once_and_kept(folder: Path, dtype: torch.dtype, requires_grad: bool) -> None:
+def test_a_ratio_is_found_once_and_kept(timings: Timings, dtype: torch.dtype, requires_grad: bool) -> None:
     call = _call(dtype, requires_grad=requires_grad)
-    ratio = timing.fused_over_torch(call, BUDGET)
+    ratio = _ask(timings, call)
     assert ratio is not None
     assert 0.02 < ratio < 50
-    assert timing.fused_over_torch(call, BUDGET) == ratio
-    assert [path.name for path in folder.iterdir()] == [timing.file_name(device_info("cuda"))]
+    assert _ask(timings, call) == ratio
+    assert [path.name for path in timings.folder().iterdir()] == [timing.file_name(device_info("cuda"))]
 
 
-def test_the_choice_and_its_reason_follow_the_timing() -> None:
+def test_the_choice_and_its_reason_follow_the_timing(timings: Timings) -> None:
     call = _call()
     said = explain(call.query, call.key, call.value).splitlines()[0]
-    ratio = timing.fused_over_torch(call, BUDGET)
+    ratio = _ask(timings, call)
     assert ratio is not None
     assert said.startswith("route fused" if ratio < 1 else "route torch")
     assert f"{ratio:.2f}" in said
@@ -54,27 +61,27 @@ def test_the_choice_and_its_reason_follow_the_timing() -> None:
     torch.testing.assert_close(out, reference_sdpa(call.query, call.key, call.value)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_nothing_is_timed_while_a_graph_is_captured(folder: Path) -> None:
+def test_nothing_is_timed_while_a_graph_is_captured(timings: Timings) -> None:
     call = _call()
     sdpa(call.query, call.key, call.value)
-    timing._known.clear()
-    for path in folder.iterdir():
+    timings.known.clear()
+    for path in timings.folder().iterdir():
         path.unlink()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert timing.fused_over_torch(call, BUDGET) is None
+        assert _ask(timings, call) is None
         out = sdpa(call.query, call.key, call.value)
     graph.replay()
     torch.testing.assert_close(out, reference_sdpa(call.query, call.key, call.value)[0], atol=1e-5, rtol=1e-4)
-    assert list(folder.iterdir()) == []
-    assert timing.fused_over_torch(call, BUDGET) is not None
+    assert list(timings.folder().iterdir()) == []
+    assert _ask(timings, call) is not None
 
 
-def test_the_two_take_turns_and_little_memory() -> None:
+def test_the_two_take_turns_and_little_memory(timings: Timings) -> None:
     call = _call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    timing.fused_over_torch(call, BUDGET)
+    _ask(timings, call)
     assert torch.cuda.max_memory_allocated() - before < 96 << 20
     assert torch.cuda.memory_allocated() == before

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_support.fused.cases import CARD, backward, forward
+from attn_support.fused.cases import backward, forward, whole
 from attn_support.fused.emulation import GXX, Deadlock, emulate
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launches import forward_launches, table_dim
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.plan import table_dim
 from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.fused.source import HEAD_DIMS, source
 from pascal_attn_core.reference import reference_sdpa
@@ -114,7 +115,6 @@ def test_a_masked_key_cannot_move_a_bit() -> None:
 
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 def test_tiles_that_a_mask_forbids_are_skipped(mask_kind: str) -> None:
-
     query, key, value = (torch.randn(1, 1, n, 64) for n in (128, 1024, 1024))
     mask = torch.zeros(128, 1024, dtype=torch.bool)
     mask[:, 300:420] = True
@@ -122,10 +122,8 @@ def test_tiles_that_a_mask_forbids_are_skipped(mask_kind: str) -> None:
     barriers = []
     for some in (mask, full):
         bias = some if mask_kind == "bool" else torch.zeros(some.shape).masked_fill_(~some, -torch.inf)
-        out = torch.empty_like(query)
-        barriers.append(
-            emulate(forward_launches(check_call(query, key, value, bias), out, None, None, CARD, may_split=False))
-        )
+        call = check_call(query, key, value, bias)
+        barriers.append(emulate(forward_launches(call, whole(call), torch.empty_like(query))))
     assert barriers[0] < 0.4 * barriers[1]
 
 

@@ -11,6 +11,7 @@ from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import ROUTES
 from pascal_attn_core.fused.launches_int8 import error_bound, int8_launches
+from pascal_attn_core.fused.plan import plan_call
 from pascal_attn_core.fused.select import call_reasons
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -21,7 +22,7 @@ TYPICAL = 1.5e-2
 def _run(inputs: list, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
     call = check_call(*inputs, **options)
     out = torch.full(call.out_shape, float("nan"), dtype=call.query.dtype)
-    emulate(int8_launches(call, out))
+    emulate(int8_launches(call, plan_call(call, 1, int8=True), out))
     return out.double(), exact(inputs, options)[0]
 
 

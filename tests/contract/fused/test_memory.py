@@ -15,8 +15,8 @@ import sys, types
 sys.path.insert(0, {root!r})
 support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support
 import torch
-from attn_support.fused_cases import backward, forward
-from attn_support.fused_emulation import ADDRESS_SANITIZER
+from attn_support.fused.cases import backward, forward
+from attn_support.fused.emulation import ADDRESS_SANITIZER
 how = {{"flags": ADDRESS_SANITIZER}}
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
 """
@@ -33,10 +33,11 @@ print("clean")
 
 
 _ONE_KEY_TOO_MANY = """
-from attn_support.fused_cases import CARD, forward_launches, check_call
-from attn_support.fused_emulation import emulate
+from attn_support.fused.cases import check_call, forward_launches, whole
+from attn_support.fused.emulation import emulate
 query, key = numbers(1, 131, 64), numbers(1, 75, 64)
-(launch,) = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, CARD, may_split=False)
+call = check_call(query, key, key)
+(launch,) = forward_launches(call, whole(call), torch.empty_like(query))
 launch.params.lk += 1
 emulate([launch], **how)
 """

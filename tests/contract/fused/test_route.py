@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attn_support.fused.device import emulated_card
@@ -24,8 +26,9 @@ FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8"
 
 
 @pytest.fixture(autouse=True)
-def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    return emulated_card(monkeypatch)
+def queued() -> Iterator[list[Launch]]:
+    with emulated_card() as kernels:
+        yield kernels.queued
 
 
 def _takes(case: Case) -> bool:
@@ -202,15 +205,12 @@ def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
     assert "fused-int8" not in explain(query, key, value)
 
 
-def test_long_launches_in_parts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, queued: list[Launch]) -> None:
-    from pascal_attn_core.fused import kernels
-
+def test_long_launches_in_parts_give_the_same_bits(queued: list[Launch]) -> None:
     leaves = _leaves((3, 2, 300, 64), (3, 2, 200, 64), (3, 2, 200, 64))
     whole = sdpa(*leaves, config=FUSED)
     grads = torch.autograd.grad(whole.square().sum(), leaves)
-    launches = len(queued)
-    monkeypatch.setattr(kernels, "_WORK_PER_SM", 1 << 17)
-    parts = sdpa(*leaves, config=FUSED)
+    with emulated_card(work_per_sm=1 << 17) as kernels:
+        parts = sdpa(*leaves, config=FUSED)
+        assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(parts.square().sum(), leaves)))
     assert torch.equal(whole, parts)
-    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(parts.square().sum(), leaves)))
-    assert len(queued) > 3 * launches
+    assert len(kernels.queued) > 3 * len(queued)

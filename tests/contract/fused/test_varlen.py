@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.emulation import GXX, emulate
-from attn_support.fused.packed import each_alone, ends_of, poisoned_memory, stand_in_for_a_card
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import GXX
+from attn_support.fused.packed import each_alone, ends_of, poisoned_memory
 from attn_support.oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
+from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused import kernels
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.launches_packed import Packed
+from pascal_attn_core.fused.plan import Packed
 from pascal_attn_core.observe import report
-from pascal_attn_core.routes import fused as route
+from pascal_attn_core.routes.fused import find_plan
+from pascal_attn_core.routes.run import run_packed
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 
@@ -35,9 +38,10 @@ RULES: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The launches of packed calls, which the emulation has run."""
-    return stand_in_for_a_card(monkeypatch, lambda launch: emulate([launch]))
+def queued() -> Iterator[list[Launch]]:
+    """The launches that the emulation has run."""
+    with emulated_card() as kernels:
+        yield kernels.queued
 
 
 def _inputs(
@@ -67,8 +71,10 @@ def _run(
     query, key, value = inputs
     packed = Packed.of(*map(ends_of, lengths), query.device, lower_right=alignment == "lower_right")
     call = check_call(query, key, value, enable_gqa=True, **rule)
+    plan = find_plan(call, AttentionConfig(), with_lse=True, packed=packed)
+    assert not isinstance(plan, list)
     with poisoned_memory():
-        out, lse = route.run_packed(call, packed, with_lse=True)
+        out, lse = run_packed(call, AttentionConfig(), plan, with_lse=True, why="", sequences=lambda: ())
     assert lse is not None
     return out, lse
 
@@ -105,20 +111,19 @@ def test_long_sums_do_too(queued: list[Launch]) -> None:
     _check(_inputs(40, torch.float32, LONG, requires_grad=True), LONG)
 
 
-def test_launches_in_parts_give_the_same_bits(queued: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_in_parts_give_the_same_bits() -> None:
     inputs = _inputs(64, torch.float32, spare=0, requires_grad=True)
     rule = {"is_causal": True, "alignment": "lower_right"}
     answers, counts = [], []
     for work in (1 << 39, 30_000_000, 2_000_000):
-        monkeypatch.setattr(kernels, "_WORK_PER_SM", work // 28)
-        queued.clear()
-        out, lse = _run(inputs, **rule)
-        answers.append([out, *gradients(out, inputs, torch.ones_like(out), lse)])
-        counts.append(len(queued))
+        with emulated_card(work_per_sm=work // 28) as kernels:
+            out, lse = _run(inputs, **rule)
+            answers.append([out, *gradients(out, inputs, torch.ones_like(out), lse)])
+        counts.append(len(kernels.queued))
     assert counts[0] == 4
     assert counts[0] < counts[1] < counts[2]
-    assert any(launch.params.first_tile for launch in queued)
-    assert any(launch.params.first_batch for launch in queued)
+    assert any(launch.params.first_tile for launch in kernels.queued)
+    assert any(launch.params.first_batch for launch in kernels.queued)
     for others in answers[1:]:
         assert all(torch.equal(a, b) for a, b in zip(answers[0], others))
 

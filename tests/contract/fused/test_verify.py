@@ -32,10 +32,6 @@ WRONG = {
 }
 
 
-def _tolerance(variant: Variant) -> float:
-    return verify._INT8_TOLERANCE if variant.kind == "int8" else verify._TOLERANCE[variant.dtype]
-
-
 def _drawn(count: int) -> list[Variant]:
     """Of all variants that a call can ask for, others every day."""
     draw = random.Random(datetime.date.today().toordinal())
@@ -52,12 +48,12 @@ def _drawn(count: int) -> list[Variant]:
 @pytest.mark.parametrize("place", range(8))
 def test_a_kernel_drawn_for_today_is_right(place: int) -> None:
     variant = _drawn(8)[place]
-    assert verify.largest_error(variant, torch.device("cpu"), emulate) <= _tolerance(variant) / 4, variant.name
+    assert verify.largest_error(variant, torch.device("cpu"), emulate) <= verify.tolerance(variant) / 4, variant.name
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
-    tolerance = _tolerance(variant)
+    tolerance = verify.tolerance(variant)
     error = verify.largest_error(variant, torch.device("cpu"), emulate)
     assert error <= tolerance / 4
     right, wrong = WRONG[variant.kind]

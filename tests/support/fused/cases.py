@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
+from pascal_attn_core.fused.plan import Plan, plan_call, variants_of
 
-from .emulation import CARD, emulate
+from .emulation import emulate
 
-# As many processors as make the keys of a call with few rows many parts.
-IN_PARTS = replace(CARD, num_sms=1000)
+MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Emulated:
     """What the forward kernels wrote; every element was NaN before."""
 
     call: AttentionCall
+    plan: Plan
     out: Tensor
     lse: Tensor
     log_sum: Tensor | None
@@ -39,8 +40,15 @@ def forward(inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool
     lse = poisoned(out.shape[:-1], torch.float32)
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
-    emulate(forward_launches(call, out, lse, log_sum, IN_PARTS, may_split=parts), **how)
-    return Emulated(call, out, lse, log_sum)
+    plan = whole(call) if not parts else plan_call(call, MANY_SMS, for_grad=True)
+    emulate(forward_launches(call, plan, out, lse, log_sum), **how)
+    return Emulated(call, plan, out, lse, log_sum)
+
+
+def whole(call: AttentionCall) -> Plan:
+    """The plan of a call with one block per tile of rows, gradients and all."""
+    variants = variants_of(call)
+    return Plan(variants.forward, 0, (variants.grad_query, variants.grad_key_value))
 
 
 def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None, **how: Any) -> list[Tensor]:
@@ -54,5 +62,7 @@ def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None,
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
-    emulate(backward_launches(call, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how)
+    emulate(
+        backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how
+    )
     return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]

@@ -1,38 +1,92 @@
-"""The fused route from end to end on a CPU: everything but the driver is real, the kernels are emulated."""
+"""A card that is not here: all of the fused route is real but the driver, in whose place launches are emulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import pytest
-
-from pascal_attn_core import routes
-from pascal_attn_core.fused import kernels
+from pascal_attn_core.call import AttentionCall
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.routes import fused as route
+from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.routes.route import Route
+from pascal_attn_core.routes.timing import Timings
+from pascal_attn_core.runtime import Runtime, using
 
 from .emulation import CARD, emulate
 
 
+class EmulatedKernels(Kernels):
+    """Kernels that need no driver and no check of their first answers.
+
+    Args:
+        execute: is given every launch, in the parts that would be queued.
+
+    Attributes:
+        queued: these launches.
+        ensured: the kinds of the variants that each call asked for.
+    """
+
+    machine_reasons = ()
+
+    def __init__(self, runtime: Runtime, execute: Callable[[Launch], object], **options: Any):
+        super().__init__(runtime, **options)
+        self.execute = execute
+        self.queued: list[Launch] = []
+        self.ensured: list[list[str]] = []
+
+    def ensure(self, variants: tuple[Variant, ...]) -> None:  # type: ignore[override]
+        self.ensured.append([variant.kind for variant in variants])
+        super().ensure(variants)
+
+    def functions(self, variant: Variant) -> dict[str, None]:
+        return dict.fromkeys(variant.functions)
+
+    def largest_error(self, variant: Variant) -> float:
+        return 0.0
+
+    def queue(self, launch: Launch, handle: None) -> None:
+        self.queued.append(launch)
+        self.execute(launch)
+
+
+class Timed(Timings):
+    """A card for which ``ratio`` is known for every kind of call; None = it was never timed."""
+
+    ratio: float | None = None
+    asked: list[AttentionCall]
+
+    def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
+        self.asked = [*getattr(self, "asked", []), call]
+        return self.ratio
+
+
+@contextmanager
 def emulated_card(
-    monkeypatch: pytest.MonkeyPatch, execute: Callable[[Launch], object] = lambda launch: emulate([launch])
-) -> list[Launch]:
-    """Let the CPU be a GTX 1080 Ti for the fused route, which has not been timed against torch's kernel; returns the
-    list of all launches from now on, each in the parts that are queued."""
-    queued: list[Launch] = []
+    execute: Callable[[Launch], object] = lambda launch: emulate([launch]),
+    info: DeviceInfo = CARD,
+    kind: type[EmulatedKernels] = EmulatedKernels,
+    ratio: float | None = None,
+    **options: Any,
+) -> Iterator[EmulatedKernels]:
+    """Let the CPU be such a card while the block runs.
 
-    def run(launches: Iterable[Launch], index: int) -> None:
-        for launch in launches:
-            for part in kernels.parts(launch, CARD.num_sms):
-                queued.append(part)
-                execute(part)
+    Args:
+        ratio: our kernel's time in units of torch's; None = never timed.
+        options: of :class:`Kernels`.
+    """
 
-    monkeypatch.setattr(route, "takes_device", lambda device: True)
-    monkeypatch.setattr(route, "device_info", lambda device: CARD)
-    monkeypatch.setattr(route, "ensure", lambda variants, index: None)
-    monkeypatch.setattr(route, "_index", lambda call: 0)
-    monkeypatch.setattr(kernels, "machine_reasons", lambda index: ())
-    monkeypatch.setattr(kernels, "run", run)
-    monkeypatch.setattr(routes, "fused_over_torch", lambda call, budget_bytes: None)
-    monkeypatch.setattr(routes, "_tiled_is_faster", lambda call: False)
-    return queued
+    def kernels(runtime: Runtime) -> Kernels:
+        return kind(runtime, execute, **options)
+
+    def timings(runtime: Runtime) -> Timings:
+        made = Timed(runtime)
+        made.ratio = ratio
+        return made
+
+    with using(Runtime("cpu", info, {Kernels: kernels, Timings: timings})) as runtime:
+        made = runtime.part(Kernels)
+        assert isinstance(made, EmulatedKernels)
+        yield made

@@ -1,23 +1,15 @@
-"""Sequences of different lengths in one call: what the answer is, and the fused route on a CPU."""
+"""Sequences of different lengths in one call: what the answer is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core.call import AttentionCall
-from pascal_attn_core.config import AttentionConfig
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import fused as route
-
-from .device import emulated_card
 
 
 def ends_of(lengths: list[int]) -> list[int]:
@@ -38,17 +30,6 @@ def each_alone(
     rest = query[..., q_ends[-1] :, :]
     out = torch.cat([*(out for out, _ in parts), rest.new_zeros(*rest.shape[:-1], value.shape[-1])], dim=-2)
     return out, torch.cat([*(lse for _, lse in parts), rest.new_full(rest.shape[:-1], -torch.inf)], dim=-1)
-
-
-def stand_in_for_a_card(monkeypatch: pytest.MonkeyPatch, execute: Callable[[Launch], object]) -> list[Launch]:
-    """Let the packed calls of a CPU take the fused route as those of a GTX 1080 Ti do, and every part of a launch go to
-    ``execute``; returns the list of these parts. What is not packed stays on the CPU's routes."""
-
-    def why_not(call: AttentionCall, config: AttentionConfig, *, packed: object = None, **options: Any) -> list[str]:
-        return call_reasons(call, **options) if packed else ["on a CPU only for what is packed"]
-
-    monkeypatch.setattr(route, "why_not", why_not)
-    return emulated_card(monkeypatch, execute)
 
 
 @contextmanager

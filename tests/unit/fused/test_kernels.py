@@ -8,23 +8,29 @@ import logging
 import subprocess
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import CARD
-from attn_support.fused.emulation import GXX, HERE
+from attn_support.fused.cases import whole
+from attn_support.fused.device import EmulatedKernels, emulated_card
+from attn_support.fused.emulation import CARD, GXX, HERE, emulate
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, attention, routes, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused import cache, kernels, nvrtc, prebuilt
-from pascal_attn_core.fused import driver as _driver
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import cache, nvrtc, prebuilt
+from pascal_attn_core.fused.driver import Driver
+from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.source import Variant, source
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import Choice
-from pascal_attn_core.routes import fused as route
+from pascal_attn_core.routes import choose
+from pascal_attn_core.routes.fused import find_plan
+from pascal_attn_core.runtime import Runtime, using
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
@@ -47,62 +53,79 @@ class FakeNvrtc:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
-    """A GTX 1080 Ti without prebuilt kernels, with an empty cache and a compiler."""
-    compiler = FakeNvrtc()
-    monkeypatch.setattr(kernels, "device_info", lambda device: CARD)
-    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(nvrtc, "find", lambda arch: compiler)
-    monkeypatch.setattr(prebuilt, "load", lambda variant, arch: None)
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(kernels, "_failed", {})
-    return compiler
+def compiler() -> FakeNvrtc:
+    return FakeNvrtc()
+
+
+Machine = Callable[..., Kernels]
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _driver.Driver:
+def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
+    """Makes the kernels of a GTX 1080 Ti without prebuilt ones, with an empty cache and a compiler; ``options`` in
+    place of these."""
+
+    def made(device: str = "cuda:0", capability: tuple[int, int] = (6, 1), **options: Any) -> Kernels:
+        given = {
+            "find_compiler": lambda arch: compiler,
+            "shipped": lambda *_: None,
+            "folder": lambda: tmp_path / "cache",
+        }
+        return Kernels(Runtime(device, replace(CARD, capability=capability)), **{**given, **options})
+
+    return made
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
     library = tmp_path / "driver.so"
     source = str(HERE / "fake_driver.cpp")
     subprocess.run([GXX, "-shared", "-fPIC", "-O1", source, "-o", str(library)], check=True)
-    made = _driver.Driver(str(library))
+    made = Driver(str(library))
     made._lib.fake_last_stream.restype = ctypes.c_void_p
-    monkeypatch.setattr(_driver, "driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=77))
     return made
 
 
-def test_what_has_been_compiled_once_comes_from_the_disk(machine: FakeNvrtc) -> None:
-    assert kernels.machine_code(VARIANT, (6, 1)) == ELF
-    assert kernels.machine_code(VARIANT, (6, 1)) == ELF
-    assert machine.compiled == 1
-    kernels.machine_code(VARIANT, (6, 0))
-    kernels.machine_code(replace(VARIANT, dtype="float16"), (6, 1))
-    assert machine.compiled == 3
+def test_what_has_been_compiled_once_comes_from_the_disk(machine: Machine, compiler: FakeNvrtc) -> None:
+    assert machine().machine_code(VARIANT) == ELF
+    assert machine().machine_code(VARIANT) == ELF
+    assert compiler.compiled == 1
+    machine(capability=(6, 0)).machine_code(VARIANT)
+    machine().machine_code(replace(VARIANT, dtype="float16"))
+    assert compiler.compiled == 3
 
 
-def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(
-    machine: FakeNvrtc, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prebuilt, "best_arch", lambda capability: 61)
-    monkeypatch.setattr(prebuilt, "load", lambda variant, arch: b"shipped")
-    assert kernels.machine_code(VARIANT, (6, 1)) == b"shipped"
-    assert machine.compiled == 0
+def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(machine: Machine, compiler: FakeNvrtc) -> None:
+    asked: list[tuple[int, int]] = []
+    kernels = machine(shipped=lambda variant, capability: asked.append(capability) or b"shipped")
+    assert kernels.machine_code(VARIANT) == b"shipped"
+    assert asked == [(6, 1)]
+    assert compiler.compiled == 0
 
 
-def test_a_damaged_file_is_compiled_again(machine: FakeNvrtc, tmp_path: Path) -> None:
-    kernels.machine_code(VARIANT, (6, 1))
+def test_what_ships_is_found_for_devices_that_run_it() -> None:
+    variant = prebuilt.variants(64)[0]
+    if not prebuilt.shipped_archs():
+        pytest.skip("nothing ships")
+    assert prebuilt.find(variant, (6, 1)) == prebuilt.load(variant, 61)
+    assert prebuilt.find(variant, (9, 0)) is None
+
+
+def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: FakeNvrtc, tmp_path: Path) -> None:
+    machine().machine_code(VARIANT)
     (file,) = (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
     for damaged in (whole[:-1], b"", whole[:-1] + b"?", b"something else"):
         file.write_bytes(damaged)
-        assert kernels.machine_code(VARIANT, (6, 1)) == ELF
+        assert machine().machine_code(VARIANT) == ELF
         assert file.read_bytes() == whole
-    assert machine.compiled == 5
+    assert compiler.compiled == 5
 
 
-def test_a_folder_that_cannot_be_written_only_costs_the_time(machine: FakeNvrtc, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_only_costs_the_time(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert kernels.machine_code(VARIANT, (6, 1)) == ELF
+    assert machine().machine_code(VARIANT) == ELF
     assert cache.save(tmp_path / "cache", "x", ELF) is not None
 
 
@@ -126,62 +149,83 @@ def test_no_reader_sees_half_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_without_a_compiler_the_reason_names_what_to_install(
-    machine: FakeNvrtc, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvrtc, "find", lambda arch: None)
-    with pytest.raises(kernels.KernelUnavailable, match="no NVRTC for sm_61; pip install nvidia-cuda-nvrtc-cu12"):
-        kernels.machine_code(VARIANT, (6, 1))
+def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -> None:
+    with pytest.raises(KernelUnavailable, match="no NVRTC for sm_61; pip install nvidia-cuda-nvrtc-cu12"):
+        machine(find_compiler=lambda arch: None).machine_code(VARIANT)
+
+
+@pytest.mark.parametrize(
+    ("info", "open_driver", "reason"),
+    [
+        (DeviceInfo("hip", "Radeon VII", arch="gfx906"), object, "the fused kernel needs an NVIDIA GPU"),
+        (replace(CARD, capability=(3, 5)), object, "the fused kernel needs compute capability 5.0, got 3.5"),
+        (CARD, lambda: Driver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
+        (replace(CARD, capability=(9, 9)), object, "no prebuilt kernel and no NVRTC for sm_99; pip install"),
+    ],
+)
+def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, open_driver: Callable, reason: str) -> None:
+    kernels = Kernels(Runtime("cuda:0", info), open_driver=open_driver, find_compiler=lambda arch: None)
+    (found,) = kernels.machine_reasons
+    assert found.startswith(reason)
+    assert kernels.reasons([VARIANT]) == [found]
+
+
+def test_two_devices_know_nothing_of_each_other(machine: Machine) -> None:
+    first, second = machine(open_driver=object), machine("cuda:1", open_driver=object)
+    first.disable(VARIANT, "wrong on this card")
+    assert (first.index, second.index) == (0, 1)
+    assert first.reasons([VARIANT]) == ["wrong on this card"]
+    assert second.reasons([VARIANT]) == []
 
 
 @needs_compiler
-def test_a_variant_is_loaded_once_by_many_threads(machine: FakeNvrtc, driver: _driver.Driver) -> None:
-    threads = [threading.Thread(target=kernels.functions, args=(0, VARIANT)) for _ in range(8)]
+def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: FakeNvrtc, driver: Driver) -> None:
+    kernels = machine(open_driver=lambda: driver)
+    threads = [threading.Thread(target=kernels.functions, args=(VARIANT,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert machine.compiled == driver._lib.fake_loads() == 1
+    assert compiler.compiled == driver._lib.fake_loads() == 1
     assert driver._lib.fake_depth() == 0
-    kernels.functions(1, VARIANT)
+    machine("cuda:1", open_driver=lambda: driver).functions(VARIANT)
     assert driver._lib.fake_loads() == 2
 
 
 @needs_compiler
 def test_a_failure_warns_once_and_is_remembered(
-    machine: FakeNvrtc, driver: _driver.Driver, caplog: pytest.LogCaptureFixture
+    machine: Machine, compiler: FakeNvrtc, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine.error = "NVRTC_ERROR_COMPILATION for sm_61"
+    compiler.error = "NVRTC_ERROR_COMPILATION for sm_61"
+    kernels = machine(open_driver=lambda: driver)
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):
         for _ in range(3):
-            with pytest.raises(kernels.KernelUnavailable, match=r"forward-64-float32-none.*NVRTC_ERROR_COMPILATION"):
-                kernels.functions(0, VARIANT)
-    assert machine.compiled == 1
+            with pytest.raises(KernelUnavailable, match=r"forward-64-float32-none.*NVRTC_ERROR_COMPILATION"):
+                kernels.functions(VARIANT)
+    assert compiler.compiled == 1
     assert len(caplog.records) == 1
-    assert "NVRTC_ERROR_COMPILATION" in (kernels.failure(0, VARIANT) or "")
+    assert "NVRTC_ERROR_COMPILATION" in kernels.reasons([VARIANT])[0]
 
 
 @needs_compiler
-def test_a_cubin_that_the_driver_refuses_is_a_reason_too(
-    machine: FakeNvrtc, driver: _driver.Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "machine_code", lambda variant, capability: b"not a cubin")
-    with pytest.raises(kernels.KernelUnavailable, match="cuModuleLoadData: invalid kernel image"):
-        kernels.functions(0, VARIANT)
+def test_a_cubin_that_the_driver_refuses_is_a_reason_too(machine: Machine, driver: Driver) -> None:
+    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin")
+    with pytest.raises(KernelUnavailable, match="cuModuleLoadData: invalid kernel image"):
+        kernels.functions(VARIANT)
     assert driver._lib.fake_depth() == 0
 
 
 def _launch(rows: int, keys: int, batch: int = 1):
     query = torch.empty(batch, 1, rows, 64)
     call = check_call(query, torch.empty(batch, 1, keys, 64), torch.empty(batch, 1, keys, 64))
-    (launch,) = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
+    (launch,) = forward_launches(call, whole(call), torch.empty_like(query))
     return launch
 
 
 @needs_compiler
-def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: FakeNvrtc, driver: _driver.Driver) -> None:
+def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: Machine, driver: Driver) -> None:
     launch = _launch(300, 200)
-    kernels.run([launch], 0)
+    machine(open_driver=lambda: driver).run([launch])
     assert driver._lib.fake_last_stream() == 77
     assert (driver._lib.fake_last_x(), driver._lib.fake_last_threads()) == (3, 128)
     driver._lib.fake_first_bytes.restype = ctypes.c_void_p
@@ -189,19 +233,18 @@ def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: FakeNv
     assert first == launch.params.q
 
 
-def test_long_launches_come_in_parts_that_cover_every_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
     launch = _launch(1300, 200, batch=3)
-    assert list(kernels.parts(launch, 28)) == [launch]
-    monkeypatch.setattr(kernels, "_WORK_PER_SM", launch.work // (7 * 28))
-    parts = list(kernels.parts(launch, 28))
+    assert parts(launch, launch.work) == [launch]
+    found = parts(launch, launch.work // 7)
     covered = [
         (tile, batch)
-        for part in parts
+        for part in found
         for tile in range(part.params.first_tile, part.params.first_tile + part.grid[0])
         for batch in range(part.params.first_batch, part.params.first_batch + part.grid[2])
     ]
     assert sorted(covered) == [(tile, batch) for tile in range(11) for batch in range(3)]
-    assert len(parts) > 3
+    assert len(found) > 3
 
 
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
@@ -213,24 +256,58 @@ def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     assert AttentionConfig.from_env({"PASCAL_ATTN_FUSED": "0"}).fused is False
 
 
-def test_a_kernel_that_fails_at_its_first_call_hands_the_call_to_the_next_route(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_card_of_another_maker_is_named_in_the_reason() -> None:
+    query = types.SimpleNamespace(device=torch.device("cuda", 0))  # what torch's ROCm build calls it too
+    call: Any = types.SimpleNamespace(query=query)
+    with using(Runtime("cuda:0", DeviceInfo("hip", "Radeon VII", arch="gfx906"))):
+        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA device, got hip"]
+
+
+class _WrongFirst(EmulatedKernels):
+    """Whose first answers are not those of the definition."""
+
+    def largest_error(self, variant: Variant) -> float:
+        return 0.5
+
+
+def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     query = torch.randn(1, 1, 600, 16)
-    call, failed = check_call(query, query, query), []
-
-    def fails(*arguments: object, **options: object) -> None:
-        failed.append("no kernel")
-        raise kernels.KernelUnavailable("no kernel")
-
-    monkeypatch.setattr(route, "run", fails)
-    monkeypatch.setattr(route, "why_not", lambda call, config, **options: list(failed))
-    real = routes._choose_kernel
-    monkeypatch.setattr(routes, "_choose_kernel", lambda *what: real(*what) if failed else Choice("fused", ""))
-    monkeypatch.setattr(routes, "_tiled_is_faster", lambda call: False)
-    out, _ = attention.run(call, AttentionConfig(), with_lse=False)
-    assert failed == ["no kernel"]
+    wrong = "split-32-padded-float32-none differs from the definition by 0.5"
+    with emulated_card(lambda launch: None, kind=_WrongFirst, ratio=0.5) as kernels:
+        assert choose(check_call(query, query, query), AttentionConfig()).route == "fused"
+        with caplog.at_level(logging.WARNING, logger="pascal_attn"), record() as report:
+            out = sdpa(query, query, query)
+            sdpa(query, query, query)
+        assert not kernels.queued
+        assert report.routes() == {"torch": 2}
+        assert [r.getMessage() for r in caplog.records] == [f"a kernel of the fused route is disabled: {wrong}"]
+        with pytest.raises(UnsupportedAttention, match=f"route 'fused' cannot take this call: {wrong}"):
+            sdpa(query, query, query, config=AttentionConfig(route="fused"))
     torch.testing.assert_close(out, reference_sdpa(query, query, query)[0], atol=1e-5, rtol=1e-5)
-    failed.clear()
-    with pytest.raises(UnsupportedAttention, match="route 'fused' cannot take this call: no kernel"):
-        attention.run(call, AttentionConfig(route="fused"), with_lse=False)
+
+
+class _Mutated(EmulatedKernels):
+    """Emulated from another source than ours; the first answers are really checked."""
+
+    largest_error = Kernels.largest_error
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+@pytest.mark.parametrize("is_right", [False, True])
+def test_the_first_answers_of_a_kernel_are_compared_with_the_definition(is_right: bool) -> None:
+    right, wrong = "sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"
+    text = source("forward")
+    assert right in text
+    mutated = {} if is_right else {"forward": text.replace(right, wrong)}
+    query = torch.randn(1, 1, 128, 64)
+    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=_Mutated) as kernels:
+        if is_right:
+            for _ in range(2):
+                sdpa(query, query, query, config=AttentionConfig(route="fused"))
+            assert len(kernels.queued) == 3  # one of them was the check
+            return
+        with pytest.raises(UnsupportedAttention, match=r"differs from the definition by 0\.1"):
+            sdpa(query, query, query, config=AttentionConfig(route="fused"))
+        assert len(kernels.queued) == 1

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.fused.cases import whole
+from attn_support.fused.device import EmulatedKernels, emulated_card
 from attn_support.fused.emulation import CARD
-from attn_support.fused.packed import each_alone, ends_of, stand_in_for_a_card
+from attn_support.fused.packed import each_alone, ends_of
 from torch import Tensor
 
 from pascal_attn_core import UnsupportedAttention
@@ -17,20 +19,26 @@ from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.flash_attn import packed as _flash_packed
-from pascal_attn_core.fused import kernels
+from pascal_attn_core.fused.kernels import KernelUnavailable, parts
 from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.launches_packed import Packed, packed_launches
+from pascal_attn_core.fused.launches_packed import packed_launches
+from pascal_attn_core.fused.plan import Packed
+from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.observe import report
-from pascal_attn_core.routes import fused as route
 from pascal_attn_core.routes.run import add_observer
 
 LENGTHS = [40, 7, 64]
 
 
+def _nothing(launch: Launch) -> None:
+    """In place of executing a launch."""
+
+
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The launches of packed calls, which nobody executes."""
-    return stand_in_for_a_card(monkeypatch, lambda launch: None)
+def queued() -> Iterator[list[Launch]]:
+    """The launches, which are not executed."""
+    with emulated_card(_nothing) as kernels:
+        yield kernels.queued
 
 
 @pytest.fixture
@@ -113,31 +121,31 @@ def test_keys_in_pages_go_as_before(queued: list[Launch]) -> None:
     assert not queued
 
 
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float16), ((8, 6), torch.float32)])
 def test_a_card_with_tensor_cores_takes_it_only_by_name(
-    queued: list[Launch], monkeypatch: pytest.MonkeyPatch, environment: Callable[[str, str], None]
+    capability: tuple[int, int], dtype: torch.dtype, environment: Callable[[str, str], None]
 ) -> None:
-    monkeypatch.setattr(route, "device_info", lambda device: replace(CARD, capability=(7, 0)))
-    _attend(dtype=torch.float16)
-    monkeypatch.setattr(route, "device_info", lambda device: replace(CARD, capability=(8, 6)))
-    _attend()
-    assert not queued
-    environment("ROUTE", "fused")
-    _attend()
-    assert len(queued) == 1
-    environment("ROUTE", "tiled")
-    _attend()
-    assert len(queued) == 1
+    with emulated_card(_nothing, replace(CARD, capability=capability)) as kernels:
+        _attend(dtype=dtype)
+        assert not kernels.queued
+        environment("ROUTE", "fused")
+        _attend(dtype=dtype)
+        assert len(kernels.queued) == 1
+        environment("ROUTE", "tiled")
+        _attend(dtype=dtype)
+        assert len(kernels.queued) == 1
 
 
-def test_by_name_what_it_cannot_take_is_an_error_as_before(
+def test_by_name_what_it_cannot_take_is_an_error_and_a_plain_batch_stays_one(
     queued: list[Launch], environment: Callable[[str, str], None]
 ) -> None:
     environment("ROUTE", "fused")
-    with pytest.raises(UnsupportedAttention, match="on a CPU only for what is packed"):
+    with pytest.raises(UnsupportedAttention, match="the fused kernel has no softcap"):
         _attend(softcap=5.0)
-    with pytest.raises(UnsupportedAttention, match="on a CPU only for what is packed"):
-        _attend([40, 40], [40, 40])
     assert not queued
+    _attend([40, 40], [40, 40])
+    assert [launch.params.cu_q for launch in queued] == [None] * len(queued)
+    assert queued
 
 
 def test_a_cpu_does_nothing_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,22 +156,21 @@ def test_a_cpu_does_nothing_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen.total == len(LENGTHS)
 
 
+class _Unavailable(EmulatedKernels):
+    """Whose first use fails."""
+
+    def ensure(self, variants: tuple[Variant, ...]) -> None:  # type: ignore[override]
+        super().ensure(variants)
+        raise KernelUnavailable("no kernel")
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_without_a_kernel_the_sequences_go_as_before(
-    queued: list[Launch], monkeypatch: pytest.MonkeyPatch, requires_grad: bool
-) -> None:
-    asked = []
-
-    def fails(variants: list, index: int) -> None:
-        asked.append([variant.kind for variant in variants])
-        raise kernels.KernelUnavailable("no kernel")
-
-    monkeypatch.setattr(route, "ensure", fails)
+def test_without_a_kernel_the_sequences_go_as_before(requires_grad: bool) -> None:
     lengths = [40, 7, 5], [600, 9, 300]  # as one long call it would be cut into ranges of keys
     q, k, v = (torch.randn(sum(n), 2, 16, requires_grad=requires_grad) for n in (lengths[0], lengths[1], lengths[1]))
-    with report.record() as seen:
+    with emulated_card(_nothing, kind=_Unavailable) as kernels, report.record() as seen:
         out = flash_attn_varlen_func(q, k, v, *(torch.tensor(ends_of(n)) for n in lengths))
-    assert asked == [["forward", "grad_query", "grad_key_value"] if requires_grad else ["forward"]]
+    assert kernels.ensured == [["forward", "grad_query", "grad_key_value"] if requires_grad else ["forward"]]
     assert "fused" not in seen.routes()
     expected, _ = each_alone(*(t.transpose(0, 1)[None] for t in (q, k, v)), *lengths)
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
@@ -184,10 +191,10 @@ def test_observers_see_each_sequence_alone(queued: list[Launch]) -> None:
 def _planned(lengths: list[int], k_lengths: list[int]) -> Launch:
     query, key = (torch.zeros(1, 2, sum(n), 64) for n in (lengths, k_lengths))
     call = check_call(query, key, key)
-    whole = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
+    launches = forward_launches(call, whole(call), torch.empty_like(query))
     packed = Packed.of(ends_of(lengths), ends_of(k_lengths), query.device, lower_right=True)
-    (launch,) = packed_launches(whole, packed)
-    assert whole[0].params.cu_q is None
+    (launch,) = packed_launches(launches, packed)
+    assert launches[0].params.cu_q is None
     return launch
 
 
@@ -202,15 +209,13 @@ def test_a_launch_holds_the_lengths_until_it_is_queued() -> None:
     assert cu_q.dtype == cu_k.dtype == torch.int32
 
 
-def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work() -> None:
     lengths = [3, 3, 1300, 3, 3, 3]
     launch = _planned(lengths, lengths)
     rows = launch.variant.geometry.rows
     limit = 2 * rows * 1300 * 128 * 3  # three tiles of the long one, two heads
-    monkeypatch.setattr(kernels, "_WORK_PER_SM", limit)
-    parts = list(kernels.parts(launch, 1))
     covered: list[tuple[int, int]] = []
-    for part in parts:
+    for part in parts(launch, limit):
         tiles = range(part.params.first_tile, part.params.first_tile + part.grid[0])
         batches = range(part.params.first_batch, part.params.first_batch + part.grid[2])
         covered += [(tile, batch) for tile in tiles for batch in batches]
@@ -221,6 +226,7 @@ def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work(monk
 
 def test_nothing_is_launched_where_there_is_no_tile() -> None:
     query, key = torch.zeros(1, 2, 9, 64), torch.zeros(1, 2, 7, 64)
-    whole = forward_launches(check_call(query, key, key), torch.empty_like(query), None, None, CARD, may_split=False)
-    assert packed_launches(whole, Packed.of([0, 0], [0, 7], query.device, lower_right=False)) == []
-    assert packed_launches(whole, Packed.of([0], [0], query.device, lower_right=False)) == []
+    call = check_call(query, key, key)
+    launches = forward_launches(call, whole(call), torch.empty_like(query))
+    assert packed_launches(launches, Packed.of([0, 0], [0, 7], query.device, lower_right=False)) == []
+    assert packed_launches(launches, Packed.of([0], [0], query.device, lower_right=False)) == []

@@ -6,18 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_support.fused.cases import CARD
+from attn_support.fused.cases import whole
+from attn_support.fused.emulation import CARD
 
-from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launches import forward_launches, num_splits, variant_of
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.plan import plan_call, variants_of
 from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.routes import fused as route
+from pascal_attn_core.runtime import Runtime, using
 
 
 def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=torch.float32, v: tuple = (), **options):
-    tensors = [torch.zeros(shape, dtype=dtype) for shape in (q, k, v or k)]
+    tensors = [torch.empty(shape, dtype=dtype) for shape in (q, k, v or k)]
     return check_call(*tensors, mask, **options)
+
+
+def _splits(call: AttentionCall) -> int:
+    return plan_call(call, CARD.num_sms).splits
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_nothing_is_copied_for_strides_that_broadcast() -> None:
     query = torch.zeros(2, 3, 4, 10, 64)
     key = torch.zeros(1, 64).expand(2, 3, 4, 30, 64)
     call = check_call(query, key, key, torch.zeros(30))
-    (launch,) = forward_launches(call, torch.empty_like(query), None, None, CARD, may_split=False)
+    (launch,) = forward_launches(call, whole(call), torch.empty_like(query))
     assert (launch.params.kb, launch.params.kh, launch.params.ks) == (0, 0, 0)
     assert launch.grid[1:] == (4, 6)
     assert launch.params.k == key.data_ptr()
@@ -73,17 +80,17 @@ def test_nothing_is_copied_for_strides_that_broadcast() -> None:
 def test_leading_dimensions_that_no_stride_joins_are_walked() -> None:
     query = torch.zeros(3, 2, 4, 10, 64).transpose(0, 1)
     call = check_call(query, query, query)
-    launches = forward_launches(call, torch.empty(query.shape), None, None, CARD, may_split=False)
+    launches = forward_launches(call, whole(call), torch.empty(query.shape))
     assert [launch.grid[2] for launch in launches] == [3, 3]
 
 
 def test_few_query_rows_are_spread_over_the_device() -> None:
     decode = _call((1, 32, 1, 128), (1, 8, 8192, 128), enable_gqa=True)
-    assert num_splits(decode, CARD) > 8
-    launches = forward_launches(decode, torch.empty(1, 32, 1, 128), None, None, CARD)
+    assert _splits(decode) > 8
+    launches = forward_launches(decode, plan_call(decode, CARD.num_sms), torch.empty(1, 32, 1, 128))
     assert [launch.function for launch in launches] == ["pa_forward_split", "pa_combine"]
     assert launches[0].grid[0] * launches[0].grid[1] >= CARD.num_sms
-    assert num_splits(_call((1, 1, 1, 64), (1, 1, 64, 64)), CARD) == 1
+    assert _splits(_call((1, 1, 1, 64), (1, 1, 64, 64))) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,26 +108,26 @@ def test_few_queries_take_small_tiles_however_large_the_batch(
     queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool
 ) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
-    assert num_splits(call, CARD) == (1 if packs else 0)
+    assert _splits(call) == (1 if packs else 0)
 
 
 def test_keys_are_cut_where_too_few_tiles_are_there() -> None:
-    assert num_splits(_call((1, 1, 300, 64), (1, 1, 4096, 64)), CARD) > 1
-    assert num_splits(_call((1, 1, 300, 64), (1, 1, 90, 64)), CARD) == 0  # nor are there keys enough
+    assert _splits(_call((1, 1, 300, 64), (1, 1, 4096, 64))) > 1
+    assert _splits(_call((1, 1, 300, 64), (1, 1, 90, 64))) == 0  # nor are there keys enough
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
-    assert variant_of(_call(scale=-0.5), "forward").mask == "float"
-    assert variant_of(_call(scale=0.5), "forward").mask == "none"
+    assert variants_of(_call(scale=-0.5)).forward.mask == "float"
+    assert variants_of(_call(scale=0.5)).forward.mask == "none"
 
 
 @pytest.mark.parametrize("torch_has_a_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_auto_thinks_of_it_where_torch_does_not_multiply_on_tensor_cores(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, torch_has_a_kernel: bool
+    dtype: torch.dtype, torch_has_a_kernel: bool
 ) -> None:
     for capability in ((5, 2), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0), None):
-        monkeypatch.setattr(route, "device_info", lambda device, c=capability: replace(CARD, capability=c))
         on_tensor_cores = capability is not None and capability >= (7, 0) and dtype == torch.float16
         expected = capability is not None and capability < (8, 0) and not (on_tensor_cores and torch_has_a_kernel)
-        assert route.may_win(_call(dtype=dtype), torch_has_a_kernel=torch_has_a_kernel) == expected
+        with using(Runtime("cpu", replace(CARD, capability=capability))):
+            assert route.may_win(_call(dtype=dtype), torch_has_a_kernel=torch_has_a_kernel) == expected

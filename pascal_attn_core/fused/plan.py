@@ -1,0 +1,150 @@
+"""How the kernels take a call: which compilations, and into how many ranges the keys are cut. Worked out once for both
+passes, from sizes alone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from .source import HEAD_DIMS, Geometry, Variant
+
+MAX_SPLITS = 64
+# Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
+_SPLIT_SPEED = 0.6
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The sequences in the tokens of a call with one batch element.
+
+    Attributes:
+        cu_q, cu_k: int32 ``[B + 1]``, contiguous, on the device of the call: the first query and the first key of each
+            sequence, and where the last one ends.
+        max_q, max_k: queries and keys of the longest sequence.
+        end_q, end_k: where the last sequence ends.
+        lower_right: each sequence's band begins in the corner of its last query and last key, else of its first ones.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    end_q: int
+    end_k: int
+    lower_right: bool
+
+    @staticmethod
+    def of(q_ends: list[int], k_ends: list[int], device: torch.device, *, lower_right: bool) -> Packed:
+        """From ``q_ends`` and ``k_ends``: cumulative lengths ``[B + 1]``, non-decreasing from 0, at most the tokens of
+        the call. Not checked here, nor by the kernels."""
+        cu_q, cu_k = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
+        return Packed(cu_q, cu_k, _longest(q_ends), _longest(k_ends), q_ends[-1], k_ends[-1], lower_right)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return self.cu_q.shape[0] - 1
+
+
+def _longest(ends: list[int]) -> int:
+    return max((last - first for first, last in itertools.pairwise(ends)), default=0)
+
+
+class Plan(NamedTuple):
+    """How the kernels take a call. It holds none of the call's inputs.
+
+    Attributes:
+        forward: the compilation of the forward pass, of kind ``forward``, ``split`` or ``int8``.
+        splits: ranges of keys, for kind ``split`` only.
+        gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
+        packed: the sequences of the call, where it holds several.
+    """
+
+    forward: Variant
+    splits: int = 0
+    gradients: tuple[Variant, ...] = ()
+    packed: Packed | None = None
+
+
+def plan_call(
+    call: AttentionCall, num_sms: int, *, int8: bool = False, for_grad: bool = False, packed: Packed | None = None
+) -> Plan:
+    """The plan of a call that the kernels can take.
+
+    Args:
+        num_sms: multiprocessors of the device.
+        for_grad: gradients will be wanted.
+    """
+    variants = variants_of(call)
+    if int8:
+        return Plan(variants.int8)
+    gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
+    if packed is None:
+        splits = num_splits(call, variants.forward.geometry, variants.split.geometry, num_sms)
+        if splits:
+            return Plan(variants.split, splits, gradients)
+    return Plan(variants.forward, 0, gradients, packed)
+
+
+class Variants(NamedTuple):
+    """The compilations that a call may need, one of each kind."""
+
+    forward: Variant
+    split: Variant
+    grad_query: Variant
+    grad_key_value: Variant
+    int8: Variant
+
+
+def variants_of(call: AttentionCall) -> Variants:
+    """The compilations that a call may need. Its head_dims are in the table."""
+    mask = call.attn_mask
+    if mask is None:
+        # Scores with such a scale are scaled before their maximum is taken, as those with a float mask are.
+        kind = "none" if call.scale > 0 else "float"
+    else:
+        kind = "bool" if mask.dtype == torch.bool else "float"
+    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str) -> Variants:
+    dim = table_dim(head_dim, head_dim_v)
+    assert dim is not None
+    name, padded = str(dtype).removeprefix("torch."), not head_dim == head_dim_v == dim
+    return Variants(*(Variant(kind, dim, name, mask, padded) for kind in Variants._fields))
+
+
+def table_dim(head_dim: int, head_dim_v: int) -> int | None:
+    """The smallest head_dim of the table that both fit into, or None."""
+    return next((d for d in HEAD_DIMS if max(head_dim, head_dim_v) <= d), None)
+
+
+def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: int) -> int:
+    """Into how many ranges the keys are cut by the kernel for few query rows, so that they still fill the device; 0 =
+    the plain kernel takes the call.
+
+    A tile of that kernel is small and holds the queries of all heads of a group, one of the plain kernel those of one
+    head: the one that has less of its tiles empty wins, at the speed that a full tile has.
+    """
+    tokens, groups = call.seq_len_q, call.groups
+    is_small = _SPLIT_SPEED * _fullness(groups * tokens, split.rows) > _fullness(tokens, plain.rows)
+    batch_size = call.batch_size
+    blocks = batch_size * call.num_heads * -(-tokens // plain.rows)
+    if 2 * blocks > num_sms and not is_small:
+        return 0
+    units = batch_size * call.num_kv_heads * -(-groups * tokens // split.rows)
+    wanted = -(-split.blocks * num_sms // max(1, units))
+    splits = max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
+    return splits if is_small or splits > 1 else 0
+
+
+def _fullness(rows: int, tile_rows: int) -> float:
+    """The share of the rows of all tiles that exist."""
+    return rows / (-(-rows // tile_rows) * tile_rows)

@@ -1,0 +1,85 @@
+"""A call is planned once, whichever pass uses the plan."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+import torch
+from attn_support.fused.device import EmulatedKernels, emulated_card
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.plan import Plan
+from pascal_attn_core.routes import choose
+
+FUSED = AttentionConfig(route="fused")
+ONCE = ("find_plan", "plan_call", "num_splits", "variants_of", "call_reasons")
+
+
+@pytest.fixture
+def kernels() -> Iterator[EmulatedKernels]:
+    """Of a card on which ours was timed as the faster one; nothing is executed."""
+    with emulated_card(lambda launch: None, ratio=0.5) as found:
+        yield found
+
+
+def _counted(run: Callable[[], object]) -> Counter[str]:
+    """How often our functions run, by name."""
+    counts: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "pascal_attn_core" in frame.f_code.co_filename:
+            counts[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def _leaves(tokens: int = 600, *, requires_grad: bool = True) -> list[Tensor]:
+    return [torch.randn(1, 2, tokens, 64, requires_grad=requires_grad) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("tokens", "config"), [(3, FUSED), (600, FUSED), (600, None)])
+def test_a_call_is_planned_once(kernels: EmulatedKernels, tokens: int, config: AttentionConfig | None) -> None:
+    leaves = _leaves(tokens, requires_grad=False)
+    counts = _counted(lambda: sdpa(*leaves, config=config))
+    assert {name: counts[name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+    assert kernels.queued
+
+
+def test_the_gradients_take_the_plan_of_the_forward_pass(kernels: EmulatedKernels) -> None:
+    leaves = _leaves()
+    counts = _counted(lambda: sdpa(*leaves, config=FUSED).sum().backward())
+    assert {name: counts[name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+    assert kernels.ensured == [["split", "grad_query", "grad_key_value"]]
+    functions = ["pa_forward_split", "pa_combine", "pa_delta", "pa_grad_query", "pa_grad_key_value"]
+    assert [launch.function for launch in kernels.queued] == functions
+
+
+@pytest.mark.parametrize("config", [None, FUSED], ids=["auto", "by name"])
+def test_a_graph_plans_the_gradients_too(kernels: EmulatedKernels, config: AttentionConfig | None) -> None:
+    leaves = _leaves()
+    compiled = torch.compile(lambda *t: sdpa(*t, config=config), fullgraph=True, backend="aot_eager")
+    compiled(*leaves).sum().backward()
+    assert kernels.ensured == [["split", "grad_query", "grad_key_value"]]
+    functions = ["pa_forward_split", "pa_combine", "pa_delta", "pa_grad_query", "pa_grad_key_value"]
+    assert [launch.function for launch in kernels.queued] == functions
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_plan_holds_no_tensor_of_the_call(kernels: EmulatedKernels, requires_grad: bool) -> None:
+    plan = choose(check_call(*_leaves(requires_grad=requires_grad)), FUSED).plan
+    assert isinstance(plan, Plan)
+    assert not any(isinstance(part, Tensor) for part in plan)
+    assert plan.packed is None
+    assert len(plan.gradients) == (2 if requires_grad else 0)
