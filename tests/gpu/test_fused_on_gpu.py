@@ -21,6 +21,8 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 FUSED = AttentionConfig(route="fused")
 MIB = 1 << 20

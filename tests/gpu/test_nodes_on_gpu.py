@@ -14,6 +14,8 @@ from pascal_attn_core.device import MIB
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 
 @pytest.fixture

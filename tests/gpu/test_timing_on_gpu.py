@@ -14,6 +14,8 @@ from pascal_attn_core.fused import route as fused
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 BUDGET = 64 << 20
 
