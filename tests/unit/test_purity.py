@@ -100,7 +100,18 @@ def _run(code: str, **environ: str) -> str:
 
 
 def test_importing_loads_no_host_and_starts_no_cuda() -> None:
-    hosts = ["torch._dynamo", "torch._inductor", "diffusers", "transformers", "comfy", "triton", "safetensors", "matplotlib", "rich", "numpy.testing"]
+    hosts = [
+        "torch._dynamo",
+        "torch._inductor",
+        "diffusers",
+        "transformers",
+        "comfy",
+        "triton",
+        "safetensors",
+        "matplotlib",
+        "rich",
+        "numpy.testing",
+    ]
     code = f"""
 import sys, torch
 import torch.nn.functional as F
