@@ -73,7 +73,7 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
     assert not found.is_alarmed
 
 
-def test_calls_handed_on_are_told_with_the_reason(server: ComfyServer) -> None:
+def test_calls_passed_are_told_with_the_reason(server: ComfyServer) -> None:
     found = sampled(server, "sd15", attention_patch(min_keys=100))
     half = found.counts["wrapped"] // 2
     assert f"{2 * half} calls, {half} taken" in found.top
