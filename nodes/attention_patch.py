@@ -64,16 +64,16 @@ class PascalAttentionPatch:
             "flash, ComfyUI's backend node) is replaced, and gets the calls that this node does not take; one that may "
             "change the result (sparse attention, masks, maps) runs first, and this node gets the calls it passes on."
         )
-        more = {"advanced": True}
+        more = _inputs.ADVANCED
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "route": _inputs.expert(_inputs.route()),
-                "budget_mib": _inputs.expert(_inputs.budget_mib()),
+                "route": _inputs.route(),
+                "budget_mib": _inputs.budget_mib(),
                 "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
                 "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
                 "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
-                "nan_guard": _inputs.expert(_inputs.nan_guard()),
+                "nan_guard": _inputs.nan_guard(),
             },
             "optional": {
                 "earlier_patch": (_others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
