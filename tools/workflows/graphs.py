@@ -238,8 +238,8 @@ def ltx() -> Sheet:
         ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"],
         ["attention", "ffn"],
         ["positive", "negative", "rate"],
-        ["method", "schedule", "sampler", "split", "decode", "hear", "film"],
-        ["save"],
+        ["method", "schedule", "sampler", "split", "decode", "hear"],
+        ["film", "save"],
         "of its own",
     )
     return sheet

@@ -129,7 +129,7 @@ def known_inputs(prompt: dict[str, Any]) -> dict[str, Any]:
 def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
     browser: Browser, server_with_files: ComfyServer, name: str, theme: str
 ) -> None:
-    browser.resize(1920, 950)
+    browser.resize(1600, 900)
     open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
     try:
         zoom = open_template(browser, name)
