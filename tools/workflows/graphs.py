@@ -7,7 +7,7 @@ import parts
 from parts import NARROW
 from sheet import Out, Sheet
 
-_NOTE = (NARROW, 290)
+_NOTE = (NARROW, 390)
 
 
 def sd15() -> Sheet:
