@@ -79,10 +79,20 @@ def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, na
         assert missing[0] in page.wait_for(_SAID) or pack in page.wait_for(_SAID)
         return
     assert not page.script("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)", DIALOG)
-    assert known_inputs(prompt_of_page(page)) == known_inputs(prompt_of(name))
+    sent, twin = known_inputs(prompt_of_page(page)), known_inputs(prompt_of(name))
+    for key, (kind, inputs) in twin.items():
+        # The twin is of a newer host, whose nodes have some inputs more.
+        of_host = page.script(_INPUTS, kind)
+        known = {n: value for n, value in inputs.items() if n in of_host or f"{n.partition('.')[0]}." in of_host}
+        twin[key] = kind, known
+    assert sent == twin
 
 
 _SAID = "return document.body.innerText"
+# "format.codec" belongs to a choice in "format".
+_INPUTS = """const {required, optional} = LiteGraph.registered_node_types[arguments[0]].nodeData.input;
+             return Object.entries({...required, ...optional}).flatMap(
+                 ([name, spec]) => spec[0].includes?.('DYNAMIC') ? [name, name + '.'] : [name])"""
 
 
 def test_a_node_that_is_missing_would_be_seen(page: Browser) -> None:
