@@ -154,8 +154,10 @@ def test_the_template_browser_lists_each_workflow_with_its_picture(page: Browser
     for name in NAMES:
         search = page.find("[role=dialog] input[type=text], .p-dialog input")
         page.fill(search, name)
-        card = page.find(CARD.format(name))
-        assert name in page.script("return arguments[0].innerText", card)
+        # Asked of the page each time: the list is drawn once more when the search is over.
+        page.wait_for(
+            "return document.querySelector(arguments[0])?.innerText.includes(arguments[1])", CARD.format(name), name
+        )
         width = "return document.querySelector(arguments[0] + ' img')?.naturalWidth"
         assert page.wait_for(width, CARD.format(name)) >= 1000
 
