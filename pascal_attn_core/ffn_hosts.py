@@ -10,6 +10,7 @@ from torch import nn
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 HOOKS = ("_hf_hook", "_diffusers_hook")  # accelerate's and diffusers': they bring weights and take them away
 SKIPPED = (*HOOKS, "forward", "_old_forward")
+BOOKKEEPING = {"comfy.model_management"}  # code that keeps lists of what is loaded, which change from run to run
 CASTS = "comfy_cast_weights"  # on ComfyUI's layers, which fetch, cast and patch their weights inside forward
 _OF_CASTS = ("_", "comfy_", "prev_comfy_")  # names of what such a layer keeps between calls
 _BASE = {key for key in nn.Module().__dict__ if key != "training"} | {"training", *SKIPPED}

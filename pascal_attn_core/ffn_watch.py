@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ffn_hosts import CASTS, PLAIN, SKIPPED, plain_state
+from .ffn_hosts import BOOKKEEPING, CASTS, PLAIN, SKIPPED, plain_state
 
 _MOST_ENTRIES = 8192  # of one module; what lies beyond is left to the re-check
 _MOST_INNER = 64  # modules inside one that is not registered; a larger one is the model itself
@@ -516,7 +516,7 @@ def _only_written(code: types.CodeType) -> set[str]:
 
 def _is_known(module: str | None) -> bool:
     """Code that is taken as it is."""
-    return (module or "").partition(".")[0] in _KNOWN_CODE
+    return (module or "").partition(".")[0] in _KNOWN_CODE or module in BOOKKEEPING
 
 
 def _has_own_state(value: Any) -> bool:

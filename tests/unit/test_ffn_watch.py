@@ -667,3 +667,32 @@ def test_a_weights_own_backward_pass_is_tried(function: type[Product], state: st
         assert _state(patch) == state, _why(patch)
     for grad, wanted in zip(grads, expected):
         torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-3)
+
+
+_HOST: Any = None  # a module that the code below names
+_LISTS = "loaded = []\ndef is_loaded(): return len(loaded) > 99"
+
+
+class _Asks(Ffn):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if _HOST.is_loaded() else super().forward(x)
+
+
+@pytest.mark.parametrize(("name", "proofs"), [("comfy.model_management", 1), ("somebody.elses", 2)])
+def test_what_a_host_keeps_of_loaded_models_is_no_reason_for_another_proof(
+    monkeypatch: pytest.MonkeyPatch, name: str, proofs: int
+) -> None:
+    import pascal_attn_core.ffn_plan as plans
+
+    made: list[int] = []
+    prove, host = plans.prove, types.ModuleType(name)
+    exec(_LISTS, vars(host))  # noqa: S102
+    monkeypatch.setattr(plans, "prove", lambda *args: made.append(1) or prove(*args))
+    monkeypatch.setattr(sys.modules[__name__], "_HOST", host)
+    ffn, x = _Asks().eval(), torch.randn(1, TOKENS, WIDTH)
+    with torch.no_grad(), _patch(ffn) as patch:
+        for _ in range(2):
+            ffn(x)
+            host.loaded.append(object())
+        assert _state(patch) == "chunked", _why(patch)
+    assert len(made) == proofs

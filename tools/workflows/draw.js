@@ -2,10 +2,10 @@
 // Gaps leave room for the front end's other design (Nodes 2.0), whose nodes are taller.
 // Returns, as JSON, what the front end itself saves (workflow) and sends to the server (prompt).
 const sheet = arguments[0];
-const COLUMN_GAP = 40, ROW_GAP = 24, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
+const COLUMN_GAP = 24, ROW_GAP = 24, GROUP_GAP = 30, PADDING = 12, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
-const STATUS = 44;  // room for what a node of ours writes on itself after a run
-const WIDGET_MORE = 9;  // what a widget is taller in the other design
+const STATUS = 60;  // room for what a node of ours writes on itself after a run
+const WIDGET_MORE = 14;  // what a widget is taller in the other design
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
