@@ -45,9 +45,10 @@ function columnWidth(keys) {
   return Math.ceil(Math.max(270, ...sizes.flat()));
 }
 
-// The other design folds what only experts set.
-function shown(widget) {
-  return !(widget.advanced || widget.options?.advanced);
+// The other design folds what only experts set on our nodes; on ComfyUI's own, older versions show all of it.
+function shown(node) {
+  const isOurs = node.type.startsWith("Pascal");
+  return (node.widgets ?? []).filter(w => !(isOurs && (w.advanced || w.options?.advanced)));
 }
 
 // Nodes of one width, top to bottom; returns where they end.
@@ -59,7 +60,7 @@ function placeColumn(keys, width, x, y) {
     node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + says))]);
     node.pos = [x, y + TITLE];
     bottom = y + TITLE + node.size[1];
-    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets ?? []).filter(shown).length;
+    y = bottom + ROW_GAP + WIDGET_MORE * shown(node).length;
   }
   return bottom;
 }
