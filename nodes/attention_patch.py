@@ -11,7 +11,7 @@ from .comfy import host as _host
 from .comfy import inputs, others
 from .comfy.host import KEY
 from .comfy.objects import Replacements, replace_functions
-from .comfy.others import AUTO, REPLACE, keeps_turn, name_of
+from .comfy.others import AUTO, REPLACE, name_of, runs_first
 from .comfy.override import OVERRIDE, engine_of, make_override, previous_of
 from .comfy.prompt import where_only_weights_go
 from .comfy.replacements import named_attention
@@ -63,19 +63,19 @@ class PascalAttentionPatch:
         )
         earlier = (
             "If another node has patched attention before this one. auto: a patch that only computes attention (Sage, "
-            "flash, ComfyUI's backend node) makes way, and gets what this node does not take; one that may change the "
-            "result (sparse attention, masks, maps) keeps its turn, and this node serves what it passes on."
+            "flash, ComfyUI's backend node) is replaced, and gets the calls that this node does not take; one that may "
+            "change the result (sparse attention, masks, maps) runs first, and this node gets the calls it passes on."
         )
-        more = {"advanced": True}
+        more = inputs.ADVANCED
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "route": inputs.expert(inputs.route()),
-                "budget_mib": inputs.expert(inputs.budget_mib()),
+                "route": inputs.route(),
+                "budget_mib": inputs.budget_mib(),
                 "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
                 "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
                 "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
-                "nan_guard": inputs.expert(inputs.nan_guard()),
+                "nan_guard": inputs.nan_guard(),
             },
             "optional": {
                 "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
@@ -102,12 +102,12 @@ class PascalAttentionPatch:
         diffusion_model = patched.get_model_object("diffusion_model")
         engine = Engine(settings, name_of_model(patched.model), "diffusion model", unique_id)
         before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
-        behind = keeps_turn(before, earlier_patch)
+        behind = runs_first(before, earlier_patch)
         _install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
         blocks = count_blocks(diffusion_model)
         line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
         if before is not None:
-            line += f"; {name_of(before)} {'keeps its turn before this node' if behind else 'makes way'}"
+            line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
         unused = where_only_weights_go(prompt or {}, unique_id)
         if unused:
             line += f"; WITHOUT EFFECT: {unused}"
@@ -135,7 +135,7 @@ def _install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, be
         if whole_model or around == "APPLY_MODEL":
             wrapper = make_wrapper(engine, scope, word, catches=whole_model)
             patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
-    override: Any = make_override(engine, scope, before, keeps_turn=behind)
+    override: Any = make_override(engine, scope, before, runs_first=behind)
     options[OVERRIDE] = override
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _estimate_host.preparing)
@@ -182,11 +182,11 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
 def _beside(name: str, behind: bool, run: Any) -> str:
     if behind:
         return (
-            f"{name}, set before this patch, may change the result and keeps its turn: {run.came_before:,} calls came "
+            f"{name}, set before this patch, may change the result and runs first: {run.came_before:,} calls came "
             f"to it, {run.count():,} of them or of others reached this patch ('earlier_patch' changes that)"
         )
     return (
-        f"{name}, set before this patch, only computes attention and makes way: this patch takes "
+        f"{name}, set before this patch, only computes attention and is replaced: this patch takes "
         f"{run.count('taken'):,} calls, and the other gets {run.count(PASSED):,} ('earlier_patch' changes that)"
     )
 

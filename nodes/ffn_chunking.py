@@ -9,7 +9,7 @@ from torch import nn
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from .attention_patch import name_of_model
-from .comfy import ffn, host
+from .comfy import ffn, host, inputs
 
 MIB = 1 << 20
 _SHARE = 32  # of the card's memory, for one feed-forward call
@@ -49,11 +49,15 @@ class PascalFFNChunking:
             "Calls with fewer tokens run whole. A picture of 1024 x 1024 has 4096 tokens in most models. Each chunk "
             "reads the layer's weights once more, which takes time when they are offloaded."
         )
+        more = inputs.ADVANCED
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
-                "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget}),
-                "min_tokens": ("INT", {"default": 1024, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens}),
+                "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget, **more}),
+                "min_tokens": (
+                    "INT",
+                    {"default": 1024, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens, **more},
+                ),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }

@@ -12,7 +12,7 @@ from ..pascal_attn_core.device import MIB, device_info
 from .attention_patch import name_of_model
 from .comfy import host as _host
 from .estimate.arithmetic import arithmetic, dtype_of
-from .estimate.figures import Figures, Host, figures
+from .estimate.figures import Host, figures
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.text import Subject, text_of
 from .estimate.trace import ModelCall, trace_model
@@ -82,7 +82,8 @@ class PascalMemoryEstimate:
         found = figures(call, host)
         name = name_of_model(model.model)
         text = text_of(call, found, host, Subject(name, wanted.shapes, copies, how, model.model_size(), free, total))
-        _host.say(_line(name, found), unique_id)
+        need = f"{found.total_without / MIB:.0f} MiB besides its weights, {found.total_with / MIB:.0f} with the patches"
+        _host.say(f"memory estimate: {name} needs {need}", unique_id, f"{name}: {need}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB)
 
 
@@ -137,8 +138,3 @@ def _is_unet(model: Any) -> bool:
 
 def _own_attention() -> str:
     return "" if _host.uses_sdpa() else _host.versions()["attention"]
-
-
-def _line(name: str, found: Figures) -> str:
-    need = f"{found.total_without / MIB:.0f} MiB besides its weights, {found.total_with / MIB:.0f} MiB with the patches"
-    return f"memory estimate: {name} needs {need}"

@@ -77,7 +77,7 @@ class PascalTileSize:
         shape = Shape(tokens, heads, head_dim, kind, budget_mib)
         card = Card(device_info(device), *host.free_and_total_bytes(device))
         size, text = _from_card(card, shape) if mode == FROM_CARD else _measured(card, shape, device, mode == AGAIN)
-        host.say(text, unique_id)
+        host.say(text, unique_id, f"{size:,} keys per tile" if size else "0: best left to the patch")
         return size, text
 
 

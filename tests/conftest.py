@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_random_numbers() -> Iterator[None]:
     """Every test draws the same inputs, whichever tests ran before it."""
     state = torch.get_rng_state()
-    torch.manual_seed(0)
+    # torch.manual_seed would note a whole stack for a CUDA that is not there yet, in every test.
+    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
     yield
     torch.set_rng_state(state)
 

@@ -4,17 +4,23 @@
 
 Runs without ComfyUI: the host's function is torch's SDPA over ``[B, N, H*D]``, as ``attention_pytorch`` calls it.
 ``--baseline`` names another checkout of the pack, timed in the same process, interleaved. Times are CPU time of this
-thread in microseconds per call, the least and the median of many rounds; the do-nothing override is subtracted.
+thread in microseconds per call, the least and the median of many rounds; the do-nothing override is subtracted. The
+last lines are differences of the least times: what a taken call costs beside a direct call of the core's ``sdpa`` with
+the same settings inside the same host function, and what the NaN guard adds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import importlib
 import importlib.util
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
-ROUNDS, CALLS = 40, 50
+ROUNDS, WARM, CALLS = 200, 10, 40
 HEADS, HEAD_DIM = 2, 8
+TAKEN, UNGUARDED = "taken, route torch", "taken, without the NaN guard"
+DIRECT = "direct call of sdpa, route torch"
 
 
 def load(folder: Path, name: str) -> Any:
@@ -50,6 +58,19 @@ def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None
     return out.transpose(1, 2).reshape(batch, -1, width)
 
 
+def direct(name: str) -> Callable[..., Any]:
+    """Calls the core's ``sdpa`` in place of torch's function inside the host's, whatever it is asked to call."""
+    core = importlib.import_module(f"{name}.pascal_attn_core")
+    config = core.AttentionConfig(route="torch")
+
+    def attention(_: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        batch, _, width = q.shape
+        q, k, v = (t.view(batch, -1, heads, width // heads).transpose(1, 2) for t in (q, k, v))
+        return core.sdpa(q, k, v, config=config).transpose(1, 2).reshape(batch, -1, width)
+
+    return attention
+
+
 def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
     """The pack's override at its defaults (which leaves these calls), and with every call taken by torch's kernel."""
     is_old = importlib.util.find_spec(f"{name}.nodes._engine") is not None  # a baseline from before there were folders
@@ -64,8 +85,8 @@ def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
     config = engine.AttentionConfig
     settings = {
         "passed to ComfyUI": engine.Settings(),
-        "taken, route torch": engine.Settings(config(route="torch"), 0),
-        "taken, without the NaN guard": engine.Settings(config(route="torch"), 0, nan_guard=False),
+        TAKEN: engine.Settings(config(route="torch"), 0),
+        UNGUARDED: engine.Settings(config(route="torch"), 0, nan_guard=False),
     }
     return {
         f"{label}{what}": override.make_override(engine.Engine(given, "Model", "model", None), scope.Scope(), None)
@@ -78,6 +99,8 @@ def measure(candidates: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(ROUNDS):
         for name, call in candidates.items():
+            for _ in range(WARM):
+                call()
             start = time.thread_time_ns()
             for _ in range(CALLS):
                 call()
@@ -86,15 +109,19 @@ def measure(candidates: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def import_seconds(folder: Path) -> float:
-    """Least CPU time of several to import the pack where torch and Pillow are imported already, as in ComfyUI."""
+    """Least CPU time of several to import the pack, compiled to bytecode before, where torch and Pillow are imported
+    already, as in ComfyUI. Torch's objects are collected before: when that falls due is not the pack's doing."""
     code = (
-        "import sys, time, importlib.util, torch, PIL.ImageDraw, PIL.ImageFont; start = time.process_time();"
+        "import gc, sys, time, importlib.util, torch, PIL.ImageDraw, PIL.ImageFont; gc.collect();"
+        "start = time.process_time();"
         f"spec = importlib.util.spec_from_file_location('p', {str(folder / '__init__.py')!r},"
         f" submodule_search_locations=[{str(folder)!r}]); m = importlib.util.module_from_spec(spec);"
         "sys.modules['p'] = m; spec.loader.exec_module(m); print(time.process_time() - start)"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    return min(float(run.stdout) for run in runs)
+    with tempfile.TemporaryDirectory() as bytecode:
+        environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+        run = functools.partial(subprocess.run, env=environment, capture_output=True, text=True, check=True)
+        return min(float(run([sys.executable, "-c", code]).stdout) for _ in range(6))
 
 
 def main() -> None:
@@ -107,24 +134,26 @@ def main() -> None:
     q = torch.randn(2, options.tokens, HEADS * HEAD_DIM)
     k, v = torch.randn(2, options.keys, HEADS * HEAD_DIM), torch.randn(2, options.keys, HEADS * HEAD_DIM)
     more = {"attn_precision": None, "_inside_attn_wrapper": True, "transformer_options": {"block": ("input", 4)}}
-    load(ROOT, "pack_here")
+    packs = {"": ROOT} | ({"baseline: ": options.baseline.resolve()} if options.baseline else {})
     functions: dict[str, Callable[..., Any]] = {"nothing": lambda func, *args, **kwargs: func(*args, **kwargs)}
-    functions |= overrides("pack_here", "")
-    if options.baseline:
-        load(options.baseline, "pack_before")
-        functions |= overrides("pack_before", "baseline: ")
+    for label, folder in packs.items():
+        name = f"pack_{len(functions)}"
+        load(folder, name)
+        functions |= overrides(name, label) | {f"{label}{DIRECT}": direct(name)}
+    gc.freeze()
     with torch.inference_mode():
         candidates = {n: (lambda f=f: f(host_attention, q, k, v, HEADS, **more)) for n, f in functions.items()}
         measure(candidates)
         times = measure(candidates)
     nothing = times.pop("nothing")
-    print(f"{options.tokens} x {options.keys} tokens: {min(nothing):.0f} us with an empty override; beside it")
+    print(f"{options.tokens} x {options.keys} tokens: {min(nothing):.1f} us with an empty override; beside it")
     for name, found in times.items():
         least, median = min(found) - min(nothing), statistics.median(found) - statistics.median(nothing)
-        print(f"  {name:40} least {least:6.1f} us   median {median:6.1f} us")
-    folders = {"import": ROOT} | ({"baseline: import": options.baseline} if options.baseline else {})
-    for name, folder in folders.items():
-        print(f"  {name:40} {import_seconds(folder.resolve()):.3f} s beyond torch")
+        print(f"  {name:50} least {least:6.1f} us   median {median:6.1f} us")
+    for label, folder in packs.items():
+        taken, unguarded, route = (min(times[f"{label}{what}"]) for what in (TAKEN, UNGUARDED, DIRECT))
+        print(f"{label}taken, beside the direct call: {taken - route:.1f} us; NaN guard: {taken - unguarded:.1f} us")
+        print(f"{label}import: {import_seconds(folder):.3f} s beyond torch")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...pascal_attn_core.ffn.binding import FfnBinding
-from ...pascal_attn_core.ffn.hosts import CastingLayers, register
+from ...pascal_attn_core.ffn.hosts import Bookkeeping, CastingLayers, register
 from ...pascal_attn_core.ffn.report import FfnReport
 from ..engine import runs
 from ..engine.runs import Run
@@ -20,7 +20,8 @@ log = logging.getLogger("pascal_attn")
 KEY = f"{host.KEY}_ffn"
 PART = "feed-forward"
 CASTING_LAYERS = CastingLayers("comfy_cast_weights", cache_prefixes=("comfy_", "prev_comfy_"))
-register(CASTING_LAYERS)
+BOOKKEEPING = Bookkeeping(("comfy.model_management",))
+register(CASTING_LAYERS, BOOKKEEPING)
 
 
 class Chunking:

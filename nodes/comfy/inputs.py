@@ -6,10 +6,11 @@ from typing import Any
 
 from ...pascal_attn_core import AttentionConfig
 
+ADVANCED = {"advanced": True}  # the front end folds such an input away until it is asked for
 ROUTES = ["auto", "fused", "torch", "tiled"]
 _ROUTE = (
     "auto: the fastest exact route per call. fused: our CUDA kernel. torch: PyTorch's own fused kernel. tiled: plain "
-    "PyTorch, works everywhere. A call that the chosen route cannot take uses auto; the report says so."
+    "PyTorch, works everywhere. A call that the chosen route cannot take uses auto; the report shows which."
 )
 _BUDGET = "Largest extra memory of one attention call in MiB. 0 = chosen from the card (64 on a GPU)."
 _GUARD = (
@@ -20,25 +21,19 @@ _GUARD = (
 
 def route() -> tuple[list[str], dict[str, Any]]:
     """How attention is computed."""
-    return ROUTES, {"default": "auto", "tooltip": _ROUTE}
+    return ROUTES, {"default": "auto", "tooltip": _ROUTE, **ADVANCED}
 
 
 def budget_mib() -> tuple[str, dict[str, Any]]:
     """Extra memory of one call."""
-    return "INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _BUDGET}
+    return "INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _BUDGET, **ADVANCED}
 
 
 def nan_guard() -> tuple[str, dict[str, Any]]:
     """Whether outputs are looked at."""
-    return "BOOLEAN", {"default": True, "tooltip": _GUARD}
+    return "BOOLEAN", {"default": True, "tooltip": _GUARD, **ADVANCED}
 
 
 def config(route: str, budget_mib: int, tile_size: int = 0) -> AttentionConfig:
     """What these inputs mean to the core; 0 = chosen there."""
     return AttentionConfig(route=route, budget_mib=budget_mib or None, kv_block=tile_size or None)
-
-
-def expert(entry: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    """The same input, which the front end folds away until it is asked for."""
-    kind, options = entry
-    return kind, {**options, "advanced": True}

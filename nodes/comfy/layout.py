@@ -140,8 +140,16 @@ def _take(value: Any) -> Any:
 def signature(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """What reading and routing a call depend on, to be compared and hashed: shapes, strides and number formats of its
     tensors, and its other arguments, but not the numbers in the tensors."""
-    marks = [_mark(value) for value in args]
-    marks += [(name, _mark(value)) for name, value in kwargs.items() if name != "transformer_options"]
+    marks: list[Any] = []
+    for value in args:
+        # _mark, written out for what nearly every argument is: this runs in each attention call.
+        if type(value) is Tensor:
+            marks.append((value.shape, value.stride(), value.dtype, value.device))
+        else:
+            marks.append(_mark(value) if value is not None else None)
+    for name, value in kwargs.items():
+        if name != "transformer_options":
+            marks.append((name, _mark(value) if value is not None else None))
     return tuple(marks)
 
 

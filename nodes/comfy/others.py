@@ -1,11 +1,11 @@
-"""Attention overrides that other nodes set before ours: whether ours may take their place."""
+"""Attention overrides that other nodes set before ours: whether ours may replace them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-AUTO, REPLACE, KEEP = "auto", "take its place", "keep its turn"
+AUTO, REPLACE, KEEP = "auto", "replace it", "run it first"
 CHOICES = [AUTO, REPLACE, KEEP]
 
 # Overrides that compute plain attention and change nothing about it, by the last words of their qualified name.
@@ -33,7 +33,7 @@ def _is_of_the_host(function: Any) -> bool:
     return getattr(function, "__module__", "") == "comfy.ldm.modules.attention"
 
 
-def keeps_turn(override: Callable[..., Any] | None, choice: str) -> bool:
+def runs_first(override: Callable[..., Any] | None, choice: str) -> bool:
     """Whether every call goes to ``override`` first, and ours gets what it passes on."""
     if override is None or choice == REPLACE:
         return False

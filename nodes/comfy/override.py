@@ -17,20 +17,19 @@ OVERRIDE = "optimized_attention_override"
 
 
 def make_override(
-    engine: Engine, scope: Scope, previous: Callable[..., Any] | None, *, keeps_turn: bool = False
+    engine: Engine, scope: Scope, previous: Callable[..., Any] | None, *, runs_first: bool = False
 ) -> Callable[..., Any]:
     """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
-    ``func``, the host's own function. With ``keeps_turn`` every call goes to ``previous`` first, and ours gets those
+    ``func``, the host's own function. With ``runs_first`` every call goes to ``previous`` first, and ours gets those
     that it passes on.
 
     A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
     """
-    if previous is not None and keeps_turn:
+    if previous is not None and runs_first:
         return _mark(_behind(engine, scope, previous), engine, previous)
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = _ours(engine, scope, func, args, kwargs)
-        return _pass_on(func, scope, previous, args, kwargs) if out is None else out
+        return _answer(engine, scope, func, previous, args, kwargs)
 
     _mark(attention_by_pascal_attn, engine, previous)
     # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
@@ -47,8 +46,7 @@ def _behind(engine: Engine, scope: Scope, previous: Callable[..., Any]) -> Calla
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def passed_on(*args: Any, **kwargs: Any) -> Any:
-            out = _ours(engine, scope, func, args, kwargs)
-            return _pass_on(func, scope, None, args, kwargs) if out is None else out
+            return _answer(engine, scope, func, None, args, kwargs)
 
         if torch.compiler.is_compiling():
             return previous(passed_on, *args, **kwargs)
@@ -69,15 +67,28 @@ def _mark(override: Callable[..., Any], engine: Engine, previous: Any) -> Callab
     return override
 
 
-def _ours(engine: Engine, scope: Scope, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Our answer to a call of ``func``, None where it is left to others."""
-    if torch.compiler.is_compiling():
-        return in_host_layout(engine, "", func, args, kwargs)
-    block = block_name(kwargs.get("transformer_options")) or scope.next_name()
+def _answer(
+    engine: Engine,
+    scope: Scope,
+    func: Callable[..., Any],
+    previous: Callable[..., Any] | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Our answer to a call of ``func``, or that of those before us. What either calls is part of this call."""
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling:  # nothing is named or counted in a graph
+        out = in_host_layout(engine, "", func, args, kwargs)
+        if out is not None:
+            return out
+    else:
+        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
     local = scope.local
-    before, local.inside = local.inside, True  # what happens below has been decided here
+    before, local.inside = local.inside, True
     try:
-        return in_host_layout(engine, block, func, args, kwargs)
+        if not is_compiling:
+            out = in_host_layout(engine, block, func, args, kwargs)
+        return _pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
 
@@ -129,21 +140,14 @@ def _with_containers(override: Callable[..., Any]) -> Callable[..., Any]:
     return container_function
 
 
-def _pass_on(
-    func: Callable[..., Any], scope: Scope, previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """The call as it came, to those before us. What they call is part of it, and not ours either."""
-    local = scope.local
-    before, local.inside = local.inside, True
-    try:
-        if has_containers(args, kwargs):
-            takes_containers = getattr(previous, "container_function", None)
-            if takes_containers is not None:
-                return takes_containers(*args, **kwargs)
-            args, kwargs = empty_containers(args, kwargs)
-        return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
-    finally:
-        local.inside = before
+def _pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The call as it came, to the override before ours, else to the host's own function."""
+    if has_containers(args, kwargs):
+        takes_containers = getattr(previous, "container_function", None)
+        if takes_containers is not None:
+            return takes_containers(*args, **kwargs)
+        args, kwargs = empty_containers(args, kwargs)
+    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
 
 
 def engine_of(override: Any) -> Engine | None:

@@ -25,7 +25,7 @@ def attributes(module: nn.Module) -> list[str]:
 
 
 def argument_leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules whose forward is given the attention function and hands it to no module below: name, module, and the
+    """Modules whose forward is given the attention function and passes it to no module below: name, module, and the
     argument's position in a call."""
     for name, module in model.named_modules():
         position = _position(type(module))  # type: ignore[arg-type]  # mypy: a class is not Hashable

@@ -331,7 +331,7 @@ class Engine:
         return config
 
     def _config_for(self, call: AttentionCall, block: str) -> AttentionConfig:
-        """The node's configuration, less what this call cannot have: a model runs on, and the report says so."""
+        """The node's configuration, less what this call cannot have: a model runs on, and the report names it."""
         config = self.settings.config
         if config.route != "auto" and (reasons := why_not(config.route, call, config)):
             self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): auto there")

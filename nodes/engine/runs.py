@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .compare import Difference
 
 MIB = 1 << 20
-PASSED = "handed on"  # outcome of a call that the host computes itself
+PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
 _PENDING = 512  # after so many pairs of CUDA events those that are over are read
 
 
@@ -109,7 +109,7 @@ class Run:
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
         compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
-        came_before: calls that came to an override set before ours which keeps its turn.
+        came_before: calls that came to an override set before ours which runs first.
         lock: to be held while a tally is changed.
     """
 

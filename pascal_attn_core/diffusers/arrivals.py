@@ -71,7 +71,7 @@ def _remove_hook() -> None:
 def _on_registration(parent: nn.Module, name: str, arrived: nn.Module | None) -> None:
     """``arrived`` is about to become ``parent.name``. Each attention module in it is redirected as the one that it
     replaces; where there was none, as most of the attention around it, if all of that is redirected."""
-    if not _watched or arrived is None or _serve is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _watched or arrived is None or _serve is None:
         return
     replaced = parent._modules.get(name)
     if replaced is None and isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):

@@ -44,26 +44,40 @@ class CastingLayers:
     cache_prefixes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Bookkeeping:
+    """Modules of Python code whose lists of what is loaded change between calls and never affect a result.
+
+    Attributes:
+        modules: their full names.
+    """
+
+    modules: tuple[str, ...]
+
+
 _ORDINARY = frozenset(key for key in nn.Module().__dict__ if key != "training")
 _hooks: tuple[WeightHooks, ...] = ()
 _casting: tuple[CastingLayers, ...] = ()
 _hook_names = frozenset({"forward"})
+_bookkeeping: frozenset[str] = frozenset()
 
 
-def register(*additions: WeightHooks | CastingLayers) -> None:
+def register(*additions: WeightHooks | CastingLayers | Bookkeeping) -> None:
     """Let every FFN patch recognise what a host adds to modules; equal registrations count once.
 
     Raises:
-        TypeError: one of ``additions`` is neither :class:`WeightHooks` nor :class:`CastingLayers`.
+        TypeError: one of ``additions`` is none of the three.
     """
-    global _hooks, _casting, _hook_names
+    global _hooks, _casting, _hook_names, _bookkeeping
     for addition in additions:
         if isinstance(addition, WeightHooks):
             _hooks = (*(other for other in _hooks if other != addition), addition)
         elif isinstance(addition, CastingLayers):
             _casting = (*(other for other in _casting if other != addition), addition)
+        elif isinstance(addition, Bookkeeping):
+            _bookkeeping |= set(addition.modules)
         else:
-            raise TypeError(f"expected WeightHooks or CastingLayers, got {type(addition).__name__}")
+            raise TypeError(f"expected WeightHooks, CastingLayers or Bookkeeping, got {type(addition).__name__}")
     _hook_names = frozenset({"forward"}.union(*(hooks.names for hooks in _hooks)))
 
 
@@ -87,6 +101,11 @@ def forward_slots(module: nn.Module) -> Iterator[Slot]:
 def own_names() -> frozenset[str]:
     """Instance attributes that no comparison of a module's own state looks at: torch's, and those of hooks."""
     return hook_names() | _ORDINARY
+
+
+def is_bookkeeping(module: str | None) -> bool:
+    """Whether a host keeps only lists in the module of Python code that has this name."""
+    return module in _bookkeeping
 
 
 def casts_weights(module: nn.Module) -> bool:

@@ -74,9 +74,16 @@ def sliced_is_view(inputs: Inputs) -> bool:
 
 
 def slice_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    """[..., T, C] -> [..., size, C]. A slice of a batch is copied once, because otherwise each layer that reads it
-    would copy it."""
-    return tensor.narrow(-2, start, size).contiguous()
+    """[..., T, C] -> [..., size, C], see :func:`_as_whole`."""
+    return _as_whole(tensor.narrow(-2, start, size))
+
+
+def _as_whole(part: Tensor) -> Tensor:
+    """A slice with the strides of a whole tensor of its shape. That of a batch is copied: each layer that reads it
+    would do so otherwise. That of a single element is a view, whose first stride would be that of all tokens: then a
+    layer without bias, whose weight needs no gradient, takes another matrix product than on the whole."""
+    part = part.contiguous()
+    return part.view(part.shape)
 
 
 def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
@@ -98,7 +105,7 @@ def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int
     """Likewise with gradients: each slice saves only its input and is recomputed in the backward pass."""
 
     def of_slice(*parts: Tensor) -> Any:
-        return inputs.call(fn, [part.contiguous() for part in parts])
+        return inputs.call(fn, [_as_whole(part) for part in parts])
 
     slices = zip(*(tensor.split(list(sizes), dim=-2) for tensor in inputs.tokens.values()))
     outs = []

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .hosts import PLAIN, casts_weights, own_names, settings_of
+from .hosts import PLAIN, casts_weights, is_bookkeeping, own_names, settings_of
 
 _MOST_ENTRIES = 8192  # of one module; what lies beyond is left to the re-check
 _MOST_INNER = 64  # modules inside one that is not registered; a larger one is the model itself
@@ -514,7 +514,7 @@ def _only_written(code: types.CodeType) -> set[str]:
 
 def _is_known(module: str | None) -> bool:
     """Whether code of this module is assumed constant."""
-    return (module or "").partition(".")[0] in _KNOWN_CODE
+    return (module or "").partition(".")[0] in _KNOWN_CODE or is_bookkeeping(module)
 
 
 def _has_own_state(value: Any) -> bool:

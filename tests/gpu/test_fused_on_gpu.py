@@ -22,6 +22,8 @@ from pascal_attn_core.routes import why_not
 from pascal_attn_core.runtime import Runtime, runtime_of, using
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 FUSED = AttentionConfig(route="fused")
 MIB = 1 << 20

@@ -19,6 +19,8 @@ from pascal_attn_core.observe import report
 from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 Q_LENGTHS, K_LENGTHS = [5, 1300, 0, 1, 77, 200], [9, 2000, 30, 1, 0, 640]
 RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (300, 70)}]

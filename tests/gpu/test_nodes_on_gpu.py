@@ -14,17 +14,19 @@ from pascal_attn_core.device import MIB
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 
 @pytest.fixture
 def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The pack's engine without ComfyUI: nobody cancels, and it computes on the first GPU."""
     name = load_pack().__name__
-    host, runs = sys.modules[f"{name}.nodes._host"], sys.modules[f"{name}.nodes._runs"]
+    host, runs = sys.modules[f"{name}.nodes.comfy.host"], sys.modules[f"{name}.nodes.engine.runs"]
     monkeypatch.setattr(host, "throw_if_interrupted", lambda: None)
     monkeypatch.setattr(host, "compute_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(host, "prompt_id", lambda: "")
-    yield sys.modules[f"{name}.nodes._engine"]
+    yield sys.modules[f"{name}.nodes.engine.engine"]
     runs.forget()
 
 

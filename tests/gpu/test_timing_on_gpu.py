@@ -17,6 +17,8 @@ from pascal_attn_core.routes.timing import Timings
 from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 BUDGET = 64 << 20
 

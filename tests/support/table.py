@@ -16,7 +16,7 @@ ROUTES = {
     "tiled": AttentionConfig(route="tiled"),
     "online": AttentionConfig(route="tiled", softmax="online"),
     "small_tiles": AttentionConfig(route="tiled", q_block=48, kv_block=11),
-    "tiny_tiles": AttentionConfig(route="tiled", softmax="online", q_block=5, kv_block=3, trim_masks=False),
+    "tiny_tiles": AttentionConfig(route="tiled", softmax="online", q_block=9, kv_block=5, trim_masks=False),
     "small_budget": AttentionConfig(route="tiled", budget_mib=1 / 16),
     "torch": AttentionConfig(route="torch"),
     "math": AttentionConfig(route="math", math_limit_mib=1 << 20),

@@ -2,10 +2,10 @@
 // Gaps leave room for the front end's other design (Nodes 2.0), whose nodes are taller.
 // Returns, as JSON, what the front end itself saves (workflow) and sends to the server (prompt).
 const sheet = arguments[0];
-const COLUMN_GAP = 40, ROW_GAP = 24, GROUP_GAP = 50, PADDING = 20, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
+const COLUMN_GAP = 24, ROW_GAP = 24, GROUP_GAP = 30, PADDING = 12, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
-const STATUS = 44;  // room for what a node of ours writes on itself after a run
-const WIDGET_MORE = 9;  // what a widget is taller in the other design
+const STATUS = 60;  // room for what a node of ours writes on itself after a run
+const WIDGET_MORE = 14;  // what a widget is taller in the other design
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
@@ -45,9 +45,10 @@ function columnWidth(keys) {
   return Math.ceil(Math.max(270, ...sizes.flat()));
 }
 
-// The other design folds what only experts set.
-function shown(widget) {
-  return !(widget.advanced || widget.options?.advanced);
+// The other design folds what only experts set on our nodes; on ComfyUI's own, older versions show all of it.
+function shown(node) {
+  const isOurs = node.type.startsWith("Pascal");
+  return (node.widgets ?? []).filter(w => !(isOurs && (w.advanced || w.options?.advanced)));
 }
 
 // Nodes of one width, top to bottom; returns where they end.
@@ -59,7 +60,7 @@ function placeColumn(keys, width, x, y) {
     node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + says))]);
     node.pos = [x, y + TITLE];
     bottom = y + TITLE + node.size[1];
-    y = bottom + ROW_GAP + WIDGET_MORE * (node.widgets ?? []).filter(shown).length;
+    y = bottom + ROW_GAP + WIDGET_MORE * shown(node).length;
   }
   return bottom;
 }

@@ -7,7 +7,7 @@ import parts
 from parts import NARROW
 from sheet import Out, Sheet
 
-_NOTE = (NARROW, 290)
+_NOTE = (NARROW, 390)
 
 
 def sd15() -> Sheet:
@@ -238,8 +238,8 @@ def ltx() -> Sheet:
         ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"],
         ["attention", "ffn"],
         ["positive", "negative", "rate"],
-        ["method", "schedule", "sampler", "split", "decode", "hear", "film"],
-        ["save"],
+        ["method", "schedule", "sampler", "split", "decode", "hear"],
+        ["film", "save"],
         "of its own",
     )
     return sheet

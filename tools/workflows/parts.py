@@ -7,7 +7,7 @@ from typing import Any
 from sheet import Out, Sheet, model_file
 
 BLUE, GREEN, VIOLET, BROWN, TEAL = "#3f5f9e", "#3f7a54", "#6f5494", "#8a6a3b", "#3b7a80"
-NARROW, WIDE = 320, 660  # columns
+NARROW, WIDE = 290, 640  # columns
 GGUF = "comfyui-gguf"  # of city96, in ComfyUI's registry
 
 SDXL = model_file(

@@ -32,7 +32,7 @@ def put_tiny_checkpoint(models: Path) -> None:
 
 def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     """Run the workflow in the page; write docs/comfyui-graph.png and docs/report.png."""
-    open_page(browser, server)
+    open_page(browser, server, **{"Comfy.ColorPalette": "dark"})
     show(browser, _short(opened(NAME)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
     outputs = _wait(server)

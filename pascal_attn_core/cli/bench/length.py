@@ -17,16 +17,18 @@ HEADS, HEAD_DIM = 8, 64
 LENGTHS = tuple(1 << power for power in range(10, 16))
 
 
-def memory_by_length(lengths: tuple[int, ...] = LENGTHS, budget_mib: float | None = None) -> dict[str, list[float]]:
+def memory_by_length(lengths: tuple[int, ...] | None = None, budget_mib: float | None = None) -> dict[str, list[float]]:
     """Peak extra memory in MiB of self-attention ``[1, 8, L, 64]`` in float32, exact, for each length.
 
+    Args:
+        lengths: in tokens; None = LENGTHS.
     Returns:
         "tokens", and for each "math" (torch's plain attention), "tiled" (what is used) and "planned" (what its plan
         predicts).
     """
     config, tiled_route = AttentionConfig(route="tiled", budget_mib=budget_mib), TiledRoute()
     figures: dict[str, list[float]] = {"tokens": [], "math": [], "tiled": [], "planned": []}
-    for tokens in lengths:
+    for tokens in LENGTHS if lengths is None else lengths:
         query, key, value = (torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta") for _ in range(3))
         call = check_call(query, key, value)
         figures["tokens"].append(tokens)

@@ -44,7 +44,7 @@ for coverage in ("attention override", "whole model"):
     [run] = runs.recent()
     taken = {k: t.count for k, t in run.tallies.items() if k.outcome == "taken"}
     beside = sum(count for kind, count in taken.items() if kind.block.startswith("ControlNet call"))
-    print("RESULT", coverage, beside, run.count("taken"), run.count("handed on"), largest, sep="|")
+    print("RESULT", coverage, beside, run.count("taken"), run.count("passed to ComfyUI"), largest, sep="|")
 print("AGAIN", torch.equal(stock, sampled(model)))
 """
 

@@ -101,7 +101,7 @@ def test_its_effect_is_kept_in_both_orders(crowded: ComfyServer, pack: str, node
         assert both.run.taken == both.run.calls > 0, order
 
 
-def test_a_sage_patch_before_ours_makes_way_and_is_named(crowded: ComfyServer) -> None:
+def test_a_sage_patch_before_ours_is_replaced_and_is_named(crowded: ComfyServer) -> None:
     node = "PathchSageAttentionKJ"
     described = known(crowded, "KJNODES", node)
     plain = sampled(crowded, "sd15", described=described, node=node)
@@ -115,4 +115,4 @@ def test_a_sage_patch_before_ours_makes_way_and_is_named(crowded: ComfyServer) -
     except AssertionError as error:
         pytest.skip(f"the node needs a package that this host has not: {str(error)[:200]}")
     assert largest_difference(ours, plain) < ROUNDING
-    assert any("attention_override_sage makes way" in line for line in ours.log), ours.log
+    assert any("attention_override_sage is replaced" in line for line in ours.log), ours.log

@@ -82,16 +82,16 @@ def test_whole_model_takes_every_call_where_the_host_has_no_sdpa(plain_server: C
 
 
 @pytest.mark.parametrize("coverage", [OVERRIDE, WHOLE])
-def test_small_calls_are_handed_on_bit_for_bit(server: ComfyServer, coverage: str) -> None:
+def test_small_calls_are_passed_bit_for_bit(server: ComfyServer, coverage: str) -> None:
     ours = sample(server, "sd15", attention_patch(min_keys=1024, coverage=coverage))
     assert ours.run.taken == 0
-    assert ours.run.handed_on == ours.run.calls == stock(server, "sd15").counts["sdpa"]
+    assert ours.run.passed == ours.run.calls == stock(server, "sd15").counts["sdpa"]
     assert torch.equal(ours.tensors[0], stock(server, "sd15").tensors[0])
 
 
-def test_min_keys_takes_self_attention_and_hands_on_cross_attention(server: ComfyServer) -> None:
+def test_min_keys_takes_self_attention_and_passes_cross_attention(server: ComfyServer) -> None:
     ours = sample(server, "sd15", attention_patch(min_keys=78))
-    assert ours.run.taken == ours.run.handed_on == ours.run.calls // 2
+    assert ours.run.taken == ours.run.passed == ours.run.calls // 2
     assert largest_difference(ours, stock(server, "sd15")) < ROUNDING
 
 

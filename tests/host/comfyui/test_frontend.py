@@ -70,8 +70,11 @@ def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
 
 
 @every_workflow
-def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, name: str) -> None:
+def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, comfy_host: Host, name: str) -> None:
     show(page, opened(name))
+    unknown = set(red_nodes(page)) - set(FOREIGN)
+    if unknown and comfy_host.version_tuple < (0, 8):
+        pytest.skip(f"ComfyUI {comfy_host.version} has no {', '.join(sorted(unknown))}")
     missing = [node["type"] for node in opened(name)["nodes"] if node["type"] in FOREIGN]
     assert red_nodes(page) == missing
     if missing:  # the front end says what to install; without that node it cannot send the prompt
@@ -79,10 +82,20 @@ def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, na
         assert missing[0] in page.wait_for(_SAID) or pack in page.wait_for(_SAID)
         return
     assert not page.script("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)", DIALOG)
-    assert known_inputs(prompt_of_page(page)) == known_inputs(prompt_of(name))
+    sent, twin = known_inputs(prompt_of_page(page)), known_inputs(prompt_of(name))
+    for key, (kind, inputs) in twin.items():
+        # The twin is of a newer host, whose nodes have some inputs more.
+        of_host = page.script(_INPUTS, kind)
+        known = {n: value for n, value in inputs.items() if n in of_host or f"{n.partition('.')[0]}." in of_host}
+        twin[key] = kind, known
+    assert sent == twin
 
 
 _SAID = "return document.body.innerText"
+# "format.codec" belongs to a choice in "format".
+_INPUTS = """const {required, optional} = LiteGraph.registered_node_types[arguments[0]].nodeData.input;
+             return Object.entries({...required, ...optional}).flatMap(
+                 ([name, spec]) => spec[0].includes?.('DYNAMIC') ? [name, name + '.'] : [name])"""
 
 
 def test_a_node_that_is_missing_would_be_seen(page: Browser) -> None:
@@ -129,7 +142,7 @@ def known_inputs(prompt: dict[str, Any]) -> dict[str, Any]:
 def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
     browser: Browser, server_with_files: ComfyServer, name: str, theme: str
 ) -> None:
-    browser.resize(1920, 950)
+    browser.resize(1600, 900)
     open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
     try:
         zoom = open_template(browser, name)
@@ -144,8 +157,10 @@ def test_the_template_browser_lists_each_workflow_with_its_picture(page: Browser
     for name in NAMES:
         search = page.find("[role=dialog] input[type=text], .p-dialog input")
         page.fill(search, name)
-        card = page.find(CARD.format(name))
-        assert name in page.script("return arguments[0].innerText", card)
+        # Asked of the page each time: the list is drawn once more when the search is over.
+        page.wait_for(
+            "return document.querySelector(arguments[0])?.innerText.includes(arguments[1])", CARD.format(name), name
+        )
         width = "return document.querySelector(arguments[0] + ' img')?.naturalWidth"
         assert page.wait_for(width, CARD.format(name)) >= 1000
 

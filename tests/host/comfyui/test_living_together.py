@@ -54,9 +54,9 @@ def test_a_lora_works_before_and_after(server: ComfyServer, family: str, lora_fi
     assert largest_difference(sample(server, family), with_lora) > 100 * ROUNDING
 
 
-@pytest.mark.parametrize(("earlier", "calls"), [("auto", 16), ("keep its turn", 16), ("take its place", 8)])
+@pytest.mark.parametrize(("earlier", "calls"), [("auto", 16), ("run it first", 16), ("replace it", 8)])
 @pytest.mark.parametrize("kind", ["chain", "replace"])
-def test_a_patch_before_ours_keeps_its_turn_unless_told_otherwise(
+def test_a_patch_before_ours_runs_first_unless_told_otherwise(
     server: ComfyServer, kind: str, earlier: str, calls: int
 ) -> None:
     graph, tag = Graph(), uuid.uuid4().hex
@@ -64,9 +64,9 @@ def test_a_patch_before_ours_keeps_its_turn_unless_told_otherwise(
     latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
     ours = capture(server, graph, latent, tag=tag)[0]
     assert largest_difference(ours, stock(server)) < ROUNDING
-    assert ours.run.taken == ours.run.handed_on == 8
+    assert ours.run.taken == ours.run.passed == 8
     assert ours.counts["other"] == calls
-    said = "makes way" if earlier == "take its place" else "keeps its turn before this node"
+    said = "is replaced" if earlier == "replace it" else "runs before this node"
     assert any("ProbeOtherPatch" in line and said in line for line in ours.log), ours.log
 
 
@@ -223,7 +223,7 @@ def test_changed_settings_hold_from_the_next_prompt_on(server: ComfyServer) -> N
     settings = [TILED, TORCH, attention_patch(route="tiled", tile_size=32), attention_patch(min_keys=78), TILED]
     results = [sample(server, "sd15", patch) for patch in settings]
     assert [r.run.routes.get("tiled", 0) for r in results] == [calls, 0, calls, 0, calls]
-    assert [r.run.handed_on for r in results] == [0, 0, 0, calls // 2, 0]
+    assert [r.run.passed for r in results] == [0, 0, 0, calls // 2, 0]
     assert torch.equal(results[0].tensors[0], results[4].tensors[0])
     for result in results:
         assert largest_difference(result, stock(server)) < ROUNDING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import urllib.request
 import uuid
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
     assert not found.is_alarmed
 
 
-def test_calls_handed_on_are_told_with_the_reason(server: ComfyServer) -> None:
+def test_calls_passed_are_told_with_the_reason(server: ComfyServer) -> None:
     found = sampled(server, "sd15", attention_patch(min_keys=100))
     half = found.counts["wrapped"] // 2
     assert f"{2 * half} calls, {half} taken" in found.top
@@ -134,6 +135,7 @@ def test_feed_forward_chunking_has_a_section_of_its_own(server: ComfyServer) -> 
 def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfyServer) -> None:
     graph, latent = sample_graph("sd15", [attention_patch()], "")
     node, _ = graph.add(REPORT, exactness_check=True, value=latent)
+    before = len(server.request("/probe/texts")["texts"])
     outcome = server.run(graph.prompt)
     assert outcome.status == "success", outcome.message
     shown = outcome.outputs[node]
@@ -143,7 +145,7 @@ def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfySe
     query = f"filename={picture['filename']}&subfolder={picture['subfolder']}&type=temp"
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/view?{query}") as answer:
         assert numpy.asarray(Image.open(io.BytesIO(answer.read()))).shape[1] == 1600
-    texts = [text for unique_id, text in server.request("/probe/texts")["texts"] if unique_id == node]
+    texts = [text for unique_id, text in server.request("/probe/texts")["texts"][before:] if unique_id == node]
     assert not texts  # the picture says it, and needs the room
 
 
@@ -204,7 +206,13 @@ print(classes["PascalAttentionReport"]().report(True, None, "2", {{}})["result"]
 """
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "exact within rounding"), (1.001, "NOT EXACT")])
+def test_attention_that_is_far_off_is_seen_in_the_first_step_and_left(host_script: Any) -> None:
+    printed = host_script(MUTANT.format(factor=1.001), "--use-pytorch-cross-attention")
+    assert "away from ComfyUI's attention_pytorch: calls like this are passed to ComfyUI" in printed
+    assert re.search(r"SD15: (\d+) calls, 0 taken, \1 passed to ComfyUI", printed), printed
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "exact within rounding"), (1.0001, "NOT EXACT")])
 def test_a_wrong_attention_fails_the_exactness_check(host_script: Any, factor: float, verdict: str) -> None:
     printed = host_script(MUTANT.format(factor=factor), "--use-pytorch-cross-attention")
     assert f"exactness   {verdict}" in printed

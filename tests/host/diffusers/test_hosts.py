@@ -121,8 +121,9 @@ def test_gradient_checkpointing_gives_the_gradients_of_stock(name, how, assert_s
     assert calls
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "how"), [(name, how) for i, name in enumerate(SOME) for how in ("patch", "processor")[: 1 + (i % 3 == 0)]]
+)
 def test_a_family_compiles_to_one_graph(name, how, assert_same):
     family = family_or_skip(name)
     model = family.build()

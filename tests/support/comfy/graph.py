@@ -18,7 +18,7 @@ Patch = tuple[str, dict[str, Any]]  # a MODEL -> MODEL node: class_type and its 
 
 RUN_LINE = re.compile(
     r"pascal_attn: (?P<subject>[\w ]+): (?P<calls>\d+) calls, (?P<taken>\d+) taken"
-    r"(?: \((?P<routes>[^)]*)\))?, (?P<handed_on>\d+) (?:handed on|passed to ComfyUI)"
+    r"(?: \((?P<routes>[^)]*)\))?, (?P<passed>\d+) passed to ComfyUI"
 )
 
 
@@ -119,7 +119,7 @@ class PatchRun:
     subject: str
     calls: int
     taken: int
-    handed_on: int
+    passed: int
     routes: dict[str, int]
 
 
@@ -157,7 +157,7 @@ def patch_runs(log: Iterable[str]) -> list[PatchRun]:
     found = []
     for match in filter(None, map(RUN_LINE.search, log)):
         routes = dict(part.rsplit(" ", 1) for part in (match["routes"] or "").split(", ") if part)
-        numbers = (int(match[name]) for name in ("calls", "taken", "handed_on"))
+        numbers = (int(match[name]) for name in ("calls", "taken", "passed"))
         found.append(PatchRun(match["subject"], *numbers, {name: int(n) for name, n in routes.items()}))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ LAYERS = {
 }
 
 
+@functools.cache
 def _modules() -> dict[str, ast.Module]:
     return {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 

@@ -195,6 +195,20 @@ def test_any_rank_and_batch(shape: tuple[int, ...]) -> None:
             assert patch.report().lines[0].state == "chunked"
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+@pytest.mark.parametrize("shape", [(1, 96, 16), (3, 96, 16), (1, 1, 96, 16)])
+def test_frozen_layers_without_bias(shape: tuple[int, ...], wants_grad: bool) -> None:
+    """As ComfyUI's models and a LoRA's base have them: torch chooses their matrix product by the input's strides."""
+    module = nn.Sequential(nn.Linear(16, 64, bias=False), nn.SiLU(), nn.Linear(64, 16, bias=False)).requires_grad_(
+        False
+    )
+    x = torch.randn(shape, requires_grad=wants_grad)
+    expected = module(x)
+    with patch_ffn(module, include="", chunk_tokens=24, min_tokens=2) as patch:
+        torch.testing.assert_close(module(x), expected)
+        assert patch.report().lines[0].state == "chunked", patch.report().text()
+
+
 def test_odd_lengths_leave_no_token_out() -> None:
     module = Ffn().eval()
     with torch.no_grad():

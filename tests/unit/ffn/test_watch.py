@@ -23,7 +23,8 @@ from attn_support.ffn_zoo import BAD, GOOD, WIDTH, Case, Ffn, With
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pascal_attn_core.ffn import FfnPatch, patch_ffn
+from pascal_attn_core.ffn import FfnPatch, hosts, patch_ffn
+from pascal_attn_core.ffn import plan as plans
 from pascal_attn_core.ffn.recheck import Recheck
 
 TOKENS = 64
@@ -667,3 +668,33 @@ def test_a_weights_own_backward_pass_is_tried(function: type[Product], state: st
         assert _state(patch) == state, _why(patch)
     for grad, wanted in zip(grads, expected):
         torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-3)
+
+
+_HOST: Any = None  # a module that the code below names
+_LISTS = "loaded = []\ndef is_loaded(): return len(loaded) > 99"
+
+
+class _Asks(Ffn):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if _HOST.is_loaded() else super().forward(x)
+
+
+@pytest.mark.parametrize(("registered", "proofs"), [(True, 1), (False, 2)])
+def test_what_a_host_keeps_of_loaded_models_is_no_reason_for_another_proof(
+    monkeypatch: pytest.MonkeyPatch, registered: bool, proofs: int
+) -> None:
+    monkeypatch.setattr(hosts, "_bookkeeping", frozenset())
+    if registered:
+        hosts.register(hosts.Bookkeeping(("a_host.loading",)))
+    made: list[int] = []
+    prove, host = plans.prove, types.ModuleType("a_host.loading")
+    exec(_LISTS, vars(host))  # noqa: S102
+    monkeypatch.setattr(plans, "prove", lambda *args: made.append(1) or prove(*args))
+    monkeypatch.setattr(sys.modules[__name__], "_HOST", host)
+    ffn, x = _Asks().eval(), torch.randn(1, TOKENS, WIDTH)
+    with torch.no_grad(), _patch(ffn) as patch:
+        for _ in range(2):
+            ffn(x)
+            host.loaded.append(object())
+        assert _state(patch) == "chunked", _why(patch)
+    assert len(made) == proofs

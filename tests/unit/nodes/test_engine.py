@@ -32,7 +32,7 @@ def close(out: Tensor, given: tuple[Tensor, ...], **options: Any) -> None:
 def test_a_call_below_the_least_number_of_keys_is_left_to_the_host() -> None:
     engine = make_engine(min_keys=65)
     assert engine.attend(*qkv()) is None
-    assert engine.run.reasons("handed on") == {"fewer than 65 keys": 1}
+    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 65 keys": 1}
     engine = make_engine(min_keys=64)
     close(engine.attend(*(given := qkv())), given)
 
@@ -48,15 +48,15 @@ def test_a_single_query_is_left_to_the_host_where_the_node_says_so() -> None:
     engine = make_engine(min_queries=2)
     assert engine.attend(query[:, :, :1], key, value) is None
     assert engine.attend(query[:, :, :2], key, value) is not None
-    assert engine.run.reasons("handed on") == {"fewer than 2 queries": 1}
+    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 2 queries": 1}
 
 
-def test_shapes_that_do_not_fit_are_handed_on_with_the_reason() -> None:
+def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
     query, key, value = qkv()
     engine = make_engine()
     assert engine.attend(query, key[..., :4], value, block="double 3") is None
     (kind,) = engine.run.tallies
-    assert (kind.block, kind.outcome) == ("double 3", "handed on")
+    assert (kind.block, kind.outcome) == ("double 3", "passed to ComfyUI")
     assert "4" in kind.why
 
 

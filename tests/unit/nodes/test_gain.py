@@ -68,9 +68,9 @@ def test_what_nobody_asked_torch_about_is_not_claimed():
 
 
 def test_calls_that_were_all_passed_say_why():
-    tallies = [(kind("layer 0", "handed on", why="fewer than 1024 keys"), {"count": 32})]
+    tallies = [(kind("layer 0", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 32})]
     assert line(run(tallies)) == "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."
-    tallies += [(kind("layer 1", "handed on", why="its argument sinks is not known"), {"count": 2})]
+    tallies += [(kind("layer 1", "passed to ComfyUI", why="its argument sinks is not known"), {"count": 2})]
     assert "32 of 34 calls passed to ComfyUI: fewer than 1024 keys" in line(run(tallies))
 
 
@@ -108,7 +108,7 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
         ),
         (run(blocks(3)), "Flux: 12 of 12 calls taken, 1 MiB extra at most"),
         (
-            run([(kind("b", "handed on", why="fewer than 7 keys"), {"count": 4})]),
+            run([(kind("b", "passed to ComfyUI", why="fewer than 7 keys"), {"count": 4})]),
             "Flux: 0 of 4 calls taken: fewer than 7",
         ),
         (run(notes=["compiled"]), "Flux: compiled"),

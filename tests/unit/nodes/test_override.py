@@ -39,7 +39,7 @@ def _no_calls() -> None:
 
 
 def another(log: list[str], name: str, below: Any = None) -> Any:
-    """Another pack's override; ``below``: the one it hands on to."""
+    """Another pack's override; ``below``: the one it passes calls to."""
 
     def override(func: Any, *args: Any, **kwargs: Any) -> Any:
         log.append(name)
@@ -77,10 +77,10 @@ def test_a_small_call_goes_to_the_previous_override_as_it_came() -> None:
     out = ours(host_attention, *given, HEADS)
     assert (log, host_attention.calls) == (["previous"], 1)
     assert torch.equal(out, host_attention(*given, HEADS))
-    assert engine.run.reasons("handed on") == {"fewer than 7 keys": 1}
+    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 7 keys": 1}
 
 
-def test_a_call_that_is_not_understood_is_handed_on_with_all_its_arguments() -> None:
+def test_a_call_that_is_not_understood_is_passed_with_all_its_arguments() -> None:
     seen: dict[str, Any] = {}
 
     def host(*args: Any, **kwargs: Any) -> str:
@@ -91,7 +91,7 @@ def test_a_call_that_is_not_understood_is_handed_on_with_all_its_arguments() -> 
     ours = make_override(engine, scope_module.Scope(), None)
     assert ours(host, *tensors(), HEADS, sinks=3, _inside_attn_wrapper=True) == "the host's"
     assert seen == {"count": 4, "sinks": 3, "_inside_attn_wrapper": True}
-    assert engine.run.reasons("handed on") == {"its argument sinks is not known": 1}
+    assert engine.run.reasons("passed to ComfyUI") == {"its argument sinks is not known": 1}
 
 
 @pytest.mark.parametrize("batches", [(4, 1), (8, 2), (1, 2)], ids=["HyperTile", "HyperTile with cfg", "k of two"])
@@ -111,7 +111,7 @@ def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
         given[i] = given[i][:, :0]
     out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS)
     assert torch.equal(out, host_attention(*given, HEADS))
-    assert engine.run.reasons("handed on") == {f"it has no {which}": 1}
+    assert engine.run.reasons("passed to ComfyUI") == {f"it has no {which}": 1}
 
 
 def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.M
     engine, given = make_engine(), tensors()
     out = make_override(engine, scope_module.Scope(), None)(host_attention, *given, HEADS, transformer_options={})
     assert torch.equal(out, host_attention(*given, HEADS))
-    assert engine.run.count("handed on") == engine.run.count() == 1
+    assert engine.run.count("passed to ComfyUI") == engine.run.count() == 1
     (warning,) = engine.run.warnings
     assert "a layout that nobody has thought of" in warning
     assert "passed to ComfyUI" in warning
@@ -219,7 +219,7 @@ def test_another_packs_wrapper_of_ours_is_not_taken_for_ours() -> None:
     assert override_module.previous_of(wrapper) is wrapper
 
 
-def test_containers_are_emptied_whether_the_call_is_taken_or_handed_on() -> None:
+def test_containers_are_emptied_whether_the_call_is_taken_or_passed_on() -> None:
     for least, taken in ((0, 1), (100, 0)):
         engine, given = make_engine(min_keys=least), tensors()
         boxes = [Container(t) for t in given]
@@ -295,7 +295,7 @@ def test_nested_wrappers_catch_once() -> None:
     engine, scope, x = make_engine(min_keys=100), scope_module.Scope(), torch.randn(1, 2, 9, 4)
     wrapper = scope_module.make_wrapper(engine, scope, "outer", catches=True)
     wrapper(lambda: caught(engine, scope)(x))
-    assert engine.run.count() == engine.run.count("handed on") == 2
+    assert engine.run.count() == engine.run.count("passed to ComfyUI") == 2
 
 
 def test_an_error_below_unwinds_the_scope() -> None:
@@ -313,7 +313,7 @@ UNKNOWN = {"dropout": {"dropout_p": 0.5}, "an argument": {"new": 1}}
 
 
 @pytest.mark.parametrize("options", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_direct_call_that_is_not_understood_is_handed_on(options: dict[str, Any]) -> None:
+def test_a_direct_call_that_is_not_understood_is_passed_on(options: dict[str, Any]) -> None:
     engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
     with scope.catching(engine):
         if "new" in options:
@@ -321,7 +321,7 @@ def test_a_direct_call_that_is_not_understood_is_handed_on(options: dict[str, An
                 F.scaled_dot_product_attention(x, x, x, **options)
         else:
             assert F.scaled_dot_product_attention(x, x, x, **options).shape == x.shape
-    assert engine.run.count("handed on") == engine.run.count() <= 1
+    assert engine.run.count("passed to ComfyUI") == engine.run.count() <= 1
 
 
 def test_other_threads_are_not_caught() -> None:

@@ -116,7 +116,7 @@ def test_neighbours_in_which_the_same_happened_share_a_line():
 
 def test_a_block_that_differs_has_a_line_of_its_own():
     tallies = blocks(5)
-    tallies[2] = (kind("double 2", "handed on", why="fewer than 1024 keys"), {"count": 4})
+    tallies[2] = (kind("double 2", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 4})
     names = [group.name for group in ROWS.grouped(ROWS.block_rows(run(tallies)))]
     assert names == ["double 0-1", "double 2", "double 3-4"]
 
@@ -130,7 +130,7 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     tallies = [
         (kind("double 0", route="tiled", why="no kernel"), {"count": 3, "elapsed_ms": 5000, "extra_bytes": 63 << 20}),
         (kind("double 1", route="tiled", why="no kernel"), {"budget_halvings": 2, "repaired": 1}),
-        (kind("double 1", "handed on", why="fewer than 1024 keys"), {"count": 7}),
+        (kind("double 1", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 7}),
     ]
     text = TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"])))
     for fact in (

@@ -22,8 +22,8 @@ def many(count: int, family: str = "call"):
 
 def unet():
     names = [f"input {4 + i // 2}.{i % 2}" for i in range(4)] + ["middle 1.0"] + [f"output {i}.0" for i in range(6)]
-    handed_on = [(kind(name, "handed on", why="fewer than 1024 keys", key=(1, 24, 77, 128)), {}) for name in names]
-    return [(kind(name), {"elapsed_ms": 12.0, "extra_bytes": 20 << 20}) for name in names] + handed_on
+    passed = [(kind(name, "passed to ComfyUI", why="fewer than 1024 keys", key=(1, 24, 77, 128)), {}) for name in names]
+    return [(kind(name), {"elapsed_ms": 12.0, "extra_bytes": 20 << 20}) for name in names] + passed
 
 
 PICTURES = {
@@ -35,7 +35,7 @@ PICTURES = {
                 (kind(f"double {i}", route=route), {"count": 1234567, "elapsed_ms": 500.0})
                 for i, route in enumerate(ROUTES * 2)
             ]
-            + [(kind("double 0", "handed on", why="few keys"), {"count": 7654321})]
+            + [(kind("double 0", "passed to ComfyUI", why="few keys"), {"count": 7654321})]
         )
     ),
     "a card of the size of the smallest bar": findings(
@@ -47,7 +47,7 @@ PICTURES = {
     "1000 blocks": findings(run(many(1000))),
     "200 families": findings(run([(kind(f"stage{i} 0"), {"elapsed_ms": 5.0}) for i in range(200)])),
     "unet": findings(run(unet())),
-    "nothing taken": findings(run([(kind("layer 0", "handed on", why="fewer than 1024 keys"), {"count": 12})])),
+    "nothing taken": findings(run([(kind("layer 0", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 12})])),
     "not timed": findings(run(blocks(9, elapsed_ms=0.0), device="mps")),
     "hours": findings(run(blocks(30, elapsed_ms=4e5, extra_bytes=61 << 20), elapsed_s=14523.0)),
     "no calls": findings(run(), alarms=["no attention call reached the patch: " + LONG] * 12),

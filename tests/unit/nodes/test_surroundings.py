@@ -76,12 +76,12 @@ KJ = "custom_nodes.ComfyUI-KJNodes.nodes.model_optimization_nodes"
         ("anything", "custom_nodes.unknown", True),
     ],
 )
-def test_only_what_is_known_to_compute_makes_way(qualname: str, module: str, keeps: bool) -> None:
+def test_only_what_is_known_to_compute_is_replaced(qualname: str, module: str, keeps: bool) -> None:
     override = named(qualname, module)
-    assert others.keeps_turn(override, others.AUTO) is keeps
-    assert others.keeps_turn(override, others.KEEP)
-    assert not others.keeps_turn(override, others.REPLACE)
-    assert not others.keeps_turn(None, others.KEEP)
+    assert others.runs_first(override, others.AUTO) is keeps
+    assert others.runs_first(override, others.KEEP)
+    assert not others.runs_first(override, others.REPLACE)
+    assert not others.runs_first(None, others.KEEP)
 
 
 def optimized_attention(*args: Any, **kwargs: Any) -> str:

@@ -118,7 +118,7 @@ def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
     ours = attention.channels_first(engine, Scope(), "mid")(lambda *args, **kwargs: (args, kwargs))
     assert ours(query, query, query) == ((query, query, query), {})
     assert ours(query, query, query, scale=2)[1] == {"scale": 2}
-    assert engine.run.count("handed on") == 2
+    assert engine.run.count("passed to ComfyUI") == 2
 
 
 @pytest.mark.parametrize("positional", [True, False])

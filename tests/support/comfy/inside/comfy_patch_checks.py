@@ -120,7 +120,7 @@ def whole_model_takes_all_of(name):
     with runs() as found:
         close(applied(patched(model), run), stock)
     (ours,) = found
-    empty = ours.reasons("handed on").get("it has no keys", 0)
+    empty = ours.reasons("passed to ComfyUI").get("it has no keys", 0)
     assert ours.count("taken") + empty == ours.count() > 0, ours.line()
     assert calls is None or ours.count() == calls, ours.line()
     assert ours.warnings == []
@@ -194,7 +194,7 @@ def doubling(calls):
 
 
 @check
-def an_earlier_patch_that_is_not_known_keeps_its_turn():
+def an_earlier_patch_that_is_not_known_runs_first():
     model, calls = load_model("sd15"), []
     changed = other_override(model, doubling([]))
     stock, plain = sample(changed, "sd15"), sample(model, "sd15")
@@ -203,22 +203,22 @@ def an_earlier_patch_that_is_not_known_keeps_its_turn():
         close(sample(patched(other_override(model, doubling(calls))), "sd15"), stock)
     (run,) = found
     assert run.count("taken") == run.count() == len(calls) == run.came_before > 0
-    assert any("keeps its turn" in line and "doubling" in line for line in lines), lines
+    assert any("runs before this node" in line and "doubling" in line for line in lines), lines
     assert any("doubling" in note and f"{len(calls):,} calls came to it" in note for note in run.notes), run.notes
 
 
 @check
-def an_earlier_patch_makes_way_if_the_user_says_so():
+def an_earlier_patch_is_replaced_if_the_user_says_so():
     model, calls = load_model("sd15"), []
     with runs() as found:
-        ours = sample(patched(other_override(model, doubling(calls)), earlier_patch="take its place"), "sd15")
+        ours = sample(patched(other_override(model, doubling(calls)), earlier_patch="replace it"), "sd15")
     close(ours, sample(model, "sd15"))
     assert found[0].count("taken") == found[0].count() > 0
     assert calls == []
 
 
 @check
-def an_earlier_patch_that_only_computes_makes_way():
+def an_earlier_patch_that_only_computes_is_replaced():
     def attention_override_sage(func, *args, **kwargs):
         raise AssertionError("sage is not here")
 
@@ -229,12 +229,12 @@ def an_earlier_patch_that_only_computes_makes_way():
     close(ours, sample(model, "sd15"))
     (run,) = found
     assert run.count("taken") == run.count() > 0
-    assert any("attention_override_sage makes way" in line for line in lines), lines
+    assert any("attention_override_sage is replaced" in line for line in lines), lines
     assert any("attention_override_sage" in note and "this patch takes" in note for note in run.notes), run.notes
 
 
 @check
-def the_hosts_own_backend_node_makes_way():
+def the_hosts_own_backend_node_is_replaced():
     model = load_model("sd15").clone()
     if not hasattr(model, "set_model_optimized_attention"):
         raise Skip("this host has no node that chooses an attention function per model")
@@ -244,7 +244,7 @@ def the_hosts_own_backend_node_makes_way():
         close(sample(patched(model), "sd15"), stock)
     assert found[0].count("taken") == found[0].count() > 0
     with runs() as found:
-        close(sample(patched(model, earlier_patch="keep its turn"), "sd15"), stock)
+        close(sample(patched(model, earlier_patch="run it first"), "sd15"), stock)
     assert found[0].count("taken") == 0
     assert found[0].came_before > 0
     assert any("computes all" in warning for warning in found[0].warnings), found[0].warnings
@@ -286,8 +286,8 @@ def the_hosts_own_memory_estimate_is_that_of_efficient_attention():
         seen.append(network.memory_required(shape))
         return func(*args, **kwargs)
 
-    sample(patched(other_override(model, watching), earlier_patch="keep its turn"), "sd15")
-    assert set(seen) == {conservative}, "another patch that keeps its turn may need more"
+    sample(patched(other_override(model, watching), earlier_patch="run it first"), "sd15")
+    assert set(seen) == {conservative}, "another patch that runs first may need more"
     override = patched(model).model_options["transformer_options"][KEY]
     assert override.memory_efficient is True  # what versions after 0.33 read
     unload()

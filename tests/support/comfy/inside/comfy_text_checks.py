@@ -271,8 +271,8 @@ def generation_is_the_same_and_single_queries_are_left_to_the_host():
         assert patched(clip).generate(tokens, **options) == stock
     (run,) = found
     assert run.count("taken") == 3, run.line()
-    assert run.count("handed on") == 3 * (len(stock) - 1), run.line()
-    assert run.reasons("handed on").keys() <= {"fewer than 2 queries"}
+    assert run.count("passed to ComfyUI") == 3 * (len(stock) - 1), run.line()
+    assert run.reasons("passed to ComfyUI").keys() <= {"fewer than 2 queries"}
 
 
 @check
