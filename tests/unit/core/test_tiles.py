@@ -45,7 +45,7 @@ WORKLOADS = {"wan": WAN, "flux": FLUX, "sdxl": SDXL, "sdxl text": SDXL_TEXT, "ll
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_plan_keeps_its_budget(card: str, budget_mib: float, backward: bool) -> None:
     for work in WORKLOADS.values():
-        work = Workload(**{**work.__dict__, "backward": backward, "dropout": backward})
+        work = work._replace(backward=backward, dropout=backward)
         plan = plan_tiles(CARDS[card], work, int(budget_mib * MIB))
         assert plan.extra_bytes <= budget_mib * MIB
         assert 1 <= plan.q_block <= work.seq_len_q
@@ -131,13 +131,13 @@ def test_the_bytes_of_a_step_hold_its_scores() -> None:
     for change in ({"writes_mask": True}, {"has_band": True}, {"dropout": True},
                    {"backward": True}, {"copies_query": True}, {"copies_kv": True}, {"copies_out": True},
                    {"acc_size": 8}):  # fmt: skip
-        assert step_bytes(Workload(**{**work.__dict__, **change}), 1, 10, 20) > bare, change
+        assert step_bytes(work._replace(**change), 1, 10, 20) > bare, change
 
 
 def test_a_window_keeps_the_rows_few() -> None:
     """A tile of R rows covers R + window keys, of which each row uses the window."""
     wide = plan_tiles(CARDS["CPU"], LLM)
-    narrow = plan_tiles(CARDS["CPU"], Workload(**{**LLM.__dict__, "window": 64}))
+    narrow = plan_tiles(CARDS["CPU"], LLM._replace(window=64))
     assert narrow.q_block < wide.q_block
 
 

@@ -100,7 +100,7 @@ def test_equal_ones_are_registered_once() -> None:
 
 
 def test_other_things_are_refused() -> None:
-    with pytest.raises(TypeError, match="expected WeightHooks or CastingLayers, got str"):
+    with pytest.raises(TypeError, match="expected WeightHooks, CastingLayers or Bookkeeping, got str"):
         hosts.register("_hook")  # type: ignore[arg-type]
 
 
