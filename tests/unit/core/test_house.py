@@ -1,4 +1,4 @@
-"""What importing the package does: nothing to anybody. And who may import whom."""
+"""What importing the package does: nothing to anybody. And rules that hold in every module of it."""
 
 from __future__ import annotations
 
@@ -8,88 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import pascal_attn_core
 
 ROOT = Path(pascal_attn_core.__file__).parent
-CORE = [
-    "arguments",
-    "attention",
-    "backward",
-    "bounds",
-    "call",
-    "compat",
-    "config",
-    "device",
-    "dispatch",
-    "dropout",
-    "files",
-    "first_order",
-    "function_copy",
-    "layout",
-    "lazy_mask",
-    "masking",
-    "masks",
-    "math_route",
-    "memory",
-    "ops",
-    "outputs",
-    "outside_graphs",
-    "patching",
-    "plan",
-    "reference",
-    "progress",
-    "report",
-    "routes",
-    "schedule",
-    "shapes",
-    "tiled_route",
-    "tiles",
-    "timing",
-    "torch_faults",
-    "torch_route",
-]
-# Module -> what it may import of this package; the arithmetic knows nothing of tensors that flow or routes.
-LAYERS = {
-    "config": set(),
-    "patching": set(),
-    "report": {"lazy_mask"},
-    "lazy_mask": set(),
-    "function_copy": set(),
-    "progress": set(),
-    "files": set(),
-    "reference": set(),
-    "device": set(),
-    "call": {"lazy_mask"},
-    "dropout": set(),
-    "tiles": {"device", "dropout"},
-    "first_order": set(),
-    "layout": {"call", "device"},
-    "masks": {"call", "device", "layout", "lazy_mask", "tiles"},
-    "masking": {"device", "masks", "tiles"},
-    "torch_faults": {"call", "layout", "lazy_mask"},
-    "plan": {"call", "config", "device", "layout", "tiles"},
-    "memory": {"device"},
-}
 
 
 @functools.cache
 def _modules() -> dict[str, ast.Module]:
-    return {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
-
-
-def _imports(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """(names of this package's modules, names of other packages) that a module imports anywhere in its code."""
-    ours, others = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            ours |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            others.add(node.module.split(".")[0])
-        elif isinstance(node, ast.Import):
-            others |= {alias.name.split(".")[0] for alias in node.names}
-    return ours, others
+    """By their path in the package."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
 def _run(code: str, **environ: str) -> str:
@@ -155,19 +82,6 @@ for _ in range(3):
     assert _run(code, PASCAL_ATTN_BUDGET_MIB="lots").splitlines() == told
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_the_core_never_imports_a_host(name: str) -> None:
-    ours, others = _imports(_modules()[name])
-    assert ours <= {*CORE, "fused", "version"}
-    assert not others & {"diffusers", "transformers", "comfy", "triton", "safetensors", "accelerate", "peft"}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_imports_only_what_lies_below_it(name: str) -> None:
-    ours, _ = _imports(_modules()[name])
-    assert ours <= LAYERS[name]
-
-
 def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment() -> None:
     def users(attribute: str) -> set[str]:
         return {
@@ -177,8 +91,8 @@ def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment(
             if isinstance(node, ast.Attribute) and node.attr == attribute
         }
 
-    assert users("get_device_properties") == {"device"}
-    assert users("environ") & set(CORE) == {"config"}
+    assert users("get_device_properties") == {"device.py"}
+    assert users("environ") == {"config.py", "cli/demo/__init__.py"}  # the demo silences other libraries
 
 
 def test_no_error_is_swallowed() -> None:
