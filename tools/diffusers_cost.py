@@ -92,9 +92,9 @@ def main() -> None:
     for name in given.names or CASES:
         times = measure(CASES[name](), given.calls)
         line = [f"{name:17s} stock {statistics.median(times['stock']):6.1f} us"]
-        for door in ("patch_pipeline", "processor"):
-            median, least = (kind(times[door]) - kind(times["stock"]) for kind in (statistics.median, min))
-            line.append(f"{door} {median:+.1f} us ({least:+.1f} at least)")
+        for way in ("patch_pipeline", "processor"):
+            median, least = (kind(times[way]) - kind(times["stock"]) for kind in (statistics.median, min))
+            line.append(f"{way} {median:+.1f} us ({least:+.1f} at least)")
         print(", ".join(line))
 
 
