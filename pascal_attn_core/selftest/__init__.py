@@ -52,7 +52,8 @@ class Selftest:
     @property
     def problems(self) -> list[str]:
         """What was wrong, one line each."""
-        wrong = [check.text for check in (*self.kernels, *self.checks) if not check.is_right]
+        wrong = [kernel.text for kernel in self.kernels if not kernel.is_right]
+        wrong += [check.text for check in self.checks if not check.is_right]
         return wrong + [f"timing {entry['text']}: {entry['failed']}" for entry in self.speed if entry["failed"]]
 
     @property
@@ -63,12 +64,11 @@ class Selftest:
     @property
     def verdict(self) -> str:
         """Whether all was right, how fast it is, and what to use here."""
-        done = [*self.kernels, *self.checks]
-        right = sum(check.is_right for check in done)
+        outcomes = [kernel.is_right for kernel in self.kernels] + [check.is_right for check in self.checks]
         ratio = self.over_torch(AUTO)
         faster = "" if ratio is None else f"; auto takes {ratio:.2f} of the time of torch's own function (median)"
         cut = f"; not reached in the time: {', '.join(self.cut)}" if self.cut else ""
-        return f"{'PASS' if self.is_right else 'FAIL'} {right}/{len(done)}{faster}{cut}; use {self.advice}"
+        return f"{'PASS' if self.is_right else 'FAIL'} {sum(outcomes)}/{len(outcomes)}{faster}{cut}; use {self.advice}"
 
     @property
     def advice(self) -> str:

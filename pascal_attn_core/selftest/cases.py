@@ -104,10 +104,16 @@ class Check(NamedTuple):
         return f"route {self.route}, {self.dtype}, {self.case}: {result}"
 
 
+class _Tensors(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class _Sample(NamedTuple):
     """The tensors of a case, and the float64 result on the CPU."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]
+    tensors: _Tensors
     mask: Tensor | None
     grad_out: Tensor
     expected: list[Tensor]
@@ -154,14 +160,16 @@ def _config(route: str) -> AttentionConfig:
 
 
 def _results(case: Case, config: AttentionConfig, sample: _Sample) -> list[Tensor]:
-    query, key, value = sample.tensors
-    attend = functools.partial(sdpa, attn_mask=sample.mask, config=config, **case.options)
     if case.way == "lse":
-        return list(sdpa_with_lse(query, key, value, sample.mask, config=config, **case.options))
+        return list(sdpa_with_lse(*sample.tensors, sample.mask, config=config, **case.options))
     if case.way == "varlen":
-        return [_varlen(*sample.tensors)]
+        return [_varlen(sample.tensors)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sdpa(query, key, value, sample.mask, config=config, **case.options)
+
     if not case.has_gradients:
-        return [attend(query, key, value)]
+        return [attend(*sample.tensors)]
     leaves = [t.detach().requires_grad_() for t in sample.tensors]
     with torch.enable_grad():
         if case.way == "checkpoint":
@@ -194,11 +202,11 @@ def _why_not_compiled() -> str:
     return ""
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _varlen(tensors: _Tensors) -> Tensor:
     """``[1, H, total, D]``, the sequences one after another."""
-    q_ends, k_ends = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in zip(*_VARLEN))
-    packed = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = flash_attn_varlen_func(*packed, q_ends.to(query.device), k_ends.to(query.device), causal=True)
+    query, key, value = (t[0].transpose(0, 1) for t in tensors)
+    q_ends, k_ends = (torch.tensor([0, *lengths]).cumsum(0).int().to(query.device) for lengths in zip(*_VARLEN))
+    out = flash_attn_varlen_func(query, key, value, q_ends, k_ends, causal=True)
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
 
@@ -218,10 +226,10 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
     if case.way == "varlen":
         batch, (rows, keys) = 1, map(sum, zip(*_VARLEN))
     if case.is_strided:
-        tensors = tuple(numbers(batch, rows, 3, case.num_heads, dim).permute(2, 0, 3, 1, 4))
+        tensors = _Tensors(*numbers(batch, rows, 3, case.num_heads, dim).permute(2, 0, 3, 1, 4))
     else:
         heads = case.num_heads, case.num_kv_heads, case.num_kv_heads
-        tensors = tuple(numbers(batch, count, size, dim) for count, size in zip(heads, (rows, keys, keys)))
+        tensors = _Tensors(*(numbers(batch, count, size, dim) for count, size in zip(heads, (rows, keys, keys))))
     mask = None
     if case.mask:
         mask = numbers(1, case.num_heads, rows, keys)
@@ -229,35 +237,28 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
             mask = mask > 0
             mask[..., 7, :] = False
     grad_out = numbers(batch, case.num_heads, rows, dim)
-    expected = _expected(case, tensors, mask, grad_out)  # type: ignore[arg-type]
-    # Moving a view keeps its strides, unlike a copy of each part.
-    on_device = tuple(t.to(device) for t in tensors) if not case.is_strided else _moved(tensors, device)
-    return _Sample(on_device, None if mask is None else mask.to(device), grad_out.to(device), expected)  # type: ignore[arg-type]
+    expected = _expected(case, tensors, mask, grad_out)
+    there = _Tensors(*(_moved(t, device) for t in tensors))
+    return _Sample(there, None if mask is None else mask.to(device), grad_out.to(device), expected)
 
 
-def _moved(views: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Views of one tensor as the same views of it on another device."""
-    base = views[0]._base
-    assert base is not None
-    whole = base.to(device)
-    return tuple(torch.as_strided(whole, t.shape, t.stride(), t.storage_offset()) for t in views)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same view of the same memory on another device; moving the view itself would pack it."""
+    base = tensor if tensor._base is None else tensor._base
+    return torch.as_strided(base.to(device), tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _expected(
-    case: Case, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, grad_out: Tensor
-) -> list[Tensor]:
-    wide = [t.double().requires_grad_(case.has_gradients) for t in tensors]
+def _expected(case: Case, tensors: _Tensors, mask: Tensor | None, grad_out: Tensor) -> list[Tensor]:
+    query, key, value = (t.double().requires_grad_(case.has_gradients) for t in tensors)
     mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
     if case.way == "varlen":
-        q_parts, k_parts, v_parts = (
-            t.split(list(lengths), dim=2)
-            for t, lengths in zip(wide, (*map(list, zip(*_VARLEN)), [keys for _, keys in _VARLEN]))
-        )
-        parts = zip(q_parts, k_parts, v_parts)
-        return [torch.cat([reference_sdpa(*p, is_causal=True, alignment="lower_right")[0] for p in parts], dim=2)]
-    out, lse = reference_sdpa(*wide, mask, **case.options)
+        q_lengths, k_lengths = map(list, zip(*_VARLEN))
+        parts = zip(query.split(q_lengths, dim=2), key.split(k_lengths, dim=2), value.split(k_lengths, dim=2))
+        outs = [reference_sdpa(q, k, v, is_causal=True, alignment="lower_right")[0] for q, k, v in parts]
+        return [torch.cat(outs, dim=2)]
+    out, lse = reference_sdpa(query, key, value, mask, **case.options)
     if case.has_gradients:
-        return [out.detach(), *torch.autograd.grad(out, wide, grad_out.double())]
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out.double())]
     return [out, lse] if case.way == "lse" else [out]
 
 
