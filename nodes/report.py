@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
 
 from ..pascal_attn_core.observe.machine import complaints, look_around
-from .comfy import host
+from ..pascal_attn_core.selftest import Selftest, describe
+from ..pascal_attn_core.selftest import check as run_selftest
+from .comfy import host, inputs
 from .engine import runs
 from .reporting.chart import draw_report
 from .reporting.exactness import check
@@ -17,6 +20,7 @@ from .reporting.preview import as_image, save_preview
 from .reporting.text import gained, report_text
 
 log = logging.getLogger("pascal_attn")
+_SELFTEST_SECONDS = 30.0
 
 
 class AnyType(str):
@@ -57,9 +61,16 @@ class PascalAttentionReport:
             "Compares up to 64 rows of each run's largest call with float64, beside the error of plain attention. "
             "Takes milliseconds."
         )
+        selftest = (
+            "Also checks every route and kernel on this card against float64, up to half a minute, and adds the result "
+            "to the text. With times of the routes: pascal-attn selftest on the command line."
+        )
         return {
             "required": {"exactness_check": ("BOOLEAN", {"default": True, "tooltip": exactness})},
-            "optional": {"value": (ANY, {"tooltip": value})},
+            "optional": {
+                "value": (ANY, {"tooltip": value}),
+                "selftest": ("BOOLEAN", {"default": False, "tooltip": selftest, **inputs.ADVANCED}),
+            },
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }
 
@@ -74,10 +85,16 @@ class PascalAttentionReport:
         value: Any = None,
         unique_id: str | None = None,
         prompt: dict[str, Any] | None = None,
+        selftest: bool = False,
     ) -> dict[str, Any]:
         """``value`` as it came, the chart ``[1, height, width, 3]`` and the text."""
         findings = gather(prompt or {}, unique_id, exactness_check=exactness_check)
+        tested = _selftest(unique_id) if selftest else None
+        if tested is not None and not tested.is_right:
+            findings.alarms.insert(0, tested.verdict)
         text, picture = report_text(findings), draw_report(findings)
+        if tested is not None:
+            text += f"\n\nself-test\n{describe(tested)}"
         ui: dict[str, Any] = {"text": [text]}
         preview = save_preview(picture)
         if preview is not None:  # its first line says it in larger letters, and a status would take half of its room
@@ -106,6 +123,18 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
         host.versions(),
         {entry.run.device: _total_bytes(entry.run.device) for entry in shown},
     )
+
+
+def _selftest(unique_id: str | None) -> Selftest:
+    """Every route and kernel on the device that ComfyUI computes on; the user's Cancel ends it."""
+    end = time.monotonic() + _SELFTEST_SECONDS
+
+    def left(_: str) -> float:
+        host.throw_if_interrupted()
+        return end - time.monotonic()
+
+    with torch.inference_mode(False), torch.no_grad():
+        return run_selftest(host.compute_device(), left, lambda text: host.send_status(f"self-test: {text}", unique_id))
 
 
 def _alarms_of(shown: Shown) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | bench | replay | demo``."""
+"""The command line: ``pascal-attn info | selftest | bench | replay | demo``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..version import __version__
 # `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
+    "selftest": "check every route and kernel on this machine, and time them: one block to paste",
     "bench": "time every route, torch's own kernels and installed peers on typical shapes",
     "replay": "run captured attention calls over every route",
     "demo": "a small pipeline before and after, with the memory it took",

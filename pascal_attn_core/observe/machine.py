@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import subprocess
+import threading
 from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +23,12 @@ from .wheels import TorchBuild, judge, wheel_for
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
 _SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_SMI_CLOCKS = (
+    "nvidia-smi",
+    "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw",
+    "--format=csv,noheader,nounits",
+)
+_WATCH_SECONDS = 1.0
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 
@@ -101,6 +111,79 @@ def ask_nvidia_smi() -> tuple[SmiCard, ...]:
 def ask_driver() -> str:
     """The version of NVIDIA's driver, asked once per process; "" where nvidia-smi is missing or fails."""
     return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
+
+
+class Clocks(NamedTuple):
+    """What NVIDIA's driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
+    Celsius, power in watts; None where it does not say."""
+
+    sm_mhz: float | None
+    memory_mhz: float | None
+    celsius: float | None
+    watts: float | None
+
+    @property
+    def text(self) -> str:
+        """``"1480 MHz, memory 5005 MHz, 61 C, 212 W"``."""
+        named = (
+            ("", self.sm_mhz, "MHz"),
+            ("memory ", self.memory_mhz, "MHz"),
+            ("", self.celsius, "C"),
+            ("", self.watts, "W"),
+        )
+        return ", ".join(f"{name}{value:.0f} {unit}" for name, value, unit in named if value is not None) or "unknown"
+
+
+def ask_clocks(device: torch.device) -> Clocks | None:
+    """The clocks of a card now; None where nvidia-smi is missing or fails, or it is no NVIDIA card."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # nvidia-smi counts cards as the driver does, torch as CUDA_VISIBLE_DEVICES says: the identifier is common to both.
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    chosen = ("--id", f"GPU-{uuid}" if uuid is not None else str(index))
+    return parse_clocks(_output_of((*_SMI_CLOCKS, *chosen)))
+
+
+def parse_clocks(text: str) -> Clocks | None:
+    """The clocks in a line of nvidia-smi's CSV; None where it has another form."""
+    parts = text.partition("\n")[0].split(",")
+    if len(parts) != len(Clocks._fields):
+        return None
+    values: list[float | None] = []
+    for part in parts:
+        value = None
+        with contextlib.suppress(ValueError):  # "[N/A]" on cards that do not say
+            value = float(part)
+        values.append(value)
+    return Clocks(*values)
+
+
+class ClockWatch:
+    """While the block runs, the clocks are asked for once a second; ``highest`` are those at the highest multiprocessor
+    clock, None where they cannot be asked for."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.highest: Clocks | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
+
+    def __enter__(self) -> ClockWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_WATCH_SECONDS):
+            found = ask_clocks(self.device)
+            if found is None:
+                return
+            if self.highest is None or (found.sm_mhz or 0) > (self.highest.sm_mhz or 0):
+                self.highest = found
 
 
 def _output_of(command: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"routes"},
     {"attention"},
     {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn"},
-    {"diffusers", "transformers", "host_hooks"},
+    {"diffusers", "transformers", "host_hooks", "selftest"},
     {"auto", ""},
     {"cli", "nodes"},
     {"__main__"},

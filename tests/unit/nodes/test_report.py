@@ -318,6 +318,45 @@ def test_an_inexact_answer_is_an_alarm(host):
     assert "!! Flux, diffusion model: NOT EXACT" in text
 
 
+@pytest.fixture
+def selftest(host, monkeypatch):
+    """The self-test on the CPU, of two kinds of calls."""
+    cases = part("pascal_attn_core.selftest.cases")
+    monkeypatch.setattr(cases, "CASES", cases.CASES[:2])
+    monkeypatch.setattr(REPORT.host, "compute_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", lambda: None)
+    RUNS.remember(run(blocks(3), device="cpu"))
+    return cases
+
+
+def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest):
+    node = REPORT.PascalAttentionReport()
+    assert "self-test" not in node.report(True, None, "9", graph())["result"][2]
+    with torch.inference_mode():  # as ComfyUI runs its nodes
+        text = node.report(True, None, "9", graph(), selftest=True)["result"][2]
+    assert text.splitlines()[-1].startswith("PASS")
+    assert "!!" not in text
+
+
+def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
+    monkeypatch.setattr(selftest, "_LIMITS", dict.fromkeys(selftest.DTYPES, 0.0))
+    text = REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)["result"][2]
+    assert "!! FAIL" in text
+    assert "differs from float64 by" in text
+
+
+def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
+    class Cancelled(Exception):
+        pass
+
+    def cancel():
+        raise Cancelled
+
+    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
+    with pytest.raises(Cancelled):
+        REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)
+
+
 def test_it_runs_on_each_prompt():
     first = REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
     assert first != REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)

@@ -1,0 +1,88 @@
+"""``pascal-attn selftest``: whether everything is right on this machine, and how fast, as one block to paste."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...observe.machine import ClockWatch
+from ...selftest import Selftest, check, describe, document
+from .. import CommandError, check_numbers
+from ..bench.clock import quiet_torch
+from .speed import call_costs, run_speed
+
+SECONDS = 60.0
+# What a part may have used of the time when it ends; a part that needs less leaves the rest to the next ones.
+_UNTIL = {"kernels": 0.25, "checks": 0.6, "speed": 0.95}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``selftest`` to the command line."""
+    parser = subparsers.add_parser(
+        "selftest",
+        help="check every route and kernel on this machine, and time them: one block to paste",
+        description="Compares every route and every shipped kernel with float64 on this machine, times the routes on "
+        "the shapes of real models, and prints one block to paste. Needs nothing but torch. The exit status is 0 if "
+        "everything was right, 1 if something was wrong.",
+    )
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time it may take (default: 60)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
+    parser.add_argument("--no-speed", action="store_true", help="only whether everything is right")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
+    parser.set_defaults(func=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    check_numbers(options, "seconds", "threads")
+    if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        raise CommandError(f"--json must name a file in a folder that exists, got {options.json}")
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(str(error).splitlines()[0]) from error
+    with quiet_torch(options.threads):
+        found = selftest(device, options.seconds, speed=not options.no_speed)
+    print(describe(found))
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps({"command": options.command_line, **document(found)}, indent=1) + "\n")
+        except OSError as error:
+            raise CommandError(f"cannot write: {error}") from error
+    return 0 if found.is_right else 1
+
+
+def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = True) -> Selftest:
+    """Check and time everything on ``device``; progress goes to stderr where that is a terminal.
+
+    Args:
+        seconds: that it may take. What does not fit is left out and named; no check is begun after them.
+        speed: time the routes too.
+    """
+    start = time.monotonic()
+
+    def left(part: str) -> float:
+        return start + (_UNTIL[part] if speed else 1.0) * seconds - time.monotonic()
+
+    found = check(device, left, _show)
+    if speed:
+        with ClockWatch(device) as watch:
+            found.speed = found.collect("speed", run_speed(device, lambda: left("speed")), left, _show)
+        found.during = watch.highest
+        found.costs = call_costs(device)
+    _show("")
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def _show(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

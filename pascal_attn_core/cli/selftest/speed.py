@@ -1,0 +1,134 @@
+"""How fast each route is on the shapes of real models, interleaved with torch's own function, and what a call costs
+besides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ...attention import sdpa
+from ...config import AttentionConfig, UnsupportedAttention
+from ...device import device_info
+from ...selftest.cases import ALL_ROUTES, in_one_line
+from ..bench.candidates import BASELINE, route_candidates
+from ..bench.clock import Clock
+from ..bench.measure import Settings, needed_operations, race
+from ..bench.shapes import SHAPES, Shape
+
+MODELS = ("sd15", "sdxl", "flux", "wan", "gqa", "decode", "vae")
+_MOST_TOKENS = 4096
+_LEAST_TOKENS = 512
+_ROUNDS = 3
+_CALLS_PER_CANDIDATE = _ROUNDS + 4  # rounds, warm-up, the measured call and its float64 rows
+_SHORT = (1, 2, 64, 64)
+_OVERHEAD_CALLS = 200
+
+
+def model_shapes(device: torch.device) -> list[Shape]:
+    """One attention call of each model, in float32, on a GPU in float16 too."""
+    by_name = {shape.name: shape for shape in SHAPES}
+    shapes = []
+    for name in MODELS:
+        shape = by_name[name]
+        most = max(shape.seq_len_q, shape.seq_len_kv)
+        if most > _MOST_TOKENS and shape.seq_len_q == shape.seq_len_kv and name == "wan":
+            shape = replace(shape, seq_len_q=_MOST_TOKENS, seq_len_kv=_MOST_TOKENS, what="Wan video, 4,096 tokens")
+        shapes.append(shape)
+    if device.type == "cpu":
+        return shapes
+    return shapes + [replace(shape, dtype="float16") for shape in shapes]
+
+
+def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """Time all routes on each shape; one that would take too long here gets fewer heads, then fewer tokens.
+
+    Args:
+        left: the seconds that may still be used; none is begun without any.
+    Yields:
+        shape: its name; text: what was timed; share_of: peak operations per second of the card's plain float32 units,
+        0 if unknown; results: as of ``pascal-attn bench``.
+    """
+    clock, shapes = Clock(device, torch.get_num_threads()), model_shapes(device)
+    speed: dict[str, float] = {}
+    for number, shape in enumerate(shapes):
+        seconds = left() / (len(shapes) - number)
+        if seconds <= 0:
+            return
+        if shape.dtype not in speed:
+            speed[shape.dtype] = product_speed(device, shape.dtype, clock)
+        candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
+        fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
+        settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64, products=False)
+        peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
+        try:
+            results = [asdict(result) for result in race(fitted.make(device), candidates, clock, settings)]
+        except Exception as failure:  # the test goes on: whatever it is belongs into the report
+            yield {
+                "shape": shape.name,
+                "text": fitted.text,
+                "peak": peak,
+                "failed": in_one_line(failure),
+                "results": [],
+            }
+        else:
+            yield {"shape": shape.name, "text": fitted.text, "peak": peak, "failed": "", "results": results}
+
+
+def product_speed(device: torch.device, dtype: str, clock: Clock) -> float:
+    """Operations per second of a large matrix product, roughly."""
+    size = 512 if device.type == "cpu" else 2048
+    one = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+    seconds = min(clock.seconds(lambda: one @ one) for _ in range(3))
+    return 2 * size**3 / max(seconds, 1e-9)
+
+
+def fit(shape: Shape, flops: float, seconds: float) -> Shape:
+    """The shape with as few heads, and then tokens, that a call takes about ``seconds`` at ``flops`` operations per
+    second."""
+
+    def takes(candidate: Shape) -> float:
+        return needed_operations(candidate.make("meta")) / flops
+
+    while takes(shape) > seconds:
+        if shape.batch > 1:
+            shape = replace(shape, batch=(shape.batch + 1) // 2)
+        elif shape.num_kv_heads > 1:
+            groups, heads = shape.num_heads // shape.num_kv_heads, (shape.num_kv_heads + 1) // 2
+            shape = replace(shape, num_heads=groups * heads, num_kv_heads=heads)
+        elif shape.seq_len_q == shape.seq_len_kv > _LEAST_TOKENS:
+            tokens = max(_LEAST_TOKENS, shape.seq_len_q // 2)
+            shape = replace(shape, seq_len_q=tokens, seq_len_kv=tokens)
+        else:
+            break
+    return shape
+
+
+def call_costs(device: torch.device) -> dict[str, float]:
+    """Microseconds of CPU time until a small call is on its way, by route, torch's own function first; a route that
+    refuses the call is left out."""
+    query = torch.zeros(_SHORT, device=device)
+    attempts: dict[str, Callable[[], Any]] = {
+        BASELINE: lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    }
+    for route in ALL_ROUTES:
+        config = AttentionConfig(route=route, math_limit_mib=1e6 if route == "math" else 1.0)
+        attempts[route] = lambda config=config: sdpa(query, query, query, config=config)  # type: ignore[misc]
+    costs = {}
+    with torch.no_grad():
+        for name, attempt in attempts.items():
+            try:
+                for _ in range(10):
+                    attempt()
+            except UnsupportedAttention:
+                continue
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.thread_time_ns()
+            for _ in range(_OVERHEAD_CALLS):
+                attempt()
+            costs[name] = (time.thread_time_ns() - start) / _OVERHEAD_CALLS / 1e3
+    return costs

@@ -1,0 +1,224 @@
+"""Whether every route and kernel is right on this machine: what ``pascal-attn selftest`` and the ComfyUI report show.
+
+``check(device)`` compares each with float64 on small calls. How fast they are is measured by the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from ..observe.machine import Clocks, ask_clocks, complaints, describe_facts, line, look_around
+from .cases import AUTO, DTYPES, Check, run_checks
+from .kernels import KernelCheck, check_kernels, why_no_kernels
+
+T = TypeVar("T")
+MIB = 1 << 20
+_MOST_PROBLEMS = 12
+
+
+@dataclasses.dataclass
+class Selftest:
+    """What was found.
+
+    Attributes:
+        facts: of the machine, one line each; complaints: what should be installed instead.
+        why_no_kernels: why no fused kernel runs here, empty where they do.
+        speed: one entry per shape, as of :func:`.speed.run_speed`; costs: microseconds per call, as of
+            :func:`.speed.call_costs`.
+        before, during: the clocks, None where they cannot be asked for.
+        cut: the parts that the time did not suffice for.
+        seconds: that it took.
+    """
+
+    device: str
+    facts: list[str]
+    complaints: list[str]
+    why_no_kernels: list[str] = dataclasses.field(default_factory=list)
+    kernels: list[KernelCheck] = dataclasses.field(default_factory=list)
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    speed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    costs: dict[str, float] = dataclasses.field(default_factory=dict)
+    before: Clocks | None = None
+    during: Clocks | None = None
+    cut: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        """What was wrong, one line each."""
+        wrong = [kernel.text for kernel in self.kernels if not kernel.is_right]
+        wrong += [check.text for check in self.checks if not check.is_right]
+        return wrong + [f"timing {entry['text']}: {entry['failed']}" for entry in self.speed if entry["failed"]]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether something was checked, and nothing was wrong."""
+        return bool(self.checks) and not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """Whether all was right, how fast it is, and what to use here."""
+        outcomes = [kernel.is_right for kernel in self.kernels] + [check.is_right for check in self.checks]
+        ratio = self.over_torch(AUTO)
+        faster = "" if ratio is None else f"; auto takes {ratio:.2f} of the time of torch's own function (median)"
+        cut = f"; not reached in the time: {', '.join(self.cut)}" if self.cut else ""
+        return f"{'PASS' if self.is_right else 'FAIL'} {sum(outcomes)}/{len(outcomes)}{faster}{cut}; use {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """The configuration for this machine."""
+        wrong = {check.route for check in self.checks if not check.is_right and check.route != AUTO}
+        fused = "fused" in wrong or any(not check.is_right for check in self.kernels)
+        if "tiled" in wrong:
+            return "torch's own attention, and report this: the tiled route is wrong here"
+        if wrong & {"torch", "math"}:
+            return 'route="tiled" (PASCAL_ATTN_ROUTE=tiled), and report this'
+        if fused:
+            return "fused=False (PASCAL_ATTN_FUSED=0), and report this"
+        return "route auto (the default)" if self.is_right else "route auto, and report this"
+
+    def over_torch(self, route: str) -> float | None:
+        """The median over shapes of a route's time in units of torch's own."""
+        ratios = [
+            result["ratio"]
+            for entry in self.speed
+            for result in entry["results"]
+            if result["name"] == f"ours-{route}" and result["ratio"]
+        ]
+        return statistics.median(ratios) if ratios else None
+
+    def collect(
+        self, part: str, items: Iterable[T], left: Callable[[str], float], progress: Callable[[str], None]
+    ) -> list[T]:
+        """All items of a part; it is noted where the time did not suffice for all of them."""
+        found: list[T] = []
+        for item in items:
+            found.append(item)
+            progress(f"{part} {len(found)}")
+        if left(part) <= 0:
+            self.cut.append(f"some {part}")
+        return found
+
+
+def check(
+    device: torch.device,
+    left: Callable[[str], float] = lambda part: float("inf"),
+    progress: Callable[[str], None] = lambda text: None,
+) -> Selftest:
+    """Check every kernel and every route on ``device``.
+
+    Args:
+        left: the seconds that a part (``"kernels"``, ``"checks"``) may still use; asked before each check, none is
+            begun without any. What it raises ends the test.
+        progress: called with a few words after each check.
+    """
+    machine = look_around()
+    found = Selftest(str(device), describe_facts(machine), complaints(machine), why_no_kernels(device))
+    found.before = ask_clocks(device)
+    if not found.why_no_kernels:
+        found.kernels = found.collect("kernels", check_kernels(device, lambda: left("kernels")), left, progress)
+    found.checks = found.collect("checks", run_checks(device, lambda: left("checks")), left, progress)
+    return found
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def document(found: Selftest) -> dict[str, Any]:
+    """Everything as plain values."""
+    checks = [{**check._asdict(), "is_right": check.is_right} for check in found.checks]
+    kernels = [{**check._asdict(), "is_right": check.is_right} for check in found.kernels]
+    facts = {name: value for name, value in vars(found).items() if name not in ("before", "during")}
+    clocks = {
+        name: None if value is None else value._asdict()
+        for name, value in (("before", found.before), ("during", found.during))
+    }
+    verdict = {"problems": found.problems, "verdict": found.verdict}
+    return {**facts, "kernels": kernels, "checks": checks, "clocks": clocks, **verdict}
+
+
+def describe(found: Selftest) -> str:
+    """The block to paste."""
+    lines = [*found.facts, *_clock_lines(found), *_kernel_lines(found), *_check_lines(found), *_speed_lines(found)]
+    problems = found.problems
+    for number, problem in enumerate(problems[:_MOST_PROBLEMS]):
+        lines.append(line("" if number else "wrong", problem))
+    if len(problems) > _MOST_PROBLEMS:
+        lines.append(line("", f"and {len(problems) - _MOST_PROBLEMS} more (--json has all)"))
+    lines += [line("install", complaint) for complaint in found.complaints]
+    return "\n".join([*lines, line("took", f"{found.seconds:.0f} s"), found.verdict])
+
+
+def _clock_lines(found: Selftest) -> list[str]:
+    before, during = found.before, found.during
+    if before is None:
+        return []
+    return [line("clocks", f"{before.text} before" + (f", {during.text} while timing" if during else ""))]
+
+
+def _kernel_lines(found: Selftest) -> list[str]:
+    if found.why_no_kernels:
+        return [line("kernels", f"none: {'; '.join(found.why_no_kernels)}")]
+    right = [check for check in found.kernels if check.is_right]
+    origins = Counter(check.origin for check in right)
+    text = f"{len(right)} of {len(found.kernels)} right"
+    if right:
+        worst = max(check.error or 0.0 for check in right)
+        text += f" ({', '.join(f'{count} {origin}' for origin, count in origins.items())}), error at most {worst:.0e}"
+    return [line("kernels", text)]
+
+
+def _check_lines(found: Selftest) -> list[str]:
+    """For each route and dtype: how many calls were right, the largest error, and how many it refuses."""
+    lines = [line("routes", "right calls, largest error to float64, calls refused: " + ", ".join(DTYPES))]
+    for route in dict.fromkeys(check.route for check in found.checks):
+        cells = []
+        for dtype in DTYPES:
+            checks = [check for check in found.checks if (check.route, check.dtype) == (route, dtype)]
+            computed = [check for check in checks if not check.refused]
+            right = sum(check.is_right for check in computed)
+            worst = max((check.error for check in computed if check.error is not None), default=0.0)
+            cells.append(f"{right}/{len(computed)} {worst:.0e} {len(checks) - len(computed):2d} refused")
+        lines.append(line("", f"  {route:6s}" + "  ".join(f"{cell:21s}" for cell in cells).rstrip()))
+    return lines
+
+
+def _speed_lines(found: Selftest) -> list[str]:
+    if not found.speed:
+        return []
+    names = list(dict.fromkeys(result["name"] for entry in found.speed for result in entry["results"]))
+    shown = [name.removeprefix("ours-") for name in names]
+    lines = [f"{'ms, share of float32 peak':34s}" + "".join(f"{name:>12s}" for name in shown) + "  extra MiB of auto"]
+    for entry in found.speed:
+        by_name = {result["name"]: result for result in entry["results"]}
+        cells = [_cell(by_name.get(name), entry["peak"]) for name in names]
+        extra = by_name.get(f"ours-{AUTO}", {}).get("extra_bytes")
+        memory = "" if extra is None else f"  {extra / MIB:.1f}"
+        lines.append(f"{entry['shape']:7s}{entry['text']:27s}" + "".join(f"{cell:>12s}" for cell in cells) + memory)
+    if found.costs:
+        costs = ", ".join(f"{name.removeprefix('ours-')} {cost:.0f}" for name, cost in found.costs.items())
+        lines.append(line("us a call", f"{costs} (CPU time until a call of 64 tokens is on its way)"))
+    ratios = {route: found.over_torch(route) for route in ("fused", "tiled", AUTO)}
+    words = [f"{route} {ratio:.2f}" for route, ratio in ratios.items() if ratio is not None]
+    lines.append(line("of torch", f"median time in units of torch-fused: {', '.join(words) or 'unknown'}"))
+    return lines
+
+
+def _cell(result: dict[str, Any] | None, peak: float) -> str:
+    if result is None or result["seconds"] is None:
+        return "-"
+    milliseconds = 1e3 * result["seconds"]
+    text = (
+        f"{milliseconds:.0f}"
+        if milliseconds >= 100
+        else f"{milliseconds:.1f}"
+        if milliseconds >= 10
+        else f"{milliseconds:.2f}"
+    )
+    return f"{text} {result['flops'] / peak:.0%}" if peak and result["flops"] else text

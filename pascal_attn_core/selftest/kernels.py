@@ -1,0 +1,93 @@
+"""Every kernel of the fused route that ships, and the gradient kernels, each on a small call against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..fused import cache, prebuilt, verify
+from ..fused.kernels import Kernels
+from ..fused.source import DTYPES, Variant, digest
+from ..runtime import runtime_of
+from .cases import in_one_line
+
+_GRADIENT_DIMS = (40, 64, 128)
+
+
+class KernelCheck(NamedTuple):
+    """How one kernel did.
+
+    Attributes:
+        origin: ``"shipped"``, ``"disk cache"`` or ``"NVRTC 12.6"``; "" if there is none.
+        error: largest difference to the definition, relative to the largest value; None where it did not run.
+        limit: up to which it counts as right.
+        failed: why it did not run.
+    """
+
+    name: str
+    origin: str
+    error: float | None = None
+    limit: float = 0.0
+    failed: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is not None and self.error <= self.limit
+
+    @property
+    def text(self) -> str:
+        """One line: which, and how it went."""
+        found = self.failed or f"differs from the definition by {self.error:.1e} (at most {self.limit:.0e})"
+        return f"kernel {self.name} ({self.origin or 'no machine code'}): {found}"
+
+
+def checked_variants() -> list[Variant]:
+    """What ships, then the gradients of common head_dims."""
+    gradients = [
+        Variant(kind, dim, dtype)
+        for dim in _GRADIENT_DIMS
+        for dtype in DTYPES
+        for kind in ("grad_query", "grad_key_value")
+    ]
+    return prebuilt.all_variants() + gradients
+
+
+def why_no_kernels(device: torch.device) -> list[str]:
+    """Why no fused kernel runs on this device; empty = they do."""
+    return list(runtime_of(device).part(Kernels).machine_reasons)
+
+
+def check_kernels(device: torch.device, left: Callable[[], float]) -> Iterator[KernelCheck]:
+    """Load and run each; one that is wrong or cannot be loaded does not end it.
+
+    Args:
+        left: the seconds that may still be used; asked before each kernel, none is begun without any.
+    """
+    kernels = runtime_of(device).part(Kernels)
+    for variant in checked_variants():
+        if left() <= 0:
+            return
+        origin, limit = "", verify.tolerance(variant)
+        try:
+            origin = origin_of(kernels, variant)
+            error = kernels.largest_error(variant)
+        except Exception as failure:  # the test goes on: whatever it is belongs into the report
+            yield KernelCheck(variant.name, origin, None, limit, in_one_line(failure))
+        else:
+            yield KernelCheck(variant.name, origin, error, limit)
+
+
+def origin_of(kernels: Kernels, variant: Variant) -> str:
+    """Where the machine code of a variant comes from on this device: see :class:`KernelCheck`."""
+    capability = kernels.info.capability or (0, 0)
+    if kernels.shipped(variant, capability) is not None:
+        return "shipped"
+    arch = 10 * capability[0] + capability[1]
+    compiler = kernels.find_compiler(arch)
+    if compiler is None:
+        return ""
+    name = cache.file_name(digest(variant), arch, compiler.version)
+    version = ".".join(map(str, compiler.version))
+    return "disk cache" if cache.load(kernels.folder(), name) is not None else f"NVRTC {version}"

@@ -1,0 +1,336 @@
+"""``pascal-attn selftest``: it finds what is wrong, goes on after it, keeps its time, and says what to use."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from pascal_attn_core.call import Results
+from pascal_attn_core.cli import main
+from pascal_attn_core.cli import selftest as command
+from pascal_attn_core.cli.bench.shapes import Shape
+from pascal_attn_core.cli.selftest import speed
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.observe import machine
+from pascal_attn_core.observe.machine import Clocks, ClockWatch, parse_clocks
+from pascal_attn_core.routes.tiled import TiledRoute
+from pascal_attn_core.runtime import Runtime, using
+from pascal_attn_core.selftest import Selftest, cases, describe, kernels
+from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
+from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants
+
+CPU = torch.device("cpu")
+GTX_1080_TI = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
+
+
+def plenty() -> float:
+    return 1e9
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[Check]:
+    """Every check, on the CPU."""
+    return list(run_checks(CPU, plenty))
+
+
+def test_every_route_is_right_on_every_kind_of_call_or_says_why_it_does_not_take_it(whole) -> None:
+    asked = {(check.case, check.route, check.dtype) for check in whole}
+    assert len(asked) == len(whole) == (len(CASES) - 1) * len(ALL_ROUTES) * len(DTYPES) + len(DTYPES)
+    assert [check.text for check in whole if not check.is_right] == []
+    computed = {route: {c.case for c in whole if c.route == route and not c.refused} for route in ALL_ROUTES}
+    assert computed["auto"] == {case.name for case in CASES}
+    assert computed["tiled"] == {case.name for case in CASES} - {"varlen"}
+    assert len(computed["torch"]) >= 9
+    assert computed["fused"] == set()
+    assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA device, got cpu"}
+
+
+def test_errors_are_measured_and_not_nothing(whole) -> None:
+    tiled = [check.error for check in whole if check.route == "tiled"]
+    assert all(error is not None and error > 1e-9 for error in tiled)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_route_that_is_slightly_wrong_is_found(case, monkeypatch) -> None:
+    """Half a per cent too large: as far as a forgotten key among two hundred."""
+    right = TiledRoute.forward
+
+    def forward(*args, **kwargs) -> Results:
+        found = right(*args, **kwargs)
+        return found._replace(out=found.out * 1.005, lse=None if found.lse is None else found.lse + 0.005)
+
+    monkeypatch.setattr(TiledRoute, "forward", forward)
+    monkeypatch.setattr(cases, "CASES", (case,))
+    monkeypatch.setattr(cases, "DTYPES", ("float32",))
+    monkeypatch.setattr(cases, "ALL_ROUTES", ("tiled",))
+    wrong = [check for check in run_checks(CPU, plenty) if not check.is_right]
+    assert len(wrong) == (case.way != "varlen")  # torch's kernel takes these by themselves
+    assert all("differs from float64 by" in check.text for check in wrong)
+
+
+def test_a_route_that_raises_does_not_end_the_test(monkeypatch) -> None:
+    def forward(*args, **kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(TiledRoute, "forward", forward)
+    monkeypatch.setattr(cases, "CASES", CASES[:2])
+    monkeypatch.setattr(cases, "DTYPES", ("float32",))
+    checks = list(run_checks(CPU, plenty))
+    assert len(checks) == 2 * len(ALL_ROUTES)
+    failed = {check.route: check.failed for check in checks if check.failed}
+    assert failed["tiled"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_the_users_interrupt_ends_it(monkeypatch) -> None:
+    def forward(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TiledRoute, "forward", forward)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_checks(CPU, plenty))
+
+
+def test_no_check_is_begun_after_the_time() -> None:
+    seconds = iter([5.0, 3.0, 1.0, -1.0])
+    assert len(list(run_checks(CPU, lambda: next(seconds)))) == 3
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+class _Kernels(Kernels):
+    """A card whose kernels are right but for one that is wrong and one that cannot be loaded."""
+
+    machine_reasons = ()
+
+    def largest_error(self, variant):
+        if variant.name == "forward-40-float16-none":
+            return 0.3
+        if variant.name == "split-64-float32-none":
+            raise KernelUnavailable("no kernel split-64-float32-none: CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return 1e-7
+
+
+@pytest.fixture
+def card():
+    with using(Runtime(CPU, GTX_1080_TI, parts={Kernels: _Kernels})) as runtime:
+        yield runtime
+
+
+def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
+    found = {check.name: check for check in check_kernels(CPU, plenty)}
+    assert list(found) == [variant.name for variant in checked_variants()]
+    assert len(found) > 60
+    assert {name for name, check in found.items() if not check.is_right} == {
+        "forward-40-float16-none",
+        "split-64-float32-none",
+    }
+    assert "differs from the definition by 3.0e-01" in found["forward-40-float16-none"].text
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["split-64-float32-none"].text
+
+
+def test_where_a_kernel_comes_from(card, tmp_path) -> None:
+    class Compiler:
+        version = (12, 6)
+
+    shipped, gradient = checked_variants()[0], checked_variants()[-1]
+    held = card.part(Kernels)
+    held.folder, held.find_compiler = lambda: tmp_path, lambda arch: None
+    assert kernels.origin_of(held, shipped) == "shipped"
+    assert kernels.origin_of(held, gradient) == ""
+    held.find_compiler = lambda arch: Compiler()
+    assert kernels.origin_of(held, gradient) == "NVRTC 12.6"
+    name = kernels.cache.file_name(kernels.digest(gradient), 61, (12, 6))
+    assert not kernels.cache.save(tmp_path, name, b"\x7fELF cubin")
+    assert kernels.origin_of(held, gradient) == "disk cache"
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_shrink_to_the_time_heads_first() -> None:
+    shape = Shape("gqa", "", 2, 32, 8, 2048, 2048, 64)
+    one_head = 4 * 2048 * 2048 * 64
+    assert speed.fit(shape, 1e12, 1.0) == shape
+    fitted = speed.fit(shape, 1e9, 4 * one_head / 1e9)
+    assert (fitted.batch, fitted.num_heads, fitted.num_kv_heads, fitted.seq_len_q) == (1, 4, 1, 2048)
+    least = speed.fit(shape, 1.0, 1.0)
+    assert (least.num_heads, least.num_kv_heads, least.seq_len_q, least.seq_len_kv) == (4, 1, 512, 512)
+
+
+def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> None:
+    tiny = Shape("sd15", "", 1, 2, 2, 256, 256, 40)
+    race, odd = speed.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
+    monkeypatch.setattr(speed, "model_shapes", lambda device: [odd, tiny])
+
+    def failing(call, *args):
+        if call.name == "odd":
+            raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+        return race(call, *args)
+
+    monkeypatch.setattr(speed, "race", failing)
+    second, first = speed.run_speed(CPU, lambda: 3.0)
+    by_name = {result["name"]: result for result in first["results"]}
+    assert first["text"] == "B1 H2 N256 D40 float32"
+    assert by_name["torch-fused"]["ratio"] == 1
+    assert by_name["ours-tiled"]["seconds"] > 0
+    assert by_name["ours-fused"]["seconds"] is None
+    assert (second["shape"], second["results"]) == ("odd", [])
+    assert second["failed"] == "RuntimeError: CUDA error: unspecified launch failure"
+    found = _found(why_no_kernels=["x"], checks=[RIGHT], speed=[second, first])
+    assert found.problems == ["timing B1 H2 N64 D8 float32: RuntimeError: CUDA error: unspecified launch failure"]
+
+
+def test_the_models_shapes_exist_and_a_gpu_gets_both_number_formats() -> None:
+    on_cpu, on_gpu = speed.model_shapes(CPU), speed.model_shapes(torch.device("cuda"))
+    assert [shape.name for shape in on_cpu] == list(speed.MODELS)
+    assert {shape.dtype for shape in on_gpu} == {"float32", "float16"}
+    assert max(shape.seq_len_q for shape in on_gpu) < 5000
+
+
+def test_what_a_call_costs_is_known_for_the_routes_that_take_it() -> None:
+    costs = speed.call_costs(CPU)
+    assert list(costs) == ["torch-fused", "torch", "tiled", "math", "auto"]
+    assert all(0 < cost < 1e6 for cost in costs.values())
+
+
+# ---- the block -------------------------------------------------------------------------------------------------------
+
+
+def _found(**fields) -> Selftest:
+    return Selftest("cuda:0", ["Pascal Attention 0.2.0"], [], **fields)
+
+
+RIGHT = Check("plain", "tiled", "float32", 1e-6, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        ([], "use route auto (the default)"),
+        ([Check("plain", "fused", "float16", 0.5, 1e-2)], "use fused=False (PASCAL_ATTN_FUSED=0), and report this"),
+        ([Check("plain", "torch", "float16", 0.5, 1e-2)], 'use route="tiled" (PASCAL_ATTN_ROUTE=tiled), and report'),
+        ([Check("plain", "tiled", "float16", failed="X: y")], "use torch's own attention, and report this"),
+        ([Check("varlen", "auto", "float16", 0.5, 1e-2)], "use route auto, and report this"),
+    ],
+)
+def test_the_last_line_says_whether_all_was_right_and_what_to_use(wrong, advice) -> None:
+    found = _found(why_no_kernels=["no GPU"], checks=[RIGHT, *wrong])
+    last = describe(found).splitlines()[-1]
+    assert last.startswith("FAIL 1/2" if wrong else "PASS 1/1")
+    assert advice in last
+
+
+def test_a_test_that_checked_nothing_is_not_passed() -> None:
+    assert _found(why_no_kernels=["x"], cut=["some checks"]).verdict.startswith("FAIL 0/0")
+
+
+def test_a_kernel_that_is_wrong_is_named_and_the_route_is_to_be_switched_off() -> None:
+    wrong = KernelCheck("forward-64-float32-none", "shipped", float("nan"), 1e-4)
+    text = describe(_found(kernels=[wrong], checks=[RIGHT]))
+    assert "kernels     0 of 1 right" in text
+    assert "kernel forward-64-float32-none (shipped): differs from the definition by nan" in text
+    assert "FAIL 1/2" in text
+    assert "fused=False" in text
+
+
+def test_the_block_fits_a_screen_however_much_is_wrong() -> None:
+    wrong = [Check(f"case {n}", "fused", "float32", failed="RuntimeError: no") for n in range(300)]
+    text = describe(_found(kernels=[], why_no_kernels=["x"], checks=wrong))
+    assert len(text.splitlines()) < 40
+    assert "and 288 more (--json has all)" in text
+
+
+def test_speed_is_shown_with_its_share_of_the_peak() -> None:
+    def result(name, seconds, ratio):
+        return {"name": name, "seconds": seconds, "ratio": ratio, "flops": 4e9 / seconds, "extra_bytes": 1 << 20}
+
+    results = [result("torch-fused", 0.002, 1.0), result("ours-fused", 0.001, 0.5), result("ours-auto", 0.001, 0.5)]
+    entry = {"shape": "sdxl", "text": "B2 H10 N4096 D64 float32", "peak": 8e12, "failed": "", "results": results}
+    clocks = Clocks(1480, 5005, 61, 212), Clocks(1898, None, None, None)
+    found = _found(why_no_kernels=["x"], speed=[entry], checks=[RIGHT], costs={"torch-fused": 9.0})
+    found.before, found.during = clocks
+    text = describe(found)
+    assert "1.00 50%" in text
+    assert "clocks      1480 MHz, memory 5005 MHz, 61 C, 212 W before, 1898 MHz while timing" in text
+    assert "fused 0.50, auto 0.50" in text
+    assert "auto takes 0.50 of the time of torch's own function (median)" in text.splitlines()[-1]
+
+
+def test_the_command_prints_the_block_writes_the_figures_and_its_status_says_whether_all_was_right(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    monkeypatch.setattr(cases, "CASES", CASES[:2])
+    path = tmp_path / "self.json"
+    assert main(["selftest", "--device", "cpu", "--no-speed", "--json", str(path)]) == 0
+    written, shown = json.loads(path.read_text()), capsys.readouterr().out
+    assert written["verdict"] == shown.splitlines()[-1]
+    assert written["verdict"].startswith("PASS")
+    assert len(written["checks"]) == 2 * len(ALL_ROUTES) * len(DTYPES)
+    assert written["device"] == "cpu"
+    assert written["clocks"] == {"before": None, "during": None}
+    monkeypatch.setattr(cases, "_LIMITS", dict.fromkeys(DTYPES, 0.0))
+    assert main(["selftest", "--device", "cpu", "--no-speed"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL")
+
+
+def test_it_keeps_its_time_and_names_what_it_left_out() -> None:
+    start = time.monotonic()
+    found = command.selftest(CPU, 0.5)
+    assert time.monotonic() - start < 30
+    assert found.cut == ["some checks", "some speed"]
+    assert "not reached in the time: some checks, some speed" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "0"], "--seconds must be greater than 0 and finite, got 0.0"),
+        (["--device", "nothing"], "Expected one of cpu"),
+        (["--json", "/no/such/folder/x.json"], "--json must name a file in a folder that exists"),
+    ],
+)
+def test_invalid_options_are_refused_before_anything_runs(arguments, message, capsys) -> None:
+    assert main(["selftest", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_are_read_from_nvidia_smi_and_what_a_card_does_not_say_is_left_out() -> None:
+    found = parse_clocks("1480, 5005, 61, 212.34\n")
+    assert found == Clocks(1480, 5005, 61, 212.34)
+    assert found.text == "1480 MHz, memory 5005 MHz, 61 C, 212 W"
+    partly = parse_clocks("324, 405, 38, [N/A]")
+    assert partly == Clocks(324, 405, 38, None)
+    assert partly.text == "324 MHz, memory 405 MHz, 38 C"
+    assert parse_clocks("") is None
+    assert parse_clocks("NVIDIA-SMI has failed because it couldn't communicate with the driver.") is None
+
+
+def test_the_watch_keeps_the_highest_clock_and_leaves_no_thread(monkeypatch) -> None:
+    answers = iter([Clocks(1500, 1, 1, 1), Clocks(1900, 2, 2, 2), Clocks(1600, 3, 3, 3)])
+    asked = threading.Event()
+
+    def ask(device):
+        found = next(answers, None)
+        if found is None:
+            asked.set()
+        return found
+
+    monkeypatch.setattr(machine, "ask_clocks", ask)
+    monkeypatch.setattr(machine, "_WATCH_SECONDS", 0.001)
+    with ClockWatch(torch.device("cuda")) as watch:
+        assert asked.wait(10)
+    assert watch.highest == Clocks(1900, 2, 2, 2)
+    assert "clocks" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_cpu_has_no_clocks_to_ask_for() -> None:
+    assert machine.ask_clocks(CPU) is None
