@@ -131,10 +131,14 @@ class Kernels:
         try:
             return driver.load(self.index, cubin, variant.functions)
         except DriverError as error:
-            if not error.is_out_of_memory or torch.cuda.is_current_stream_capturing():
+            if not error.is_out_of_memory or self._captures():
                 raise
         torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
         return driver.load(self.index, cubin, variant.functions)
+
+    def _captures(self) -> bool:
+        """Whether a graph is being captured on the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def ensure(self, variants: Iterable[Variant]) -> None:
         """Load variants, and compare each at its first use on this device with the definition: one that gives wrong
@@ -149,7 +153,7 @@ class Kernels:
             if variant in self._checked:
                 continue
             self.functions(variant)
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if self._captures():
                 continue
             in_own_thread(functools.partial(self._check, variant), self.device)
 

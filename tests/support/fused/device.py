@@ -111,20 +111,21 @@ def emulated_card(
 
 @contextmanager
 def fresh_card(
-    driver: StandIn, clock: Clock | None = None, folder: Path | None = None, **options: Any
+    driver: StandIn, timing: Clock | None = None, folder: Callable[[], Path | None] = lambda: None, **options: Any
 ) -> Iterator[Any]:
     """Let the CPU be the card of a driver while the block runs, as a new process on a new machine finds it: no kernel
     is loaded or checked, and nothing has been timed. Gives its kernels.
 
     Args:
-        clock: of :class:`Timings`; None = times as they pass.
+        timing: the clock of :class:`Timings`; None = :func:`passing_time`.
+        folder: where kernels and timings are stored.
         options: of :class:`Kernels`.
     """
 
     def timings(runtime: Runtime) -> Timings:
-        return Timings(runtime, clock=clock or passing_time, folder=lambda: folder)
+        return Timings(runtime, clock=timing or passing_time, folder=folder)
 
-    with _card(driver, CardKernels, timings, **options) as kernels:
+    with _card(driver, CardKernels, timings, folder=folder, **options) as kernels:
         yield kernels
 
 
