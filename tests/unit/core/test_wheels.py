@@ -9,7 +9,9 @@ CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 LEGACY = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu126"
-CURRENT = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu130"
+CURRENT = (
+    "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu130"
+)
 
 
 def cuda(archs, version="2.14.0+cu126"):
