@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, empty_output
-from ..config import AttentionConfig
+from ..config import AttentionConfig, RouteUnavailable
 from ..fused.kernels import kernels_of
 from ..fused.launches import forward_launches
 from ..fused.launches_backward import backward_launches
@@ -18,6 +18,7 @@ from ..fused.plan import Packed, Plan, plan_call
 from ..fused.select import call_reasons, rows_are_readable
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
+from .tiled import TiledRoute
 from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute
 
@@ -96,8 +97,19 @@ class FusedRoute(Route):
         **_: Any,
     ) -> Gradients:
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, and a copy
-        of grad_out where its rows cannot be read as they lie."""
+        of grad_out where its rows cannot be read as they lie. Where a kernel cannot be launched any more, the route
+        ``tiled`` goes back from the same results, unless the call holds several sequences."""
         assert saved.lse is not None
+        try:
+            return self._launch_backward(call, plan, grad_out, saved, saved.lse, grad_lse)
+        except RouteUnavailable:
+            if plan.packed is not None:
+                raise
+        return TiledRoute(self.torch_route).backward(call, config, None, grad_out, saved, grad_lse=grad_lse)
+
+    def _launch_backward(
+        self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
         grad_out = grad_out.expand(saved.out.shape)
         if not rows_are_readable(grad_out):
             grad_out = grad_out.contiguous()
@@ -108,7 +120,7 @@ class FusedRoute(Route):
             call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
             call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
         )
-        lse, packed = saved.lse.contiguous(), plan.packed
+        lse, packed = lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
         launches = backward_launches(call, plan, grad_out, saved.out, lse, saved.log_sum, grad_lse, grads)
         if packed is not None:

@@ -111,6 +111,29 @@ def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_r
     assert _route(_inputs()) == "fused"
 
 
+@pytest.mark.parametrize("mask", [None, "float"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_pass_that_cannot_be_launched_is_made_by_tiles(
+    card: CardKernels, compiled: bool, mask: str | None
+) -> None:
+    leaves = _inputs(requires_grad=True)
+    bias = None if mask is None else torch.randn(60, 60)
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return sdpa(*tensors, bias, **WINDOW)
+
+    out = (torch.compile(attend, backend="aot_eager") if compiled else attend)(*leaves)
+    assert len(card._checked) == 3
+    card.driver.faults["cuLaunchKernel"] = 701
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    expected = torch.autograd.grad(reference_sdpa(*leaves, bias, **WINDOW)[0].square().sum(), leaves)
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+    card.driver.faults["cuLaunchKernel"] = 700
+    with pytest.raises(DriverError, match="can no longer use the GPU"):
+        _route(_inputs())
+
+
 def test_a_launch_that_fails_after_others_of_its_call_is_no_harm(card: CardKernels) -> None:
     inputs = [torch.randn(1, 1, tokens, 16) for tokens in (3, 300, 300)]
     assert _route(inputs) == "fused"  # two launches: the second one joins the parts

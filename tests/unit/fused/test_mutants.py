@@ -20,5 +20,5 @@ def test_every_mutant_has_its_place_in_the_source(name: str) -> None:
 
 
 def test_a_place_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match="forward.cu has 0 times 'no such line', want one"):
+    with pytest.raises(ValueError, match=r"forward\.cu has 0 times 'no such line', want one"):
         mutated(replace(MUTANTS["lse_in_base_2"], right="no such line"))
