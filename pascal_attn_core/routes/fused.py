@@ -16,6 +16,7 @@ from ..fused.launches_int8 import int8_launches
 from ..fused.launches_packed import packed_launches
 from ..fused.plan import Packed, Plan, plan_call
 from ..fused.select import call_reasons, rows_are_readable
+from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
@@ -49,6 +50,10 @@ class FusedRoute(Route):
             return None
         plan = request.plan(self)
         if isinstance(plan, list):
+            return None
+        untried = why_untried(call, plan)
+        if untried:
+            request.remarks.append(f"the fused kernel is left off: {untried}")
             return None
         if not isinstance(form, TorchForm):
             return Choice(self, form[0], plan, torch_stores=True)
@@ -184,6 +189,11 @@ def find_plan(
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
+
+
+def why_untried(call: AttentionCall, plan: Plan) -> str:
+    """Why ``auto`` should not run the kernels of a plan on the device of a call: see :meth:`.trial.Trials.reason`."""
+    return runtime_of(call.query.device).part(Trials).reason((plan.forward, *plan.gradients))
 
 
 def takes_device(device: torch.device) -> bool:
