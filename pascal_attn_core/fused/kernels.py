@@ -15,7 +15,7 @@ import torch
 
 from ..call import AttentionCall
 from ..config import RouteUnavailable, cache_folder
-from ..own_thread import in_own_thread
+from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
 from . import cache, nvrtc, prebuilt, verify
 from .driver import Driver, DriverError, driver
@@ -102,7 +102,8 @@ class Kernels:
         failed = self._failed.get(variant)
         if failed is None and variant in self._short_of_memory:
             since, reason = self._short_of_memory[variant]
-            return reason if self.clock() - since < MEMORY_PAUSE else None
+            # Recomputation in a backward pass has to take the route that its forward pass took.
+            return reason if self.clock() - since < MEMORY_PAUSE or in_backward() else None
         return failed
 
     def functions(self, variant: Variant) -> dict[str, Any]:

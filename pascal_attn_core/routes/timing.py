@@ -13,6 +13,7 @@ import json
 import logging
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ _KEYS_OF_FEW_QUERIES = 16384
 _ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
 _ROUNDS = 3
+RETRY_SECONDS = 60.0  # after a timing that found no memory, or no kernel
 _CONFIG = AttentionConfig()
 Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
@@ -109,6 +111,7 @@ class Timings:
         self.device, self.info = runtime.device, runtime.info
         self.clock, self.folder = median_times if clock is None else clock, folder
         self._postponed: dict[Kind, tuple[Route, AttentionCall, int]] = {}
+        self._again: dict[Kind, float] = {}  # when kinds that found no memory may be timed again
         self._lock = threading.RLock()
 
     @functools.cached_property
@@ -129,12 +132,12 @@ class Timings:
             call: one that the fused route takes, and torch's kernel as it is or rewritten.
             budget_bytes: extra memory that torch's route may use.
         Returns:
-            The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or
-            cannot be now: a graph is being captured, or this is a backward pass (the timing of gradients would wait
-            for it to end), after which the next call times this kind too.
+            The ratio, or None where it could not be found out (torch refuses the timed call; or memory was short: after
+            RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, or this is a backward pass,
+            for the end of which the timing of gradients would wait; the next call outside of it times this kind too.
         """
         kind = Kind.of(call)
-        if kind in self.known and not self._postponed:
+        if kind in self.known and not self._postponed and not self._again:
             return self.known[kind]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self.known.get(kind)
@@ -143,6 +146,8 @@ class Timings:
                 self._postponed[kind] = ours, _without_numbers(call), budget_bytes
             return self.known.get(kind)
         with self._lock:
+            for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
+                del self._again[each], self.known[each]
             waiting, self._postponed = {**self._postponed, kind: (ours, call, budget_bytes)}, {}
             for each, given in waiting.items():
                 if each not in self.known:
@@ -168,6 +173,7 @@ class Timings:
         try:
             found = in_own_thread(times, device)
         except (RouteUnavailable, torch.cuda.OutOfMemoryError):
+            self._again[kind] = time.monotonic() + RETRY_SECONDS
             return None
         if found is None:
             return None

@@ -29,6 +29,7 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.own_thread import in_backward, in_own_thread
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import timing
 from pascal_attn_core.routes.timing import Kind, Timings
 from pascal_attn_core.runtime import runtime_of
 
@@ -112,6 +113,27 @@ def test_a_compiled_call_with_gradients_is_timed(tmp_path: Path) -> None:
         (ratio,) = runtime_of(CPU).part(Timings).known.values()
         assert ratio is not None
         assert f"{ratio:.2f}" in explain(*leaves, config=AUTO)
+
+
+def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [torch.randn(1, 1, 60, 16) for _ in range(3)]
+    runs = []
+
+    def short_at_first(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        runs.append(1)
+        if len(runs) == 1:
+            raise torch.cuda.OutOfMemoryError("no room for the timing")
+        return [1.0, 2.0]
+
+    with fresh_card(StandIn(execute=execute), short_at_first):
+        for _ in range(2):
+            assert explain(*leaves, config=AUTO).startswith("route torch")
+        assert len(runs) == 1
+        now = timing.time.monotonic()
+        monkeypatch.setattr(timing.time, "monotonic", lambda: now + timing.RETRY_SECONDS)
+        for _ in range(2):
+            assert explain(*leaves, config=AUTO).startswith("route fused: timed on this card at 0.50")
+        assert len(runs) == 2
 
 
 # ---- modes and hooks -------------------------------------------------------------------------------------------------

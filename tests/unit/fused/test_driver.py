@@ -17,6 +17,7 @@ from attn_support.fused.cases import whole
 from attn_support.fused.device import CardKernels, execute, fresh_card
 from attn_support.fused.driver import Compiler, StandIn, cubin, fails_once
 from attn_support.fused.emulation import CARD, GXX
+from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
 from pascal_attn_core.call import check_call
@@ -163,6 +164,18 @@ def test_a_lack_of_memory_lasts_for_a_moment(
     time.now += fused_kernels.MEMORY_PAUSE
     assert explain(*inputs, **WINDOW).startswith("route fused")
     assert _route(inputs) == "fused"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, time: Time, use_reentrant: bool) -> None:
+    leaves = _inputs(requires_grad=True)
+    card.driver.faults["cuModuleLoadData"] = 2
+    out = checkpoint(lambda *t: sdpa(*t, **WINDOW), *leaves, use_reentrant=use_reentrant)
+    card.driver.faults.clear()
+    time.now += fused_kernels.MEMORY_PAUSE
+    out.square().sum().backward()  # would save other tensors by another route
+    assert "forward" not in {variant.kind for variant in card._checked}
+    assert _route(_inputs()) == "fused"
 
 
 def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time) -> None:
