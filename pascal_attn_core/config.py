@@ -19,8 +19,8 @@ ROUTES = ("fused", "torch", "tiled", "math")
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
-# Read by pascal_attn_core.auto, not fields of a config.
-SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE")
+# Read by pascal_attn_core.auto and pascal_attn_core.fused.trial, not fields of a config.
+SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE", "PASCAL_ATTN_TRUST")
 _MIN_BUDGET_MIB = 1 / 16
 _MAX_MIB = 1 << 40  # in bytes still a number of 64 bits
 _MAX_TOKENS = (1 << 31) - 1
@@ -147,14 +147,19 @@ def default_config() -> AttentionConfig:
     return AttentionConfig.from_env()
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are cached: the platform's folder for a user's caches."""
-    if sys.platform == "win32":
-        root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_folder() -> Path | None:
+    """Where compiled kernels and timings are kept: the platform's folder for a user's caches. None where there is
+    none, as for a user without a home folder, which the log is told once."""
+    try:
+        if sys.platform == "win32":
+            root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        elif sys.platform == "darwin":
+            root = Path.home() / "Library" / "Caches"
+        else:
+            root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        _tell_once(f"nothing is kept on disk: {error}")
+        return None
     return Path(root) / "pascal-attention"
 
 
@@ -212,6 +217,11 @@ def _unknown(name: str, fields: tuple[str, ...]) -> str:
 @functools.lru_cache(maxsize=64)
 def _warn_once(sentence: str) -> None:
     log.warning("%s", sentence)
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_once(sentence: str) -> None:
+    log.info("%s", sentence)
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ def packed_attend(
         return None
     packed = Packed.of(q_ends, k_ends, q.device, lower_right=True)
     plan = fused.find_plan(call, config, with_lse=with_lse, packed=packed)
-    if isinstance(plan, list):
+    if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
     try:

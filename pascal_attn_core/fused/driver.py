@@ -14,10 +14,32 @@ import torch
 from .params import Params
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+# What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
+# some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999).
+_LOST = {4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999}
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed; the message holds its name and the driver's own words."""
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        code: the driver's number for the error, -1 if unknown. The message holds its words, and the function's name.
+    """
+
+    def __init__(self, message: str, code: int = -1):
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.code == _OUT_OF_MEMORY
+
+    @property
+    def loses_device(self) -> bool:
+        """Whether this process can no longer use the device, by any route. The kernel that is to blame may be another
+        than the one that was to be loaded or launched: faults are reported by the next call of the driver."""
+        return self.code in _LOST
 
 
 class Driver:
@@ -43,7 +65,10 @@ class Driver:
         if code:
             words = ctypes.c_char_p()
             self._lib.cuGetErrorString(code, ctypes.byref(words))
-            raise DriverError(f"{function}: {words.value.decode() if words.value else f'error {code}'}")
+            message = f"{function}: {words.value.decode() if words.value else f'error {code}'}"
+            if code in _LOST:
+                message += f" (CUDA error {code}); this process can no longer use the GPU"
+            raise DriverError(message, code)
 
     def _context(self, index: int) -> ctypes.c_void_p:
         """The primary context of a device, which is torch's; retained once."""
@@ -88,11 +113,19 @@ class Driver:
         finally:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
+    def stream(self, index: int) -> int:
+        """The handle of torch's current stream of a device."""
+        return torch.cuda.current_stream(index).cuda_stream
+
     def launch(
         self, index: int, function: ctypes.c_void_p, grid: tuple[int, int, int], threads: int, params: Params
     ) -> None:
-        """Queue a kernel on torch's current stream of a device. The driver copies the parameters."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
+        """Queue a kernel on torch's current stream of a device. The driver copies the parameters.
+
+        Raises:
+            DriverError: nothing has been queued.
+        """
+        stream = ctypes.c_void_p(self.stream(index))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         with self.on(index):
             self.call("cuLaunchKernel", function, *grid, threads, 1, 1, 0, stream, pointers, None)

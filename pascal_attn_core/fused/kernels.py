@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from ..call import AttentionCall
 from ..config import RouteUnavailable, cache_folder
+from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
 from . import cache, nvrtc, prebuilt, verify
 from .driver import Driver, DriverError, driver
@@ -25,6 +26,8 @@ log = logging.getLogger("pascal_attn")
 # Multiplications of one launch for each multiprocessor: some tenths of a second, since a driver that shows a desktop
 # ends kernels that take two seconds.
 WORK_PER_SM = 1 << 34
+# Seconds for which a kernel that found no memory is not tried again.
+MEMORY_PAUSE = 5.0
 _GRID_LIMIT = 65535
 
 
@@ -40,8 +43,9 @@ class Kernels:
         open_driver: gives the CUDA driver, or raises OSError or :class:`DriverError`.
         find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
         shipped: gives the prebuilt cubin of a variant for a compute capability, or None.
-        folder: gives the folder in which compiled kernels are stored.
+        folder: gives the folder in which compiled kernels are stored, or None.
         work_per_sm: multiplications that one launch may have for each multiprocessor.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -51,14 +55,17 @@ class Kernels:
         open_driver: Callable[[], Driver] = driver,
         find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
         shipped: Callable[[Variant, tuple[int, int]], bytes | None] = prebuilt.find,
-        folder: Callable[[], Path] = cache_folder,
+        folder: Callable[[], Path | None] = cache_folder,
         work_per_sm: int = WORK_PER_SM,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.device, self.info = runtime.device, runtime.info
         self.open_driver, self.find_compiler, self.shipped, self.folder = open_driver, find_compiler, shipped, folder
+        self.clock = clock
         self.work_per_launch = work_per_sm * runtime.info.num_sms
         self._loaded: dict[Variant, dict[str, Any]] = {}
         self._failed: dict[Variant, str] = {}
+        self._short_of_memory: dict[Variant, tuple[float, str]] = {}
         self._checked: set[Variant] = set()
         self._lock = threading.RLock()
 
@@ -88,28 +95,51 @@ class Kernels:
 
     def reasons(self, variants: Iterable[Variant]) -> list[str]:
         """Why these variants cannot run on this device, as far as that is known; empty = nothing speaks against it."""
-        return list(self.machine_reasons) or [self._failed[v] for v in variants if v in self._failed]
+        return list(self.machine_reasons) or [reason for v in variants if (reason := self._reason(v))]
+
+    def _reason(self, variant: Variant) -> str | None:
+        """Why a variant cannot run now, if that is known."""
+        failed = self._failed.get(variant)
+        if failed is None and variant in self._short_of_memory:
+            since, reason = self._short_of_memory[variant]
+            # Recomputation in a backward pass has to take the route that its forward pass took.
+            return reason if self.clock() - since < MEMORY_PAUSE or in_backward() else None
+        return failed
 
     def functions(self, variant: Variant) -> dict[str, Any]:
         """A variant's functions, loaded at the first call.
 
         Raises:
-            KernelUnavailable: after one warning; the same from then on.
+            KernelUnavailable: after one warning; the same from then on, or for a while where memory is short.
+            DriverError: the process can no longer use the device.
         """
         found = self._loaded.get(variant)
         if found is not None:
             return found
         with self._lock:
-            if variant not in self._loaded and variant not in self._failed:
+            if variant not in self._loaded:
+                reason = self._reason(variant)
+                if reason:
+                    raise KernelUnavailable(reason)
                 try:
-                    self._loaded[variant] = self.open_driver().load(
-                        self.index, self.machine_code(variant), variant.functions
-                    )
+                    self._loaded[variant] = self._load(variant)
                 except (KernelUnavailable, DriverError) as error:
-                    self.disable(variant, f"no kernel {variant.name}: {error}")
-            if variant in self._failed:
-                raise KernelUnavailable(self._failed[variant])
+                    raise self.unavailable(variant, error) from error
             return self._loaded[variant]
+
+    def _load(self, variant: Variant) -> dict[str, Any]:
+        cubin, driver = self.machine_code(variant), self.open_driver()
+        try:
+            return driver.load(self.index, cubin, variant.functions)
+        except DriverError as error:
+            if not error.is_out_of_memory or self._captures():
+                raise
+        torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
+        return driver.load(self.index, cubin, variant.functions)
+
+    def _captures(self) -> bool:
+        """Whether a graph is being captured on the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def ensure(self, variants: Iterable[Variant]) -> None:
         """Load variants, and compare each at its first use on this device with the definition: one that gives wrong
@@ -117,26 +147,54 @@ class Kernels:
         only loaded.
 
         Raises:
-            KernelUnavailable: one cannot be loaded, or gives wrong answers here.
+            KernelUnavailable: one cannot be loaded or launched, or gives wrong answers here.
+            DriverError: the process can no longer use the device.
         """
         for variant in variants:
             if variant in self._checked:
                 continue
             self.functions(variant)
-            on_cuda = self.device.type == "cuda"
-            if on_cuda and torch.cuda.is_current_stream_capturing():
+            if self._captures():
                 continue
-            with self._lock, torch.cuda.device(self.device) if on_cuda else nullcontext(), torch.no_grad():
-                if variant not in self._checked:
-                    error = self.largest_error(variant)
-                    if not error <= verify.tolerance(variant):
-                        self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
-                        raise KernelUnavailable(self._failed[variant])
-                    self._checked.add(variant)
+            in_own_thread(functools.partial(self._check, variant), self.device)
+
+    def _check(self, variant: Variant) -> None:
+        with self._lock, torch.no_grad():
+            if variant in self._checked:
+                return
+            try:
+                error = self.largest_error(variant)
+            except torch.cuda.OutOfMemoryError as short:
+                raise self.unavailable(variant, short) from short
+            if not error <= verify.tolerance(variant):
+                self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
+                raise KernelUnavailable(self._failed[variant])
+            self._checked.add(variant)
 
     def largest_error(self, variant: Variant) -> float:
         """Of a variant on this device: see :func:`.verify.largest_error`."""
         return verify.largest_error(variant, self.device, self.run)
+
+    def unavailable(self, variant: Variant, error: Exception) -> KernelUnavailable:
+        """What to raise for a variant that could not be loaded or launched, which is remembered: for the rest of the
+        process, or where memory was short for MEMORY_PAUSE.
+
+        Raises:
+            DriverError: ``error``, where the process can no longer use the device: no route could.
+        """
+        if isinstance(error, DriverError) and error.loses_device:
+            raise error
+        is_short = error.is_out_of_memory if isinstance(error, DriverError) else not isinstance(error, RouteUnavailable)
+        if not is_short:
+            self.disable(variant, f"no kernel {variant.name}: {error}")
+            return KernelUnavailable(self._failed[variant])
+        reason = f"no memory for the kernel {variant.name}: {error}"
+        with self._lock:
+            is_first = variant not in self._short_of_memory
+            self._short_of_memory[variant] = self.clock(), reason
+        if is_first:
+            log.warning("the fused route is not taken until there is more memory: %s", reason)
+        return KernelUnavailable(reason)
 
     def disable(self, variant: Variant, reason: str) -> None:
         """Never run a variant on this device again."""
@@ -161,14 +219,14 @@ class Kernels:
         if compiler is None:
             raise KernelUnavailable(f"not prebuilt, and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12")
         folder, name = self.folder(), cache.file_name(digest(variant), arch, compiler.version)
-        cubin = cache.load(folder, name)
+        cubin = None if folder is None else cache.load(folder, name)
         if cubin is not None:
             return cubin
         try:
             cubin = compiler.compile(source(variant.kind), arch, variant.macros()).cubin
         except nvrtc.CompileError as error:
             raise KernelUnavailable(str(error).strip()) from error
-        problem = cache.save(folder, name, cubin)
+        problem = None if folder is None else cache.save(folder, name, cubin)
         if problem:
             log.info("a compiled kernel could not be stored: %s", problem)
         return cubin
@@ -177,12 +235,17 @@ class Kernels:
         """Queue launches on the current stream of the device, long ones in parts.
 
         Raises:
-            KernelUnavailable: before anything has been queued.
+            KernelUnavailable: one could not be loaded or launched. What was queued before it writes only where these
+                launches write: their call can be computed anew, by another route.
+            DriverError: the process can no longer use the device.
         """
         handles = [self.functions(launch.variant)[launch.function] for launch in launches]
         for launch, handle in zip(launches, handles):
             for part in parts(launch, self.work_per_launch):
-                self.queue(part, handle)
+                try:
+                    self.queue(part, handle)
+                except DriverError as error:
+                    raise self.unavailable(launch.variant, error) from error
 
     def queue(self, launch: Launch, handle: Any) -> None:
         """Queue one launch as it is; ``handle`` is its function, loaded."""

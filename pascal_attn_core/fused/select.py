@@ -13,8 +13,9 @@ from .source import HEAD_DIMS
 GRADIENT_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEADS = 65535  # a grid's second dimension
-# Offsets within a staged chunk are 32-bit numbers.
+# Offsets within a staged chunk are 32-bit numbers, and so are those within the columns of a mask's tile, at most 128.
 _STRIDE = 1 << 26
+_MASK_STRIDE = 1 << 25
 
 
 def call_reasons(call: AttentionCall, *, int8: bool = False, with_lse: bool = False) -> list[str]:
@@ -67,7 +68,10 @@ def _mask_reasons(call: AttentionCall) -> list[str]:
         reasons.append(f"a bool mask needs a positive scale, got {call.scale:g}")
     if call.needs_mask_grad:
         reasons.append("the fused kernel gives no gradient of attn_mask")
-    if (mask.dim() and max(mask.stride()) >= 1 << 40) or any(s >= _STRIDE for s in mask.stride()[-1:]):
+    steps = [step for size, step in zip(mask.shape, mask.stride()) if size > 1]
+    # The columns of a tile are keys; in the kernel that gives the gradients of key and value they are queries.
+    columns = [step for size, step in zip(mask.shape[-2:], mask.stride()[-2:]) if size > 1]
+    if any(step >= 1 << 40 for step in steps) or any(step >= _MASK_STRIDE for step in columns):
         reasons.append("the strides of attn_mask are too large")
     return reasons
 

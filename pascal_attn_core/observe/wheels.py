@@ -78,6 +78,11 @@ def judge(info: DeviceInfo, build: TorchBuild) -> Verdict:
     return Verdict(True, f"torch runs on {info.kind} devices without a list of architectures")
 
 
+def _install(index: str) -> str:
+    """torch's companions hold code that was built against one build of it: they are replaced together."""
+    return f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}/{index}"
+
+
 def wheel_for(capability: tuple[int, int]) -> str:
     """What to install for a CUDA card: a pip command, or a sentence if no wheel has code for it."""
     major, minor = capability
@@ -87,14 +92,14 @@ def wheel_for(capability: tuple[int, int]) -> str:
             f"with TORCH_CUDA_ARCH_LIST={major}.{minor}"
         )
     index = LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX
-    return f"pip install --force-reinstall torch --index-url {INDEX}/{index}"
+    return _install(index)
 
 
 def rocm_wheel_for(arch: str) -> str:
     """What to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
     if arch in _ROCM_GFX9 + _ROCM_RDNA:
         index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
-        return f"pip install --force-reinstall torch --index-url {INDEX}/{index}"
+        return _install(index)
     if arch.startswith("gfx103"):
         return (
             f"no wheel names {arch}, but it runs gfx1030 code: set HSA_OVERRIDE_GFX_VERSION=10.3.0 and use the wheel "

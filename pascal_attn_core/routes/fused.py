@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, empty_output
-from ..config import AttentionConfig
+from ..config import AttentionConfig, RouteUnavailable
 from ..fused.kernels import kernels_of
 from ..fused.launches import forward_launches
 from ..fused.launches_backward import backward_launches
@@ -16,8 +16,10 @@ from ..fused.launches_int8 import int8_launches
 from ..fused.launches_packed import packed_launches
 from ..fused.plan import Packed, Plan, plan_call
 from ..fused.select import call_reasons, rows_are_readable
+from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
+from .tiled import TiledRoute
 from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute
 
@@ -48,6 +50,10 @@ class FusedRoute(Route):
             return None
         plan = request.plan(self)
         if isinstance(plan, list):
+            return None
+        untried = why_untried(call, plan)
+        if untried:
+            request.remarks.append(f"the fused kernel is left off: {untried}")
             return None
         if not isinstance(form, TorchForm):
             return Choice(self, form[0], plan, torch_stores=True)
@@ -96,8 +102,19 @@ class FusedRoute(Route):
         **_: Any,
     ) -> Gradients:
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, and a copy
-        of grad_out where its rows cannot be read as they lie."""
+        of grad_out where its rows cannot be read as they lie. Where a kernel cannot be launched any more, the route
+        ``tiled`` goes back from the same results, unless the call holds several sequences."""
         assert saved.lse is not None
+        try:
+            return self._launch_backward(call, plan, grad_out, saved, saved.lse, grad_lse)
+        except RouteUnavailable:
+            if plan.packed is not None:
+                raise
+        return TiledRoute(self.torch_route).backward(call, config, None, grad_out, saved, grad_lse=grad_lse)
+
+    def _launch_backward(
+        self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
         grad_out = grad_out.expand(saved.out.shape)
         if not rows_are_readable(grad_out):
             grad_out = grad_out.contiguous()
@@ -108,7 +125,7 @@ class FusedRoute(Route):
             call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
             call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
         )
-        lse, packed = saved.lse.contiguous(), plan.packed
+        lse, packed = lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
         launches = backward_launches(call, plan, grad_out, saved.out, lse, saved.log_sum, grad_lse, grads)
         if packed is not None:
@@ -172,6 +189,11 @@ def find_plan(
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
+
+
+def why_untried(call: AttentionCall, plan: Plan) -> str:
+    """Why ``auto`` should not run the kernels of a plan on the device of a call: see :meth:`.trial.Trials.reason`."""
+    return runtime_of(call.query.device).part(Trials).reason((plan.forward, *plan.gradients))
 
 
 def takes_device(device: torch.device) -> bool:

@@ -13,20 +13,20 @@ import json
 import logging
 import statistics
 import threading
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, check_call, without_autocast
+from ..call import AttentionCall, check_call
 from ..config import AttentionConfig, RouteUnavailable, cache_folder
 from ..device import DeviceInfo
 from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
-from ..observe.progress import between_blocks
+from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime
 from ..storage import replace_file
 from .route import Request, Route
@@ -40,6 +40,7 @@ _KEYS_OF_FEW_QUERIES = 16384
 _ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
 _ROUNDS = 3
+RETRY_SECONDS = 60.0  # after a timing that found no memory, or no kernel
 _CONFIG = AttentionConfig()
 Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
@@ -101,19 +102,24 @@ class Timings:
     Args:
         runtime: of the device.
         clock: as :func:`median_times`.
-        folder: gives the folder of the file.
+        folder: gives the folder of the file, or None: nothing is stored.
     """
 
-    def __init__(self, runtime: Runtime, *, clock: Clock | None = None, folder: Callable[[], Path] = cache_folder):
+    def __init__(
+        self, runtime: Runtime, *, clock: Clock | None = None, folder: Callable[[], Path | None] = cache_folder
+    ):
         self.device, self.info = runtime.device, runtime.info
         self.clock, self.folder = median_times if clock is None else clock, folder
+        self._postponed: dict[Kind, tuple[Route, AttentionCall, int]] = {}
+        self._again: dict[Kind, float] = {}  # when kinds that found no memory may be timed again
         self._lock = threading.RLock()
 
     @functools.cached_property
     def known(self) -> dict[Kind, float | None]:
         """Our kernel's time in units of torch's for each kind of call; None where it could not be found out, which is
         not stored."""
-        return dict(_load(self.folder() / file_name(self.info)))
+        folder = self.folder()
+        return {} if folder is None else dict(_load(folder / file_name(self.info)))
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         """How long our kernel takes, in units of torch's time, for calls of this kind on this device.
@@ -126,31 +132,34 @@ class Timings:
             call: one that the fused route takes, and torch's kernel as it is or rewritten.
             budget_bytes: extra memory that torch's route may use.
         Returns:
-            The ratio, or None where it could not be found out (memory was short, torch refuses the timed call), or
-            cannot be now (a graph is being captured).
+            The ratio, or None where it could not be found out (torch refuses the timed call; or memory was short: after
+            RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, or this is a backward pass,
+            for the end of which the timing of gradients would wait; the next call outside of it times this kind too.
         """
         kind = Kind.of(call)
-        if kind in self.known:
+        if kind in self.known and not self._postponed and not self._again:
             return self.known[kind]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        with self._lock:
+            return self.known.get(kind)
+        if in_backward():
             if kind not in self.known:
-                self.known[kind] = self._timed(ours, call, kind, budget_bytes)
-                self.save()
+                self._postponed[kind] = ours, _without_numbers(call), budget_bytes
+            return self.known.get(kind)
+        with self._lock:
+            for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
+                del self._again[each], self.known[each]
+            waiting, self._postponed = {**self._postponed, kind: (ours, call, budget_bytes)}, {}
+            for each, given in waiting.items():
+                if each not in self.known:
+                    self.known[each] = self._timed(each, *given)
+                    self.save()
             return self.known[kind]
 
-    def _timed(self, ours: Route, call: AttentionCall, kind: Kind, budget_bytes: int) -> float | None:
+    def _timed(self, kind: Kind, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         device = call.query.device
-        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        try:
-            with (
-                on_device,
-                between_blocks(None),
-                without_autocast(call.query),
-                torch.inference_mode(False),
-                torch.set_grad_enabled(kind.gradients),
-            ):
+
+        def times() -> list[float] | None:
+            with torch.set_grad_enabled(kind.gradients):
                 sample = sample_call(call, kind)
                 form, plan = find_form(sample, budget_bytes), ours.plan(Request(sample, _CONFIG))
                 if not isinstance(form, TorchForm) or isinstance(plan, list):
@@ -159,9 +168,16 @@ class Timings:
                     lambda: ours.run(sample, _CONFIG, plan, with_lse=False, stats=None)[0],
                     lambda: run_form(sample, form),
                 ]
-                our_time, its_time = self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
+                return self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
+
+        try:
+            found = in_own_thread(times, device)
         except (RouteUnavailable, torch.cuda.OutOfMemoryError):
+            self._again[kind] = time.monotonic() + RETRY_SECONDS
             return None
+        if found is None:
+            return None
+        our_time, its_time = found
         log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
         return our_time / its_time
 
@@ -169,6 +185,8 @@ class Timings:
         """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
         way."""
         folder, name = self.folder(), file_name(self.info)
+        if folder is None:
+            return
         self.known.update(_load(folder / name))
         rows = [
             {"kind": kind._asdict(), "ratio": round(ratio, 4)}
@@ -191,7 +209,8 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
 
     def numbers(heads: int, tokens: int, head_dim: int) -> Tensor:
         own_heads = heads if kind.gradients else 1
-        drawn = torch.randn((1, own_heads, tokens, head_dim), generator=generator, device=device)
+        shape = (1, own_heads, tokens, head_dim)
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return drawn.to(call.query.dtype).expand(1, heads, -1, -1).requires_grad_(kind.gradients)
 
     mask = None
@@ -208,6 +227,13 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
         scale=call.scale,
         enable_gqa=kind.groups > 1,
     )
+
+
+def _without_numbers(call: AttentionCall) -> AttentionCall:
+    """What :func:`sample_call` needs of a call, which can be kept."""
+    mask = call.attn_mask
+    query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
+    return call.with_tensors(query, key, value, mask.new_empty(0) if isinstance(mask, Tensor) else mask)
 
 
 def _with_gradients(call: AttentionCall, forward: Callable[[], Tensor]) -> Callable[[], Any]:

@@ -8,7 +8,6 @@ mended is therefore used again.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..call import AttentionCall, distinct
 from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
+from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
 from ..tiled.layout import may_read, worth_looking
 
@@ -70,7 +70,7 @@ def is_shown(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool:
     found, key = runtime_of(device).part(ShownFaults).found, (fault.name, dtype)
     shown = found.get(key)
     if shown is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and (torch.cuda.is_current_stream_capturing() or in_backward()):
             return True
         shown = _try(fault, device, dtype)
         if shown is None:
@@ -81,23 +81,18 @@ def is_shown(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _try(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool | None:
-    """In a thread of its own, which has none of the caller's modes, transforms, autocast and inference settings; None =
-    there was no memory for it."""
-    answer: list[bool | None] = []
+    """Without the caller's modes, transforms, autocast and inference settings; None = there was no memory for it."""
 
-    def run() -> None:
+    def run() -> bool | None:
         try:
             with torch.enable_grad():
-                answer.append(fault.probe(device, dtype))
+                return fault.probe(device, dtype)
         except torch.cuda.OutOfMemoryError:
-            answer.append(None)
+            return None
         except Exception:  # a kernel that raises does not serve either
-            answer.append(True)
+            return True
 
-    thread = threading.Thread(target=run, name=f"pascal_attn probe: {fault.name}")
-    thread.start()
-    thread.join()
-    return answer[0] if answer else None
+    return in_own_thread(run, device)
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------

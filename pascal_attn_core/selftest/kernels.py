@@ -88,6 +88,7 @@ def origin_of(kernels: Kernels, variant: Variant) -> str:
     compiler = kernels.find_compiler(arch)
     if compiler is None:
         return ""
-    name = cache.file_name(digest(variant), arch, compiler.version)
-    version = ".".join(map(str, compiler.version))
-    return "disk cache" if cache.load(kernels.folder(), name) is not None else f"NVRTC {version}"
+    folder, name = kernels.folder(), cache.file_name(digest(variant), arch, compiler.version)
+    if folder is not None and cache.load(folder, name) is not None:
+        return "disk cache"
+    return f"NVRTC {'.'.join(map(str, compiler.version))}"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
+from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.fused import prebuilt, verify
 from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
@@ -125,14 +128,74 @@ def test_a_captured_graph_repeats_the_call_on_new_numbers(tokens: int) -> None:
     torch.testing.assert_close(out, reference_sdpa(query, key, value)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_compiled_call_and_its_gradients_are_one_graph() -> None:
-    leaves = [torch.randn(1, 2, 100, 64, device="cuda", requires_grad=True) for _ in range(3)]
-    compiled = torch.compile(lambda *t: sdpa(*t, is_causal=True, config=FUSED), fullgraph=True, backend="aot_eager")
-    out, expected = compiled(*leaves), reference_sdpa(*leaves, is_causal=True)[0]
+@pytest.fixture
+def first_use() -> Iterator[Kernels]:
+    """The kernels of this card as a new process finds them: none is loaded or checked yet."""
+    with using(Runtime(torch.device("cuda", torch.cuda.current_device()))) as runtime:
+        yield runtime.part(Kernels)
+
+
+def _check_a_training_step(attend: Callable[..., torch.Tensor], tokens: int = 100) -> None:
+    leaves = [torch.randn(1, 2, tokens, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    out, expected = attend(*leaves), reference_sdpa(*leaves, is_causal=True)[0]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-    actual, wanted = (torch.autograd.grad(o.square().sum(), leaves) for o in (out, expected))
-    for a, w in zip(actual, wanted):
-        torch.testing.assert_close(a, w, atol=1e-4, rtol=1e-3)
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    out.square().sum().backward()
+    for leaf, w in zip(leaves, wanted):
+        torch.testing.assert_close(leaf.grad, w, atol=1e-4, rtol=1e-3)
+
+
+def _attend(*tensors: torch.Tensor) -> torch.Tensor:
+    return sdpa(*tensors, is_causal=True, config=FUSED)
+
+
+def test_a_compiled_call_and_its_gradients_are_one_graph(first_use: Kernels) -> None:
+    for _ in range(2):
+        _check_a_training_step(torch.compile(_attend, fullgraph=True, backend="aot_eager"))
+    assert len(first_use._checked) == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("config", [FUSED, AttentionConfig()], ids=["by name", "auto"])
+def test_the_first_training_step_with_gradient_checkpointing(
+    first_use: Kernels, config: AttentionConfig, use_reentrant: bool
+) -> None:
+    """Recomputation runs in the thread that serves the device's backward passes: a check that waited for one there
+    would never end."""
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return sdpa(*tensors, is_causal=True, config=config)
+
+    for tokens in (1100, 100):
+        _check_a_training_step(lambda *t: checkpoint(attend, *t, use_reentrant=use_reentrant), tokens)
+
+
+def test_the_first_call_is_checked_on_the_callers_stream(first_use: Kernels) -> None:
+    streams: list[int] = []
+
+    class Noted(Kernels):
+        def queue(self, launch: Launch, handle: object) -> None:
+            streams.append(torch.cuda.current_stream(self.device).cuda_stream)
+            super().queue(launch, handle)
+
+    stream = torch.cuda.Stream()
+    with using(Runtime(first_use.device, parts={Kernels: Noted})), torch.cuda.stream(stream):
+        sdpa(*_large(), enable_gqa=True, config=FUSED)
+    torch.cuda.synchronize()
+    assert set(streams) == {stream.cuda_stream}
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(first_use: Kernels) -> None:
+    query, key, value = (torch.randn(1, 4, 300, 64, device="cuda") for _ in range(3))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(query, key, value, config=FUSED)
+    graph.replay()
+    assert not first_use._checked
+    torch.testing.assert_close(out, reference_sdpa(query, key, value)[0], atol=1e-5, rtol=1e-4)
+    sdpa(query, key, value, config=FUSED)
+    assert first_use._checked
 
 
 def test_the_forward_pass_takes_no_memory_but_its_output() -> None:

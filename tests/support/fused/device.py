@@ -1,55 +1,84 @@
-"""A card that is not here: all of the fused route is real but the driver, in whose place launches are emulated."""
+"""A card that is not here: all of the fused route is real but the driver, for which a strict stand-in executes the
+launches in the emulation."""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import verify
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import Timings
+from pascal_attn_core.routes.timing import Clock, Timings
 from pascal_attn_core.runtime import Runtime, using
 
-from .emulation import CARD, emulate
+from .driver import Compiler, StandIn
+from .emulation import CARD, GXX, emulate
 
 
-class EmulatedKernels(Kernels):
-    """Kernels that need no driver and no check of their first answers.
+def execute(launch: Launch) -> None:
+    """A launch in the emulation."""
+    emulate([launch])
 
-    Args:
-        execute: is given every launch, in the parts that would be queued.
+
+@functools.cache
+def _emulated_error(variant: Variant) -> float:
+    """What the check of a kernel's first answers finds: the same whenever the kernel is executed by the emulation."""
+    return verify.largest_error(variant, torch.device("cpu"), emulate)
+
+
+class CardKernels(Kernels):
+    """Kernels that a :class:`StandIn` loads and launches. All else is theirs: what ships, else what is compiled
+    (:class:`Compiler`), is loaded, and each kernel's first answers are checked.
 
     Attributes:
-        queued: these launches.
+        driver: the stand-in.
+        queued: what has been launched.
         ensured: the kinds of the variants that each call asked for.
     """
 
-    machine_reasons = ()
-
-    def __init__(self, runtime: Runtime, execute: Callable[[Launch], object], **options: Any):
-        super().__init__(runtime, **options)
-        self.execute = execute
-        self.queued: list[Launch] = []
+    def __init__(self, runtime: Runtime, driver: StandIn, **options: Any):
+        compiler = Compiler()
+        given = {"find_compiler": lambda arch: compiler, "folder": lambda: None, "open_driver": lambda: driver}
+        super().__init__(runtime, **{**given, **options})
+        self.driver = driver
+        self.queued = driver.queued
         self.ensured: list[list[str]] = []
+
+    def machine_code(self, variant: Variant) -> bytes:
+        cubin = super().machine_code(variant)
+        self.driver.variants[cubin] = variant
+        return cubin
 
     def ensure(self, variants: tuple[Variant, ...]) -> None:  # type: ignore[override]
         self.ensured.append([variant.kind for variant in variants])
         super().ensure(variants)
 
-    def functions(self, variant: Variant) -> dict[str, None]:
-        return dict.fromkeys(variant.functions)
+
+class EmulatedKernels(CardKernels):
+    """Whose first answers are checked once in a process, since the emulation always gives the same, and outside of
+    ``queued``. Where launches are not executed there is nothing to check."""
 
     def largest_error(self, variant: Variant) -> float:
-        return 0.0
+        return _emulated_error(variant) if self.driver.execute is execute else 0.0
 
-    def queue(self, launch: Launch, handle: None) -> None:
-        self.queued.append(launch)
-        self.execute(launch)
+
+class Trusted(Trials):
+    """A card on which every kernel has had its trial."""
+
+    is_trusted = True
 
 
 class Timed(Timings):
@@ -65,28 +94,68 @@ class Timed(Timings):
 
 @contextmanager
 def emulated_card(
-    execute: Callable[[Launch], object] = lambda launch: emulate([launch]),
+    execute: Callable[[Launch], object] = execute,
     info: DeviceInfo = CARD,
-    kind: type[EmulatedKernels] = EmulatedKernels,
+    kind: type[CardKernels] = EmulatedKernels,
     ratio: float | None = None,
     **options: Any,
-) -> Iterator[EmulatedKernels]:
-    """Let the CPU be such a card while the block runs.
+) -> Iterator[Any]:
+    """Let the CPU be such a card while the block runs: gives its kernels, an object of ``kind``.
 
     Args:
         ratio: our kernel's time in units of torch's; None = never timed.
         options: of :class:`Kernels`.
     """
 
-    def kernels(runtime: Runtime) -> Kernels:
-        return kind(runtime, execute, **options)
-
     def timings(runtime: Runtime) -> Timings:
         made = Timed(runtime)
         made.ratio = ratio
         return made
 
-    with using(Runtime("cpu", info, {Kernels: kernels, Timings: timings})) as runtime:
-        made = runtime.part(Kernels)
-        assert isinstance(made, EmulatedKernels)
-        yield made
+    with _card(StandIn(info, execute) if GXX else None, kind, timings, **options) as kernels:
+        yield kernels
+
+
+@contextmanager
+def fresh_card(
+    driver: StandIn, timing: Clock | None = None, folder: Callable[[], Path | None] = lambda: None, **options: Any
+) -> Iterator[Any]:
+    """Let the CPU be the card of a driver while the block runs, as a new process on a new machine finds it: no kernel
+    is loaded or checked, and nothing has been timed. Gives its kernels.
+
+    Args:
+        timing: the clock of :class:`Timings`; None = :func:`passing_time`.
+        folder: where kernels and timings are stored.
+        options: of :class:`Kernels`.
+    """
+
+    def timings(runtime: Runtime) -> Timings:
+        return Timings(runtime, clock=timing or passing_time, folder=folder)
+
+    with _card(driver, CardKernels, timings, folder=folder, **options) as kernels:
+        yield kernels
+
+
+def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Milliseconds of each, run once."""
+    times = []
+    for attempt in attempts:
+        begin = time.perf_counter()
+        attempt()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+@contextmanager
+def _card(
+    driver: StandIn | None, kind: type[CardKernels], timings: Callable[[Runtime], Timings], **options: Any
+) -> Iterator[CardKernels]:
+    if driver is None:
+        pytest.skip("needs g++ to build the stand-in for the driver")
+    parts = {Kernels: lambda runtime: kind(runtime, driver, **options), Timings: timings, Trials: Trusted}
+    with using(Runtime("cpu", driver.card, parts)) as runtime:
+        kernels = runtime.part(Kernels)
+        assert isinstance(kernels, CardKernels)
+        yield kernels
+    assert driver.problems == []
+    assert driver.left_behind() == []

@@ -13,7 +13,17 @@ TOPS = ("pascal_attn_core", "nodes")
 # From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
 # its own, and itself.
 FLOORS: list[set[str]] = [
-    {"version", "config", "patching", "reference", "storage", "lazy_mask", "function_copy", "interception"},
+    {
+        "version",
+        "config",
+        "patching",
+        "reference",
+        "storage",
+        "lazy_mask",
+        "function_copy",
+        "interception",
+        "own_thread",
+    },
     {"device", "call"},
     {"runtime", "observe"},
     {"tiled", "ffn"},

@@ -8,8 +8,10 @@ from pascal_attn_core.observe.wheels import TorchBuild, code_for, judge, rocm_wh
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
-LEGACY = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-CURRENT = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+LEGACY = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu126"
+CURRENT = (
+    "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu130"
+)
 
 
 def cuda(archs, version="2.14.0+cu126"):

@@ -1,11 +1,9 @@
 """Where kernels come from and how they are launched. A real driver cannot exist here: a library with its functions,
-built with g++, stands in for it."""
+built with g++, stands in for it (``attn_support.fused.driver``)."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import subprocess
 import threading
 import types
 from collections.abc import Callable
@@ -17,7 +15,8 @@ import pytest
 import torch
 from attn_support.fused.cases import whole
 from attn_support.fused.device import EmulatedKernels, emulated_card
-from attn_support.fused.emulation import CARD, GXX, HERE, emulate
+from attn_support.fused.driver import StandIn, cubin
+from attn_support.fused.emulation import CARD, GXX, emulate
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
@@ -34,7 +33,7 @@ from pascal_attn_core.runtime import Runtime, using
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
-ELF = b"\x7fELF and what follows"
+ELF = cubin(VARIANT, 61)
 
 
 class FakeNvrtc:
@@ -77,13 +76,10 @@ def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    library = tmp_path / "driver.so"
-    source = str(HERE / "fake_driver.cpp")
-    subprocess.run([GXX, "-shared", "-fPIC", "-O1", source, "-o", str(library)], check=True)
-    made = Driver(str(library))
-    made._lib.fake_last_stream.restype = ctypes.c_void_p
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=77))
+def driver() -> StandIn:
+    """Of two cards; torch's current stream is number 77."""
+    made = StandIn(devices=2, current_stream=77)
+    made.variants = {ELF: VARIANT}
     return made
 
 
@@ -179,22 +175,23 @@ def test_two_devices_know_nothing_of_each_other(machine: Machine) -> None:
 
 
 @needs_compiler
-def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: FakeNvrtc, driver: Driver) -> None:
+def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: FakeNvrtc, driver: StandIn) -> None:
     kernels = machine(open_driver=lambda: driver)
     threads = [threading.Thread(target=kernels.functions, args=(VARIANT,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert compiler.compiled == driver._lib.fake_loads() == 1
-    assert driver._lib.fake_depth() == 0
+    assert compiler.compiled == driver.asked["cuModuleLoadData"] == 1
+    assert not driver.left_behind()
     machine("cuda:1", open_driver=lambda: driver).functions(VARIANT)
-    assert driver._lib.fake_loads() == 2
+    assert driver.asked["cuModuleLoadData"] == 2
+    assert not driver.problems
 
 
 @needs_compiler
 def test_a_failure_warns_once_and_is_remembered(
-    machine: Machine, compiler: FakeNvrtc, driver: Driver, caplog: pytest.LogCaptureFixture
+    machine: Machine, compiler: FakeNvrtc, driver: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler.error = "NVRTC_ERROR_COMPILATION for sm_61"
     kernels = machine(open_driver=lambda: driver)
@@ -208,11 +205,12 @@ def test_a_failure_warns_once_and_is_remembered(
 
 
 @needs_compiler
-def test_a_cubin_that_the_driver_refuses_is_a_reason_too(machine: Machine, driver: Driver) -> None:
+def test_a_cubin_that_the_driver_refuses_is_a_reason_too(machine: Machine, driver: StandIn) -> None:
     kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin")
-    with pytest.raises(KernelUnavailable, match="cuModuleLoadData: invalid kernel image"):
+    with pytest.raises(KernelUnavailable, match="cuModuleLoadData: device kernel image is invalid"):
         kernels.functions(VARIANT)
-    assert driver._lib.fake_depth() == 0
+    assert not driver.left_behind()
+    assert not driver.problems
 
 
 def _launch(rows: int, keys: int, batch: int = 1):
@@ -223,14 +221,17 @@ def _launch(rows: int, keys: int, batch: int = 1):
 
 
 @needs_compiler
-def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: Machine, driver: Driver) -> None:
+def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: Machine, driver: StandIn) -> None:
     launch = _launch(300, 200)
     machine(open_driver=lambda: driver).run([launch])
-    assert driver._lib.fake_last_stream() == 77
-    assert (driver._lib.fake_last_x(), driver._lib.fake_last_threads()) == (3, 128)
-    driver._lib.fake_first_bytes.restype = ctypes.c_void_p
-    first = ctypes.cast(driver._lib.fake_first_bytes(), ctypes.POINTER(ctypes.c_uint64))[0]
-    assert first == launch.params.q
+    (queued,) = driver.queued
+    assert not driver.problems
+    assert (queued.variant, queued.function, queued.grid, queued.threads) == (VARIANT, "pa_forward", (3, 1, 1), 128)
+    assert bytes(queued.params) == bytes(launch.params)
+    driver.streams.discard(77)
+    with pytest.raises(KernelUnavailable, match="cuLaunchKernel: invalid argument"):
+        machine(open_driver=lambda: driver).run([launch])
+    assert driver.problems == ["pa_forward: stream 0x4d"]
 
 
 def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:

@@ -120,15 +120,23 @@ static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
     start(threads);
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; ++i) order[i] = i;
+    const unsigned warps = threads / 32;
+    uint64_t running = ~0ull;
+    unsigned turns = 0;
     while (state.alive) {
         const uint64_t before = state.progress;
         for (unsigned i = threads - 1; i > 0; --i) std::swap(order[i], order[draw() % (i + 1)]);
         for (unsigned thread : order) {
-            if (state.fibers[thread].done) continue;
+            if (state.fibers[thread].done || !(running >> (thread / 32) & 1)) continue;
             state.current = thread;
             swapcontext(&state.main, &state.fibers[thread].context);
         }
-        if (state.progress == before) return false;
+        const bool stuck = state.progress == before, all = running == ~0ull;
+        if (stuck && all) return false;
+        if (stuck || turns-- == 0) {
+            running = stuck || draw() % 4 == 0 ? ~0ull : draw() | 1ull << draw() % warps;
+            turns = draw() % 512;
+        }
     }
     return state.block.waiting == 0;
 }

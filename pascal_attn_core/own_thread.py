@@ -1,0 +1,65 @@
+"""Trials of our own in the middle of a user's call: without the user's modes and hooks, and without a trace in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
+    """What ``work()`` returns, run in a new thread that has ended when this returns.
+
+    Nothing that belongs to the caller's thread holds there: saved-tensor hooks (those of gradient checkpointing, say),
+    dispatch and function modes, dispatch keys (the body of a custom operator lies below autograd), grad and inference
+    mode, autocast, the default device. The default dtype belongs to the process. On CUDA ``device`` and the caller's
+    stream are the current ones there too.
+
+    An exception of ``work`` is raised here as it is. An interrupt of the caller is raised when ``work`` has ended.
+    ``work`` must not wait for a lock that the caller holds, nor for a backward pass where :func:`in_backward` is true.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            with _current(device, stream):
+                result = work()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    thread, runs = threading.Thread(target=run, name="pascal_attn"), True
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads
+            runs = False
+            raise
+        return outcome.result()
+    finally:
+        if runs:  # as it does where the wait for its start, or for its end, was interrupted
+            wait([outcome])
+            thread.join()
+
+
+@contextmanager
+def _current(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass, as recomputation by gradient checkpointing is. On CUDA it may be the
+    one thread that serves all backward passes of its device: to wait here for another one is to wait for ever."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,338 @@
+"""The first call that needs a kernel checks it, and may time it: inside whatever the user is doing, without a trace.
+
+Nothing of the route is replaced but the driver: what ships is loaded, checked, timed and launched.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import CardKernels, execute, fresh_card
+from attn_support.fused.driver import StandIn
+from attn_support.fused.emulation import GXX
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pascal_attn_core import AttentionConfig, explain, record, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.own_thread import in_backward, in_own_thread
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import timing
+from pascal_attn_core.routes.timing import Kind, Timings
+from pascal_attn_core.runtime import runtime_of
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels() -> Iterator[CardKernels]:
+    """Of a card on which no kernel has ever run."""
+    with fresh_card(StandIn(execute=execute)) as made:
+        yield made
+
+
+def _leaves(tokens: int = 70, head_dim: int = 64, *, requires_grad: bool = True) -> list[Tensor]:
+    return [torch.randn(1, 2, tokens, head_dim).requires_grad_(requires_grad) for _ in range(3)]
+
+
+def _check_gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> None:
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = torch.autograd.grad(reference_sdpa(*wide, **options)[0].square().sum(), wide)
+    out.square().sum().backward()
+    for leaf, wanted in zip(leaves, expected):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), wanted, atol=1e-4, rtol=1e-4)
+        leaf.grad = None
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("config", "options"), [(FUSED, {}), (AUTO, {"window": (20, 0)})], ids=["by name", "auto"])
+def test_the_first_training_step_with_gradient_checkpointing(
+    kernels: CardKernels, config: AttentionConfig, options: dict[str, Any], use_reentrant: bool
+) -> None:
+    leaves = _leaves()
+    for _ in range(2):
+        out = checkpoint(lambda *t: sdpa(*t, config=config, **options), *leaves, use_reentrant=use_reentrant)
+        _check_gradients(out, leaves, **options)
+    assert {variant.kind for variant in kernels._checked} >= {"grad_query", "grad_key_value"}
+
+
+def test_the_first_compiled_training_step(kernels: CardKernels) -> None:
+    leaves = _leaves()
+    compiled = torch.compile(lambda *t: sdpa(*t, config=FUSED), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        _check_gradients(compiled(*leaves), leaves)
+    checks = [launch.function for launch in kernels.queued].count("pa_delta") - 2
+    assert checks == 2  # each gradient kernel once, and not in every step
+
+
+def _timed_card(folder: Path) -> AbstractContextManager[CardKernels]:
+    return fresh_card(StandIn(execute=execute), folder=lambda: folder)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_kind_of_call_is_timed_inside_of_gradient_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
+    leaves = [torch.randn(1, 1, 60, 16).requires_grad_() for _ in range(3)]
+    with _timed_card(tmp_path):
+        known = runtime_of(CPU).part(Timings).known
+        kinds = [Kind.of(check_call(*some)) for some in (leaves, [t.detach() for t in leaves])]
+        for step in range(2):
+            out = checkpoint(lambda *t: sdpa(*t, config=AUTO), *leaves, use_reentrant=use_reentrant)
+            assert step == 0 or kinds[0] in known
+            _check_gradients(out, leaves)
+            # Recomputation is part of the backward pass, in which another one must not be waited for.
+            assert (kinds[0] in known) == (not use_reentrant or step == 1)
+        assert set(known) == (set(kinds) if use_reentrant else {kinds[0]})
+        assert all(known.values())
+        text = next(tmp_path.glob("timings-*")).read_text()
+        assert all(f'"{kind.variant}"' in text for kind in known)
+
+
+def test_a_compiled_call_with_gradients_is_timed(tmp_path: Path) -> None:
+    leaves = [torch.randn(1, 1, 60, 16).requires_grad_() for _ in range(3)]
+    with _timed_card(tmp_path):
+        compiled = torch.compile(lambda *t: sdpa(*t, config=AUTO), fullgraph=True, backend="aot_eager")
+        _check_gradients(compiled(*leaves), leaves)
+        (ratio,) = runtime_of(CPU).part(Timings).known.values()
+        assert ratio is not None
+        assert f"{ratio:.2f}" in explain(*leaves, config=AUTO)
+
+
+def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [torch.randn(1, 1, 60, 16) for _ in range(3)]
+    runs = []
+
+    def short_at_first(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        runs.append(1)
+        if len(runs) == 1:
+            raise torch.cuda.OutOfMemoryError("no room for the timing")
+        return [1.0, 2.0]
+
+    with fresh_card(StandIn(execute=execute), short_at_first):
+        for _ in range(2):
+            assert explain(*leaves, config=AUTO).startswith("route torch")
+        assert len(runs) == 1
+        now = timing.time.monotonic()
+        monkeypatch.setattr(timing.time, "monotonic", lambda: now + timing.RETRY_SECONDS)
+        for _ in range(2):
+            assert explain(*leaves, config=AUTO).startswith("route fused: timed on this card at 0.50")
+        assert len(runs) == 2
+
+
+# ---- modes and hooks -------------------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Counts the functions of torch that are called."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Saved:
+    """Counts the tensors that are saved for gradients."""
+
+    count = 0
+
+    def __enter__(self) -> Saved:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.count += 1
+        return tensor
+
+
+@pytest.mark.parametrize("observer", [Operators, Functions, Saved])
+def test_whoever_looks_sees_the_call_and_nothing_of_its_first_time(kernels: CardKernels, observer: Any) -> None:
+    leaves, counts = _leaves(), []
+    for _ in range(2):
+        with observer() as seen:
+            sdpa(*leaves, config=FUSED)
+        counts.append(seen.count)
+    assert counts[0] == counts[1] > 0
+    assert kernels._checked
+
+
+class DefaultDtype:
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+class Deterministic:
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *error: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype float64": lambda: DefaultDtype(torch.float64),
+    "default dtype float16": lambda: DefaultDtype(torch.float16),
+    "default device meta": lambda: torch.device("meta"),
+    "deterministic": Deterministic,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "saved on the CPU": torch.autograd.graph.save_on_cpu,
+    "no hooks allowed": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str, requires_grad: bool) -> None:
+    if requires_grad and mode in ("inference", "no_grad"):
+        pytest.skip("has no gradients")
+    leaves = _leaves(head_dim=16, requires_grad=requires_grad)
+    with MODES[mode]():
+        out = sdpa(*leaves, config=FUSED)
+        grads = torch.autograd.grad(out.float().square().sum(), leaves) if requires_grad else ()
+    assert all(grad.isfinite().all() for grad in grads)
+    tolerance = 5e-2 if mode == "autocast" else 1e-5
+    expected = reference_sdpa(*(t.detach() for t in leaves))[0]
+    torch.testing.assert_close(out.detach().float(), expected, atol=tolerance, rtol=tolerance)
+    assert len(kernels._checked) == (3 if requires_grad else 1)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_thread_is_left_and_an_error_comes_back_as_itself(kernels: CardKernels) -> None:
+    before = threading.enumerate()
+    error = ZeroDivisionError("of the check")
+
+    def fails(launch: Launch) -> None:
+        raise error
+
+    kernels.driver.execute = fails
+    with pytest.raises(ZeroDivisionError) as caught:
+        sdpa(*_leaves(), config=FUSED)
+    assert caught.value is error
+    kernels.driver.execute = execute
+    sdpa(*_leaves(), config=FUSED)
+    assert threading.enumerate() == before
+
+
+def test_an_interrupt_during_the_check_reaches_the_user(kernels: CardKernels) -> None:
+    leaves, ended = _leaves(requires_grad=False), []
+
+    def interrupted(launch: Launch) -> None:
+        _thread.interrupt_main()
+        execute(launch)
+        ended.append(launch.function)
+
+    kernels.driver.execute = interrupted
+    before = threading.enumerate()
+    with pytest.raises(KeyboardInterrupt):
+        sdpa(*leaves, config=FUSED)
+    assert len(ended) >= 1  # the check has ended before
+    assert threading.enumerate() == before
+    kernels.driver.execute = execute
+    torch.testing.assert_close(sdpa(*leaves, config=FUSED), reference_sdpa(*leaves)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_threads_that_use_a_kernel_together_check_it_once(kernels: CardKernels) -> None:
+    leaves, wrong = _leaves(requires_grad=False), []
+    expected = reference_sdpa(*leaves)[0]
+
+    def work() -> None:
+        if not torch.allclose(sdpa(*leaves, config=FUSED), expected, atol=1e-5):
+            wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(kernels.queued) == 5
+
+
+def test_a_backward_pass_knows_itself() -> None:
+    seen = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(in_backward())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(in_backward())
+            seen.append(in_own_thread(in_backward, CPU))
+            return grad
+
+    Asks.apply(torch.ones(1, requires_grad=True)).backward()
+    assert seen == [False, True, False]
+
+
+# ---- the check itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_the_gradients_that_it_expects_are_those_of_autograd(mask: str) -> None:
+    call = verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU)
+    wide = [t.double() for t in (call.query, call.key, call.value)]
+    leaves = [t.clone().requires_grad_() for t in wide]
+    bias = call.attn_mask.double() if mask == "float" else call.attn_mask
+    out, lse = reference_sdpa(*leaves, bias, is_causal=True, enable_gqa=True, alignment="lower_right")
+    expected = torch.autograd.grad(out.sum(), leaves)
+    for ours, theirs in zip(verify.expected_gradients(call, wide, out.detach(), lse.detach()), expected):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None:
+    leaves = [torch.randn(1, 1, 60, 64).half() for _ in range(3)]
+    with _timed_card(tmp_path) as kernels, record() as report:
+        out = sdpa(*leaves, config=AUTO)
+        (ratio,) = runtime_of(CPU).part(Timings).known.values()
+        assert ratio is not None
+        assert report.routes() == {"fused" if ratio < 1 else "torch": 1}
+        assert kernels.find_compiler(61).compiled == []
+        torch.testing.assert_close(sdpa(*leaves, config=FUSED), out, atol=2e-3, rtol=2e-3)
+    assert {launch.variant.name for launch in kernels.queued} == {"split-64-float16-none"}

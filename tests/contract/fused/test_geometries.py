@@ -1,0 +1,188 @@
+"""What the table of cases, whose head_dims are small, does not reach: the tiles of the shipped kernels of head_dim 64
+and 128, lengths that end beside a tile's edge, and offsets beyond 2^31 elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.cases import backward, forward
+from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.far import address_space
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.table import LAYOUTS, MASKS
+from torch import Tensor
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.plan import plan_call
+from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
+
+Numbers = list[Tensor | None]
+
+
+def _inputs(
+    dtype: torch.dtype, dim: int, queries: int, keys: int, mask: str = "none", layout: str = "contiguous"
+) -> Numbers:
+    """Query, key, value and mask: two batch elements, two query heads with one key head."""
+    shapes = (2, 2, queries, dim), (2, 1, keys, dim), (2, 1, keys, dim)
+    generator = torch.Generator().manual_seed(queries + keys)
+    tensors = [LAYOUTS[layout](torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [*tensors, MASKS[mask]((2, 2, queries, keys), dtype, generator)]
+
+
+# 66 = 64 + 2 queries; 62 keys before a tile's edge; tiles are 128 x 64, 64 x 128 and 64 x 64.
+CASES: list[tuple[torch.dtype, int, int, int, str, str, dict[str, Any]]] = [
+    (FLOAT32, 64, 66, 200, "none", "tokens_first", {"window": (9, -1)}),
+    (FLOAT32, 64, 66, 128, "none", "contiguous", LOWER_RIGHT),
+    (FLOAT32, 64, 130, 190, "none", "sliced", {"is_causal": True, "window": (20, 0)}),
+    (FLOAT32, 64, 66, 190, "bool some rows empty", "expanded", {}),
+    (FLOAT32, 64, 66, 190, "bool [B, 1, 1, S]", "every_second_token", LOWER_RIGHT),
+    (FLOAT32, 64, 66, 190, "bool blocks", "contiguous", {"window": (30, 70)}),
+    (FLOAT32, 64, 66, 128, "float [1, H, L, S]", "contiguous", LOWER_RIGHT),
+    (FLOAT32, 64, 66, 126, "-finfo.max some rows", "contiguous", {}),
+    (FLOAT32, 64, 66, 126, "float columns first", "sliced", {"scale": -0.7}),
+    (FLOAT16, 64, 66, 128, "none", "contiguous", LOWER_RIGHT),
+    (FLOAT32, 128, 66, 200, "none", "sliced", {"window": (9, -1)}),
+    (FLOAT32, 128, 66, 254, "none", "contiguous", LOWER_RIGHT),
+    (FLOAT16, 128, 66, 190, "none", "tokens_first", {"window": (-1, 3), "alignment": "lower_right"}),
+    (FLOAT16, 128, 66, 190, "bool [B, H, L, S]", "contiguous", {"is_causal": True}),
+    (FLOAT16, 128, 66, 254, "bool expanded", "contiguous", {"window": (62, 62)}),
+    (FLOAT16, 128, 66, 130, "bool nothing allowed", "contiguous", {}),
+]
+
+
+def _name(case: tuple[Any, ...]) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_shipped_tiles_give_the_answer_of_the_definition(case: tuple[Any, ...]) -> None:
+    *sizes, rules = case
+    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
+    dtype, dim = sizes[:2]
+    result = forward(inputs, options)
+    assert (result.plan.forward.head_dim, result.plan.forward.padded) == (dim, False)
+    oracle, lse = exact(inputs, options)
+    similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
+    assert_close(result.out, oracle, similar, "out", dtype=dtype)
+    assert_close(result.lse, lse, similar_lse, "lse", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "case", [(FLOAT32, 64, 3, 330, "none", "sliced", LOWER_RIGHT), (FLOAT16, 128, 9, 398, "none", "contiguous", {})]
+)
+def test_shipped_tiles_of_few_queries_do_too(case: tuple[Any, ...]) -> None:
+    *sizes, rules = case
+    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
+    result = forward(inputs, options, parts=True)
+    assert result.plan.forward.kind == "split"
+    assert not result.plan.forward.padded
+    similar = plain(inputs, options, plain_dtype(sizes[0]))[0]
+    assert_close(result.out, exact(inputs, options)[0], similar, "out", dtype=sizes[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (FLOAT32, 64, 66, 128, "none", "sliced", LOWER_RIGHT),
+        (FLOAT32, 64, 66, 200, "none", "contiguous", {"window": (9, -1)}),
+        (FLOAT32, 128, 66, 190, "none", "contiguous", {"window": (20, 0)}),
+        (FLOAT16, 64, 66, 126, "bool some rows empty", "contiguous", {}),
+    ],
+    ids=_name,
+)
+def test_their_gradients_are_those_of_the_definition(case: tuple[Any, ...]) -> None:
+    *sizes, rules = case
+    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
+    result = forward(inputs, options)
+    assert not result.plan.gradients[0].padded
+    dtypes = torch.float64, plain_dtype(sizes[0], as_torch=True)
+    wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
+    for some in (wide, narrow):
+        some[:3] = [t.requires_grad_() for t in some[:3]]
+    oracle, lse = reference_sdpa(*wide, **options)
+    similar = reference_sdpa(*narrow, **options)[0]
+    grad_out = torch.randn(oracle.shape).to(sizes[0])
+    answers = [gradients(o, some[:3], grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
+    assert_gradients_close(backward(result, grad_out), *answers, lse.detach(), sizes[0])
+
+
+# ---- far apart -------------------------------------------------------------------------------------------------------
+
+
+def _check(inputs: Numbers) -> None:
+    small = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in inputs]
+    result, expected = forward(inputs, {}), exact(small, {})[0]
+    torch.testing.assert_close(result.out.double(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_batch_elements_may_lie_far_apart() -> None:
+    far = 1 << 32
+    memory = address_space(far + (1 << 16), FLOAT16)
+    inputs = [memory.as_strided((2, 1, 70, 64), (far, 64, 64, 1), first) for first in (0, 8192, 16384)]
+    for t in inputs:
+        t.copy_(torch.randn(t.shape))
+    _check([*inputs, None])
+
+
+def test_tokens_may_lie_far_apart() -> None:
+    step = (1 << 26) - 64  # the largest that the kernels take
+    memory = address_space(129 * step, FLOAT16)
+    key = memory.as_strided((1, 1, 129, 64), (0, 0, step, 1))
+    key.copy_(torch.randn(key.shape))
+    _check([torch.randn(1, 1, 8, 64).half(), key, key, None])
+
+
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_masks_elements_may_lie_far_apart(is_row: bool) -> None:
+    step = (1 << 25) - 64
+    memory = address_space(129 * step, torch.bool)
+    mask = memory.as_strided((128, 9), (step, 1)) if is_row else memory.as_strided((9, 128), (1, step))
+    mask.copy_(torch.rand(mask.shape) < 0.7)
+    query, key = (torch.randn(1, 1, n, 128).half() for n in mask.shape)
+    assert not call_reasons(check_call(query, key, key, mask))
+    _check([query, key, key, mask])
+    result = forward([query, key, key, mask], {})
+    grad_out = torch.randn(query.shape).half()
+    near = forward([query, key, key, mask.contiguous()], {})
+    assert all(torch.equal(a, b) for a, b in zip(backward(result, grad_out), backward(near, grad_out)))
+
+
+@pytest.mark.parametrize("step", [1 << 25, 1 << 32])
+def test_a_masks_elements_that_lie_too_far_apart_are_refused(step: int) -> None:
+    memory = address_space(9 * step, torch.bool)
+    query = torch.randn(1, 1, 9, 64)
+    for strides in ((step, 1), (1, step)):
+        reasons = call_reasons(check_call(query, query, query, memory.as_strided((9, 9), strides)))
+        assert reasons == ["the strides of attn_mask are too large"]
+    for shape in ((9, 1), (1, 9)):  # a stride that nothing steps by
+        mask = memory.as_strided(shape, (step, 1) if shape[0] == 1 else (1, step))
+        assert call_reasons(check_call(query, query, query, mask)) == []
+
+
+def test_parts_may_have_many_rows() -> None:
+    """One block of a call with 2^31 - 1 batch elements, which share their numbers."""
+    batches, dim = (1 << 31) - 1, 4
+    query, key = torch.randn(1, 1, 1, dim), torch.randn(1, 1, 300, dim)
+    call = check_call(query, key, key)
+    plan = plan_call(call, 1000)
+    assert plan.splits > 1
+    (launch, _) = forward_launches(call, plan, torch.empty_like(query))
+    rows = plan.splits * batches
+    out, largest, sums = (address_space(rows * n, FLOAT32) for n in (dim, 1, 1))
+    params = launch.params
+    params.part_out, params.part_max, params.part_sums = (t.data_ptr() for t in (out, largest, sums))
+    params.batches, params.first_batch = batches, 7
+    emulate([launch])
+    at = [split * batches + 7 for split in range(plan.splits)]
+    log_sums = largest[at] * torch.log(torch.tensor(2.0)) + sums[at].log()
+    weights = (log_sums - log_sums.logsumexp(0)).exp() / sums[at]
+    found = (weights[:, None] * torch.stack([out[i * dim : (i + 1) * dim] for i in at])).sum(0)
+    torch.testing.assert_close(found, reference_sdpa(query, key, key)[0].view(dim), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,418 @@
+"""A strict stand-in for the CUDA driver, behind the package's own ctypes calls.
+
+It refuses, as the driver does, and writes down, as no driver does, what may not be: a call before cuInit, a handle that
+it never gave, a context that is not current or is left behind, an image that is no cubin for this card, a grid, a
+block, registers or shared memory beyond the card's, a stream that nobody made, a block of parameters of another size
+than the machine code reads. Kernels are executed by whatever it is given, from the bytes that the driver would copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import nvrtc, params
+from pascal_attn_core.fused.driver import Driver
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, source
+
+from .emulation import BUILD, CARD, GXX, HERE, PARAMS
+
+Fault = int | Callable[[], int]
+_WORDS = {
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    101: "invalid device ordinal",
+    200: "device kernel image is invalid",
+    201: "invalid device context",
+    209: "no kernel image is available for execution on the device",
+    400: "invalid resource handle",
+    500: "named symbol not found",
+    700: "an illegal memory access was encountered",
+    701: "too many resources requested for launch",
+    719: "unspecified launch failure",
+}
+_ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_ulonglong))
+_ARGUMENTS = {
+    "cuInit": 1,
+    "cuGetErrorString": 2,
+    "cuDeviceGet": 2,
+    "cuDevicePrimaryCtxRetain": 2,
+    "cuCtxPushCurrent_v2": 1,
+    "cuCtxPopCurrent_v2": 1,
+    "cuThreadExchangeStreamCaptureMode": 1,
+    "cuModuleLoadData": 2,
+    "cuModuleGetFunction": 3,
+    "cuLaunchKernel": 11,
+}
+# Of a multiprocessor of compute capability 5.0 to 7.0, for one block.
+_REGISTERS, _SHARED_BYTES, _THREADS, _GRID_X, _GRID_YZ = 65536, 48 << 10, 1024, 2**31 - 1, 65535
+_CUDA_MACHINE, _NO_BITS = 190, 8
+_PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info, see :func:`_attributes`
+
+
+@functools.cache
+def _library() -> str:
+    """``emulator/driver.cpp``, built."""
+    text = (HERE / "driver.cpp").read_bytes()
+    built = BUILD / f"driver-{hashlib.sha256(text).hexdigest()[:24]}.so"
+    if not built.exists():
+        BUILD.mkdir(exist_ok=True)
+        unfinished = BUILD / f"{built.stem}-{threading.get_native_id()}.so"
+        subprocess.run([GXX or "g++", "-shared", "-fPIC", "-O1", HERE / "driver.cpp", "-o", unfinished], check=True)
+        unfinished.replace(built)
+    return str(built)
+
+
+class Function(NamedTuple):
+    """What a cubin says of one of its kernels; ``max_threads`` 0 = not said."""
+
+    name: str
+    context: int
+    variant: Variant
+    registers: int
+    shared_bytes: int
+    params_bytes: int
+    max_threads: int
+
+
+class StandIn(Driver):
+    """A driver over cards that are not here.
+
+    Args:
+        card: each of them.
+        execute: is given every launch, with a copy of its parameters.
+        devices: how many there are.
+        current_stream: the handle of torch's current stream.
+
+    Attributes:
+        variants: whose machine code an image is, to be told before it is loaded.
+        faults: function -> the code that it returns instead of doing anything, or what gives that code (0: none).
+        queued: the launches so far.
+        asked: how often each function was called.
+        problems: what would have been wrong on a real card.
+    """
+
+    # The built library has one callback.
+    _one_at_a_time = threading.RLock()
+
+    def __init__(
+        self,
+        card: DeviceInfo = CARD,
+        execute: Callable[[Launch], object] = lambda launch: None,
+        *,
+        devices: int = 1,
+        current_stream: int = 0,
+    ):
+        self.card, self.execute, self.devices, self.current_stream = card, execute, devices, current_stream
+        self.streams = {0, 1, 2, current_stream}  # none, and cuda.h's names of the two default streams
+        self.variants: dict[bytes, Variant] = {}
+        self.faults: dict[str, Fault] = {}
+        self.queued: list[Launch] = []
+        self.asked: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._is_ready = False
+        self._given: dict[int, object] = {}  # handle -> what it stands for
+        self._of_device: dict[int, int] = {}  # device -> its context
+        self._thread = threading.local()
+        self._raised: BaseException | None = None
+        self._callback = _ANSWER(self._answer)
+        self._words = {code: ctypes.create_string_buffer(words.encode()) for code, words in _WORDS.items()}
+        super().__init__(_library())
+
+    def call(self, function: str, *arguments: object) -> None:
+        with StandIn._one_at_a_time:
+            self._lib.answer_with(self._callback)
+            try:
+                super().call(function, *arguments)
+            finally:
+                raised, self._raised = self._raised, None
+                if raised is not None:
+                    raise raised
+
+    def stream(self, index: int) -> int:
+        return self.current_stream
+
+    def left_behind(self) -> list[str]:
+        """What this thread should have put back."""
+        found = [f"{len(self._stack)} contexts on the stack"] * bool(self._stack)
+        return found + ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, name: bytes, given: ctypes._Pointer[ctypes.c_ulonglong]) -> int:
+        function = name.decode()
+        arguments = [given[i] for i in range(_ARGUMENTS[function])]
+        try:
+            if function == "cuGetErrorString":
+                return self._error_string(*arguments)
+            self.asked[function] += 1
+            fault = self.faults.get(function, 0)
+            code = fault() if callable(fault) else fault
+            if code:
+                return code
+            if not self._is_ready and function != "cuInit":
+                return self._wrong(3, f"{function} before cuInit")
+            return getattr(self, f"_{function}")(*arguments)
+        except BaseException as error:  # ctypes would print it and go on
+            self._raised = error
+            return 999
+
+    def _wrong(self, code: int, sentence: str) -> int:
+        self.problems.append(sentence)
+        return code
+
+    @property
+    def _stack(self) -> list[int]:
+        if not hasattr(self._thread, "stack"):
+            self._thread.stack = []
+        return self._thread.stack
+
+    def _handle(self, of: object) -> int:
+        handle = 0x1000 + 16 * len(self._given)
+        self._given[handle] = of
+        return handle
+
+    def _error_string(self, code: int, words: int) -> int:
+        found = self._words.get(code)
+        ctypes.c_void_p.from_address(words).value = None if found is None else ctypes.addressof(found)
+        return 1 if found is None else 0
+
+    def _cuInit(self, flags: int) -> int:
+        self._is_ready = True
+        return self._wrong(1, f"cuInit({flags})") if flags else 0
+
+    def _cuDeviceGet(self, device: int, index: int) -> int:
+        if index >= self.devices:
+            return self._wrong(101, f"device {index} of {self.devices}")
+        ctypes.c_int.from_address(device).value = index
+        return 0
+
+    def _cuDevicePrimaryCtxRetain(self, context: int, device: int) -> int:
+        if device not in self._of_device:
+            self._of_device[device] = self._handle(f"context {device}")
+        ctypes.c_void_p.from_address(context).value = self._of_device[device]
+        return 0
+
+    def _cuCtxPushCurrent_v2(self, context: int) -> int:
+        if context not in self._of_device.values():
+            return self._wrong(201, f"{context:#x} is no context")
+        self._stack.append(context)
+        return 0
+
+    def _cuCtxPopCurrent_v2(self, context: int) -> int:
+        if not self._stack:
+            return self._wrong(201, "no context to pop")
+        ctypes.c_void_p.from_address(context).value = self._stack.pop()
+        return 0
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        new, before = ctypes.c_int.from_address(mode), getattr(self._thread, "mode", 0)
+        if new.value not in (0, 1, 2):
+            return self._wrong(1, f"capture mode {new.value}")
+        self._thread.mode, new.value = new.value, before
+        return 0
+
+    def _cuModuleLoadData(self, module: int, image: int) -> int:
+        if not self._stack:
+            return self._wrong(201, "an image loaded without a current context")
+        elf = read_elf(image)
+        if elf is None or elf.machine != _CUDA_MACHINE:
+            return 200
+        major, minor = divmod(elf.flags & 0xFF, 10)
+        assert self.card.capability is not None
+        if major != self.card.capability[0] or minor > self.card.capability[1]:
+            return 209
+        ctypes.c_void_p.from_address(module).value = self._handle((self._stack[-1], elf))
+        return 0
+
+    def _cuModuleGetFunction(self, function: int, module: int, name: int) -> int:
+        kernel, found = ctypes.string_at(name).decode(), self._given.get(module)
+        if not isinstance(found, tuple) or isinstance(found, Function):
+            return self._wrong(400, f"{module:#x} is no module")
+        context, elf = found
+        if self._stack[-1:] != [context]:
+            return self._wrong(201, f"{kernel} asked for in another context than its module's")
+        if f".text.{kernel}" not in elf.sections:
+            return 500
+        info = _attributes(elf.sections[f".nv.info.{kernel}"].content)
+        shared = elf.sections.get(f".nv.shared.{kernel}")
+        described = Function(
+            kernel,
+            context,
+            self.variants[elf.image],
+            elf.sections[f".text.{kernel}"].info >> 24,
+            0 if shared is None else shared.size,
+            struct.unpack_from("<H", info[_PARAM_CBANK], 6)[0],
+            struct.unpack_from("<I", info[_MAX_THREADS])[0] if _MAX_THREADS in info else 0,
+        )
+        ctypes.c_void_p.from_address(function).value = self._handle(described)
+        return 0
+
+    def _cuLaunchKernel(self, function: int, x: int, y: int, z: int, *rest: int) -> int:
+        block_x, block_y, block_z, shared_bytes, stream, pointers, extra = rest
+        kernel = self._given.get(function)
+        if not isinstance(kernel, Function):
+            return self._wrong(400, f"{function:#x} is no function")
+        if self._stack[-1:] != [kernel.context]:
+            return self._wrong(201, f"{kernel.name} launched in another context than its own")
+        structure = getattr(params, PARAMS[kernel.name])
+        threads = block_x * block_y * block_z
+        refused = {
+            f"grid {x, y, z}": not (0 < x <= _GRID_X and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
+            f"{threads} threads": not 0 < threads <= min(_THREADS, kernel.max_threads or _THREADS),
+            f"{kernel.registers} registers x {threads}": -(-kernel.registers // 8) * 8 * threads > _REGISTERS,
+            f"{kernel.shared_bytes} bytes of shared memory": kernel.shared_bytes + shared_bytes > _SHARED_BYTES,
+            f"stream {stream:#x}": stream not in self.streams,
+            "parameters": extra != 0 or pointers == 0,
+            f"{ctypes.sizeof(structure)} bytes of parameters, of which the machine code reads {kernel.params_bytes}":
+                ctypes.sizeof(structure) != kernel.params_bytes,
+        }  # fmt: skip
+        if any(refused.values()):
+            return self._wrong(1, f"{kernel.name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
+        address = ctypes.c_void_p.from_address(pointers).value
+        copied = structure.from_buffer_copy(ctypes.string_at(address, kernel.params_bytes))
+        launch = Launch(kernel.variant, kernel.name, (x, y, z), threads, copied)
+        self.queued.append(launch)
+        self.execute(launch)
+        return 0
+
+
+# ---- cubins ----------------------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    info: int
+    size: int
+    content: bytes
+
+
+class Elf(NamedTuple):
+    image: bytes
+    machine: int
+    flags: int
+    sections: dict[str, Section]
+
+
+_ELF = struct.Struct("<4s12xHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+
+
+def read_elf(address: int) -> Elf | None:
+    """The ELF file at an address, whose length only its headers tell; None: there is none."""
+    head = ctypes.string_at(address, 4)
+    if head != b"\x7fELF":
+        return None
+    _, _, machine, _, _, segments, table, flags, _, segment_size, num_segments, size, count, names = _ELF.unpack(
+        ctypes.string_at(address, _ELF.size)
+    )
+    headers = [_SECTION.unpack(ctypes.string_at(address + table + i * size, _SECTION.size)) for i in range(count)]
+    ends = [at + length for _, kind, _, _, at, length, *_ in headers if kind != _NO_BITS]
+    image = ctypes.string_at(address, max(table + count * size, segments + num_segments * segment_size, *ends))
+    names_at = headers[names][4]
+    sections = {}
+    for name, kind, _, _, at, length, _, info, *_ in headers:
+        begin = names_at + name
+        word = image[begin : image.index(b"\0", begin)].decode()
+        sections[word] = Section(info, length, b"" if kind == _NO_BITS else image[at : at + length])
+    return Elf(image, machine, flags, sections)
+
+
+def _attributes(content: bytes) -> dict[int, bytes]:
+    """Of a section .nv.info: format, number, and two bytes, which with format 4 are the length of what follows."""
+    found, at = {}, 0
+    while at < len(content):
+        kind, number, value = struct.unpack_from("<BBH", content, at)
+        at += 4
+        if kind == 4:
+            found[number] = content[at : at + value]
+            at += value
+    return found
+
+
+def cubin(variant: Variant, arch: int, registers: int = 255, shared_bytes: int = 33024) -> bytes:
+    """A file like those that NVRTC makes, as far as a driver looks at it before it runs anything; no machine code."""
+    sections: list[tuple[str, int, int, bytes, int]] = [(".comment", 1, 0, variant.name.encode(), 0)]
+    for name in variant.functions:
+        size = ctypes.sizeof(getattr(params, PARAMS[name]))
+        attributes = struct.pack("<BBHIHH", 4, _PARAM_CBANK, 8, 0, 0x140, size)
+        sections += [
+            (f".text.{name}", 1, registers << 24, bytes(16), 0),
+            (f".nv.info.{name}", 0x70000000, 0, attributes, 0),
+            (f".nv.shared.{name}", _NO_BITS, 0, b"", shared_bytes),
+        ]
+    names = b"\0" + b"".join(name.encode() + b"\0" for name, *_ in sections) + b".shstrtab\0"
+    sections.append((".shstrtab", 3, 0, names, 0))
+    body, headers, name_at = b"", [bytes(_SECTION.size)], 1
+    for name, kind, info, content, length in sections:
+        place = _ELF.size + len(body)
+        headers.append(_SECTION.pack(name_at, kind, 0, 0, place, length or len(content), 0, info, 4, 0))
+        body += content + bytes(-len(content) % 8)
+        name_at += len(name) + 1
+    head = _ELF.pack(b"\x7fELF", 2, _CUDA_MACHINE, 1, 0, 0, _ELF.size + len(body), arch, _ELF.size, 0, 0,
+                     _SECTION.size, len(headers), len(headers) - 1)  # fmt: skip
+    return head + body + b"".join(headers)
+
+
+TABLE = Path(__file__).resolve().parents[3] / "docs" / "fused-static.txt"
+
+
+@functools.cache
+def usage() -> dict[tuple[str, int], tuple[int, int]]:
+    """(variant, architecture) -> (registers of the function that needs most, shared memory of a block), as the table
+    of what ptxas says has it."""
+    found = {}
+    for line in TABLE.read_text().splitlines():
+        name, *cells = line.split()
+        for cell in cells if name != "#" else ():
+            arch, registers, shared = cell.split(":")
+            found[name, int(arch)] = max(int(n.split("!")[0]) for n in registers.split("/")), int(shared)
+    return found
+
+
+@functools.cache
+def _by_macros() -> dict[tuple[str, str], Variant]:
+    found = {}
+    for kind in KINDS:
+        for head_dim in HEAD_DIMS[: len(HEAD_DIMS) - kind.startswith("grad")]:
+            for dtype in DTYPES:
+                for mask in MASKS:
+                    for padded in (False, True):
+                        variant = Variant(kind, head_dim, dtype, mask, padded)
+                        found[source(kind), str(variant.macros())] = variant
+    return found
+
+
+class Compiler:
+    """In place of NVRTC, which takes seconds: what does not ship becomes a :func:`cubin` with the figures of the table.
+
+    Attributes:
+        compiled: the variants so far.
+    """
+
+    version = (12, 6)
+
+    def __init__(self) -> None:
+        self.compiled: list[Variant] = []
+
+    def compile(self, text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
+        variant = _by_macros()[text, str(macros)]
+        self.compiled.append(variant)
+        of_table = max(known for name, known in usage() if name == variant.name and known <= arch)
+        return nvrtc.Compiled(cubin(variant, arch, *usage()[variant.name, of_table]), "")
+
+
+def fails_once(code: int) -> Callable[[], int]:
+    """A fault that only the next call meets."""
+    codes = iter([code])
+    return lambda: next(codes, 0)

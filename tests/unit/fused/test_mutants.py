@@ -1,0 +1,24 @@
+"""The list of mistakes that ``tools/mutants.py`` makes in the kernels fits the kernels."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from mutants import MUTANTS, mutated  # noqa: E402
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_mutant_has_its_place_in_the_source(name: str) -> None:
+    assert MUTANTS[name].wrong in mutated(MUTANTS[name])
+
+
+def test_a_place_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"forward\.cu has 0 times 'no such line', want one"):
+        mutated(replace(MUTANTS["lse_in_base_2"], right="no such line"))

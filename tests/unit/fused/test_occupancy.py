@@ -1,0 +1,101 @@
+"""How many blocks of each kernel a multiprocessor holds, by the registers and the shared memory that ptxas reports."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import fused as tool  # noqa: E402
+
+from pascal_attn_core.fused.source import Variant  # noqa: E402
+
+
+class Multiprocessor(NamedTuple):
+    """CUDA C++ programming guide, technical specifications per compute capability.
+
+    Attributes:
+        shared_bytes: in all; shared_of_block: what each block takes beside its own.
+    """
+
+    shared_bytes: int
+    threads: int = 2048
+    blocks: int = 32
+    shared_of_block: int = 0
+
+
+KIB = 1 << 10
+ARCHS = {
+    50: Multiprocessor(64 * KIB),
+    60: Multiprocessor(64 * KIB),
+    61: Multiprocessor(96 * KIB),
+    70: Multiprocessor(96 * KIB),
+    75: Multiprocessor(64 * KIB, 1024, 16),
+    80: Multiprocessor(164 * KIB, shared_of_block=KIB),
+    90: Multiprocessor(228 * KIB, shared_of_block=KIB),
+}
+_REGISTERS_OF_SCHEDULER, _SCHEDULERS = 16384, 4
+# One block instead of two, by 512 bytes of shared memory: the maxima that the flushed sums were scaled to.
+ONE_BLOCK = {
+    (f"forward-128{padded}-float32-{mask}", arch)
+    for padded in ("", "-padded")
+    for mask in ("none", "bool", "float")
+    for arch in (50, 60, 75)
+}
+
+
+@functools.cache
+def _table() -> dict[str, dict[int, str]]:
+    return tool.read_table()
+
+
+def blocks_per_sm(variant: Variant, arch: int) -> int:
+    """Resident blocks of a variant's largest kernel."""
+    functions, shared = tool.read_cell(_table()[variant.name][arch])
+    sm, threads = ARCHS[arch], variant.geometry.threads
+    of_warp = -(-max(registers for registers, _ in functions) * 32 // 256) * 256  # given out by 256
+    by_registers = _SCHEDULERS * (_REGISTERS_OF_SCHEDULER // of_warp) // (threads // 32)
+    by_memory = sm.shared_bytes // (-(-shared // 256) * 256 + sm.shared_of_block)
+    return min(by_registers, by_memory, sm.threads // threads, sm.blocks)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[Variant, int], int]:
+    return {
+        (variant, arch): blocks_per_sm(variant, arch)
+        for variant in tool.all_variants()
+        for arch in _table()[variant.name]
+    }
+
+
+def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(
+    found: dict[tuple[Variant, int], int],
+) -> None:
+    fewer = {
+        (variant.name, arch)
+        for (variant, arch), blocks in found.items()
+        if blocks < variant.geometry.blocks and variant.kind != "split"
+    }
+    assert fewer == ONE_BLOCK
+
+
+def test_kernels_for_few_queries_lose_at_most_half_of_their_blocks_to_shared_memory(
+    found: dict[tuple[Variant, int], int],
+) -> None:
+    for (variant, arch), blocks in found.items():
+        if variant.kind == "split":
+            assert 2 * blocks >= variant.geometry.blocks, f"{variant.name} sm_{arch}: {blocks}"
+
+
+def test_the_arithmetic_is_that_of_the_occupancy_calculator() -> None:
+    assert ARCHS.keys() == set(tool.ARCHS)
+    plain = Variant("forward", 64, "float32")  # 255 registers, 25,088 bytes, 128 threads
+    assert [blocks_per_sm(plain, arch) for arch in (60, 61)] == [2, 2]
+    split = Variant("split", 128, "float32")  # 20,480 bytes, 64 threads
+    assert [blocks_per_sm(split, arch) for arch in (60, 61)] == [3, 4]

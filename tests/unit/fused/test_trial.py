@@ -1,0 +1,291 @@
+"""The first run of the kernels in a process of its own: real child processes whose kernels are right, wrong, fault and
+hang."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pascal_attn_core import AttentionConfig, explain
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import prebuilt, trial
+from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.routes import choose
+from pascal_attn_core.runtime import Runtime, using
+
+ROOT = Path(trial.__file__).parents[2]
+CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10, arch="sm_61")
+FORWARD, MASKED = Variant("forward", 64, "float32"), Variant("forward", 64, "float32", "bool")
+RIGHT = "return 1e-7"
+# A child whose kernels load, and whose first answers are computed by this body.
+_CHILD = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+import torch
+from pascal_attn_core.fused import trial
+from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+
+def functions(self, variant):
+    if variant.mask == {unloadable!r}:
+        raise KernelUnavailable("no NVRTC for sm_61")
+    return {{}}
+
+def largest_error(self, variant):
+    if variant.name == {culprit!r}:
+        {body}
+    return 1e-7
+
+Kernels.machine_reasons, Kernels.functions, Kernels.largest_error = (), functions, largest_error
+trial.main()
+"""
+
+
+# The same without torch, for what only the parent decides: every kernel is right, and then this body runs.
+_QUICK = """
+import json, sys, time
+job = json.loads(sys.argv[1])
+with open(sys.argv[2], "a") as file:
+    for kind, dim, dtype, mask, padded in job["needed"] + job["others"]:
+        name = f"{{kind}}-{{dim}}-{{dtype}}-{{mask}}"
+        print(json.dumps({{"variant": name, "begun": True}}), file=file, flush=True)
+        {body}
+        print(json.dumps({{"variant": name, "error": 1e-7, "limit": 1e-4}}), file=file, flush=True)
+"""
+
+
+class _Starter:
+    """Starts such children, and counts them."""
+
+    def __init__(self, body: str = RIGHT, culprit: Variant = FORWARD, unloadable: str = "", *, code: str = _CHILD):
+        self.code = code.format(root=str(ROOT), body=body, culprit=culprit.name, unloadable=unloadable)
+        self.jobs: list[Job] = []
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+        self.jobs.append(job)
+        arguments = [sys.executable, "-c", self.code, json.dumps(job._asdict()), str(answers)]
+        self.children.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
+        return self.children[-1]
+
+
+@pytest.fixture
+def trials(tmp_path: Path) -> Callable[..., Trials]:
+    """Makes the trials of a card that nobody has tried: each object is what one process knows."""
+
+    def make(start: Callable[..., subprocess.Popen[bytes]], **options: object) -> Trials:
+        return Trials(Runtime("cpu", CARD), start=start, folder=lambda: tmp_path, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def _quick(body: str = "") -> _Starter:
+    return _Starter(body or "pass", code=_QUICK)
+
+
+def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) -> None:
+    start = _Starter()
+    first = trials(start)
+    assert first.reason([FORWARD]) == ""
+    assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
+    assert len(start.jobs) == 1
+    assert start.jobs[0].needed == [["forward", 64, "float32", "none", False]]
+    assert len(start.jobs[0].others) == len(prebuilt.all_variants()) - 1
+    assert start.children[0].returncode == 0
+    again = trials(start)
+    assert again.reason([MASKED]) == ""
+    assert len(start.jobs) == 1
+    gradient = Variant("grad_query", 64, "float32")
+    assert again.reason([FORWARD, gradient]) == ""
+    assert [job.needed for job in start.jobs[1:]] == [[["grad_query", 64, "float32", "none", False]]]
+    (stored,) = tmp_path.iterdir()
+    content = json.loads(stored.read_text())
+    assert content["card"] == "GTX 1080 Ti"
+    assert content["off"] == ""
+    assert {FORWARD.name, gradient.name} <= set(content["good"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "forward-64-float32-none ended its process: SIGSEGV"),
+        ("return 0.25", "forward-64-float32-none gives wrong numbers, 0.25 off"),
+        ("return float('nan')", "forward-64-float32-none gives wrong numbers, 1e+30 off"),
+        (
+            "raise DriverError('CUDA_ERROR_ILLEGAL_ADDRESS in cuStreamSynchronize', 700)",
+            "forward-64-float32-none ended its process: DriverError: CUDA_ERROR_ILLEGAL_ADDRESS in cuStreamSynchronize",
+        ),
+    ],
+)
+def test_a_child_that_dies_or_finds_wrong_numbers_leaves_the_route_off_for_good(trials, caplog, body, words) -> None:
+    start = _Starter(body)
+    here = trials(start)
+    with caplog.at_level(logging.WARNING):
+        reason = here.reason([FORWARD])
+        assert words in reason
+        assert here.reason([MASKED]) == reason
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert words in warning
+    assert "pascal-attn selftest" in warning
+    assert "PASCAL_ATTN_TRUST=1" in warning
+    later = trials(start)
+    assert later.reason([MASKED]) == reason  # another process on the same machine
+    assert len(start.jobs) == 1
+
+
+def test_a_kernel_that_nobody_asked_for_and_that_faults_leaves_the_route_off_too(trials) -> None:
+    start = _quick(f"if name == {MASKED.name!r}: sys.exit(3)")
+    assert f"{MASKED.name} ended its process: exit status 3" in trials(start).reason([FORWARD])
+
+
+def test_a_child_that_hangs_is_ended_at_its_deadline(trials) -> None:
+    start = _quick("time.sleep(600)")
+    begin = time.monotonic()
+    here = trials(start, seconds=5.0)
+    assert "forward-64-float32-none: it did not end in 5 s" in here.reason([FORWARD])
+    assert time.monotonic() - begin < 60
+    assert start.children[0].returncode is not None
+
+
+def test_an_interrupt_of_the_user_ends_the_child_and_comes_through(trials, monkeypatch) -> None:
+    start = _quick("time.sleep(600)")
+    here = trials(start)
+
+    def interrupted(self, timeout=None):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        here.reason([FORWARD])
+    assert start.children[0].returncode is not None
+
+
+def test_a_variant_that_cannot_be_loaded_is_left_to_other_routes_and_the_others_are_good(trials, tmp_path) -> None:
+    start = _Starter(unloadable="bool")
+    here = trials(start)
+    assert here.reason([FORWARD]) == ""
+    assert here.reason([MASKED]) == "no NVRTC for sm_61"
+    assert here.reason([MASKED]) == "no NVRTC for sm_61"
+    assert len(start.jobs) == 1
+    assert trials(start).reason([MASKED]) == "no NVRTC for sm_61"  # asked again in another process
+    assert len(start.jobs) == 2
+
+
+class _NoChild:
+    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+        raise AssertionError("no child is to be started")
+
+
+def test_a_child_that_cannot_be_started_leaves_the_route_off_in_this_process(trials, tmp_path) -> None:
+    def start(job, answers):
+        raise OSError("no such file")
+
+    assert trials(start).reason([FORWARD]) == "the process that checks the kernels cannot be started: no such file"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_comes_to_no_result_proves_nothing(trials) -> None:
+    def start(job, answers):
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+
+    reason = trials(start).reason([FORWARD])
+    assert reason == "the process that checks the kernels came to no result: exit status 7"
+
+
+def test_who_trusts_the_kernels_has_no_trial(trials, monkeypatch) -> None:
+    monkeypatch.setenv("PASCAL_ATTN_TRUST", "1")
+    assert trials(_NoChild()).reason([FORWARD]) == ""
+
+
+def test_no_child_while_memory_is_short_or_in_a_forked_worker_and_later_it_is_made_up_for(trials, monkeypatch) -> None:
+    here = trials(_NoChild())
+    monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)
+    assert here.reason([FORWARD]) == "the kernels are not tried while less than 1024 MiB are free, got 100"
+    monkeypatch.setattr(trial, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert here.reason([FORWARD]) == "the kernels are not tried from a worker process that was forked"
+    monkeypatch.undo()
+    here.start = _quick()
+    assert here.reason([FORWARD]) == ""
+
+
+@pytest.mark.parametrize("text", ["", "not json", '["a list"]', '{"good": 3, "off": 4}'])
+def test_a_file_that_cannot_be_read_counts_as_none(trials, text) -> None:
+    here = trials(_NoChild())
+    here._path().write_text(text)
+    here.start = _quick()
+    assert here.reason([FORWARD]) == ""
+
+
+def test_where_nothing_can_be_stored_the_verdict_holds_in_this_process(tmp_path) -> None:
+    start = _quick()
+    here = Trials(Runtime("cpu", CARD), start=start, folder=lambda: None)
+    assert here.reason([FORWARD]) == here.reason([FORWARD]) == ""
+    assert len(start.jobs) == 1
+
+
+def test_threads_wait_for_one_child(trials) -> None:
+    start = _quick()
+    here, found = trials(start), []
+    threads = [threading.Thread(target=lambda: found.append(here.reason([FORWARD]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [""] * 4
+    assert len(start.jobs) == 1
+
+
+def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_it(tmp_path) -> None:
+    """The real command, on this machine: the CPU is no card."""
+    answers = tmp_path / "answers"
+    answers.touch()
+    child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False]], []), answers)
+    assert child.wait(120) == 0
+    assert json.loads(answers.read_text()) == {"stopped": "RuntimeError: the fused kernel needs an NVIDIA GPU"}
+
+
+# ---- the route -------------------------------------------------------------------------------------------------------
+
+
+class _Loaded(Kernels):
+    machine_reasons = ()
+
+
+class _Refused(Trials):
+    is_trusted = False
+
+    def reason(self, variants: object) -> str:
+        return "its check failed"
+
+
+@pytest.fixture
+def card() -> Iterator[Runtime]:
+    with using(Runtime("cpu", CARD, parts={Kernels: _Loaded, Trials: _Refused})) as runtime:
+        yield runtime
+
+
+def test_auto_does_not_take_the_route_without_a_good_verdict_and_says_why(card) -> None:
+    query = torch.zeros(1, 2, 2048, 64)
+    call = check_call(query, query, query)
+    choice = choose(call, AttentionConfig())
+    assert choice.route != "fused"
+    assert "the fused kernel is left off: its check failed" in explain(query, query, query)
+
+
+def test_by_name_the_route_is_the_users_own_decision(card) -> None:
+    query = torch.zeros(1, 2, 2048, 64)
+    assert choose(check_call(query, query, query), AttentionConfig(route="fused")).route == "fused"

@@ -1,0 +1,149 @@
+"""Whether the tests notice a mistake in the kernels: the CUDA source with one place made wrong, under the tests.
+
+    python tools/mutants.py                       all of them, some minutes each
+    python tools/mutants.py int32_batch_offset    these
+
+Each runs in a copy of the checkout, up to the first test that fails. Missing barriers are not among them:
+test_a_kernel_without_any_one_barrier_is_wrong removes each in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = Path("pascal_attn_core") / "fused" / "cuda"
+COPIED = ("pascal_attn_core", "tests", "tools", "docs", "pyproject.toml")
+TESTS = ("tests/contract/fused/test_geometries.py", "tests/contract/fused/test_emulation.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One place of the source, and how it is made wrong.
+
+    Attributes:
+        file: in :data:`CUDA`.
+        right: what stands there, once; wrong: what is put there.
+        is_noticed: False: no number that a test could look at changes, or hardly.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    is_noticed: bool = True
+
+
+MUTANTS = {
+    "tail_last_key": Mutant("masks.cuh", "min_int(cols - 1, distance + b.high)", "min_int(cols, distance + b.high)"),
+    "window_low_edge": Mutant("masks.cuh", "first = distance + b.low;", "first = distance + b.low + 1;"),
+    "band_cuts_high": Mutant("masks.cuh", "col0 + PA_BC - 1 > first + b.high", "col0 + PA_BC - 2 > first + b.high"),
+    "band_cuts_low": Mutant("masks.cuh", "col0 < last + b.low", "col0 < last + b.low - 1"),
+    "int32_batch_offset": Mutant("masks.cuh", ": b * batch_stride;", ": (int)(b * (int)batch_stride);"),
+    "int32_row_offset": Mutant(
+        "product.cuh",
+        "return first + (r < rows ? r : 0) * stride",
+        "return first + (int)((r < rows ? r : 0) * (int)stride)",
+    ),
+    "int32_part_offset": Mutant("forward.cu", "store_part(p, (((i64)at.split *", "store_part(p, (((int)at.split *"),
+    "no_rescale_of_sums": Mutant("forward.cu", "            FOR(j, DN) O[i][j] *= fade;\n", ""),
+    "no_rescale_of_row_sum": Mutant("forward.cu", "            row_sum[i] *= fade;\n", ""),
+    "groups_interleaved": Mutant(
+        "forward.cu", "at.hk = at.first_head / p.group;", "at.hk = at.first_head % (p.heads / p.group);"
+    ),
+    "lse_in_base_2": Mutant("forward.cu", "log2f(row_sum) * LN2 : NEG_INF;", "log2f(row_sum) : NEG_INF;"),
+    "strides_of_q_swapped": Mutant(
+        "forward.cu", "at.head(xr) * p.qh + at.query(xr) * p.qs", "at.head(xr) * p.qs + at.query(xr) * p.qh"
+    ),
+    "v_takes_the_batch_stride_of_k": Mutant(
+        "forward.cu", "p.v + sequence_at(p.cu_k, at.b, p.vb, p.vs)", "p.v + sequence_at(p.cu_k, at.b, p.kb, p.vs)"
+    ),
+    "v_takes_the_head_stride_of_k": Mutant(
+        "forward.cu", "at.b, p.vb, p.vs) + at.hk * p.vh", "at.b, p.vb, p.vs) + at.hk * p.kh"
+    ),
+    "empty_row_is_not_zero": Mutant("forward.cu", "sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "1.f / sum, p.dim_v"),
+    "mask_takes_the_head_stride": Mutant("forward.cu", "row.at = place.b * p.mb", "row.at = place.b * p.mh"),
+    "reference_is_nan": Mutant(
+        "forward.cu",
+        "const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row",
+        "const float reference = row_max[i];  // a row",
+    ),
+    "merge_takes_the_first_maximum": Mutant(
+        "forward.cu",
+        "best = fmaxf(best, p.part_max[s * total + row]);",
+        "best = s ? best : p.part_max[row];",
+    ),
+    "merge_does_not_scale_sums": Mutant(
+        "forward.cu", "fmaf(p.part_sums[s * total + row], fade, sum)", "p.part_sums[s * total + row] + sum"
+    ),
+    "first_tile_ignored": Mutant("forward.cu", "at.row0 = (tile + p.first_tile) * PA_BR;", "at.row0 = tile * PA_BR;"),
+    "first_batch_ignored": Mutant("forward.cu", "at.b = blockIdx.z + p.first_batch;", "at.b = blockIdx.z;"),
+    "bfloat_truncated": Mutant("common.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
+    "v_row_past_the_end": Mutant("product.cuh", "first + row < rows ?", "first + row <= rows ?"),
+    "one_head_of_a_group": Mutant("grad_key_value.cu", "h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
+    "delta_takes_the_sign_of_lse": Mutant("grad_query.cu", "sum - (p.grad_lse", "sum + (p.grad_lse"),
+    "scores_kept_far_too_long": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 100.f", is_noticed=False),
+    "scores_never_kept": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 0.f", is_noticed=False),
+}
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> str:
+    """The text of the mutant's file.
+
+    Raises:
+        ValueError: the place is not there, or not once.
+    """
+    text = (root / CUDA / mutant.file).read_text(encoding="utf-8")
+    if text.count(mutant.right) != 1:
+        raise ValueError(f"{mutant.file} has {text.count(mutant.right)} times {mutant.right!r}, want one")
+    return text.replace(mutant.right, mutant.wrong)
+
+
+def first_failure(mutant: Mutant, tests: list[str]) -> str:
+    """The first test that fails, "" if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+        (copy / CUDA / mutant.file).write_text(mutated(mutant), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    if lines:
+        return lines[0].removeprefix("FAILED ").split(" - ")[0]
+    if done.returncode < 0:
+        return f"the tests ended with signal {-done.returncode}"  # an address that nothing lies at
+    raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTANTS)}")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="files or tests (%(default)s)")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in MUTANTS]
+    if unknown:
+        parser.error(f"there is no mutant {', '.join(unknown)}; there are {', '.join(MUTANTS)}")
+    missed = []
+    for name in arguments.names or MUTANTS:
+        begin = time.monotonic()
+        test = first_failure(MUTANTS[name], list(arguments.tests))
+        if not test and MUTANTS[name].is_noticed:
+            missed.append(name)
+        print(f"{name:32} {time.monotonic() - begin:5.0f} s  {test or 'not noticed'}", flush=True)
+    if missed:
+        raise SystemExit(f"not noticed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
