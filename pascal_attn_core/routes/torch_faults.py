@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, distinct
+from ..call import AttentionCall, distinct, may_read
 from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
 from ..runtime import Runtime, runtime_of
-from ..tiled.layout import may_read, worth_looking
+from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")
 

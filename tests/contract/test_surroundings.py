@@ -234,7 +234,7 @@ def _state() -> tuple:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        report.recording(),
+        report.active,
         attention._observers,
         F.scaled_dot_product_attention,
     )
