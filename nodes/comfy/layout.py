@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 # Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is:
@@ -81,7 +82,7 @@ class HostCall:
 
     def returned(self, out: Tensor) -> Tensor:
         """``[B, H, L, Dv]`` as the host wants it: as it is, or ``[B, L, H*Dv]``."""
-        return out if self.keep_heads else out.transpose(1, 2).flatten(2)
+        return out if self.keep_heads else rearrange(out, "b h n d -> b n (h d)")
 
 
 def bound(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -208,9 +209,9 @@ def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_d
         raise NotOurs(f"{name} has {width} channels, which {head_dim} does not divide")
     if tensor.shape[0] == batch and width == heads * head_dim:
         if dims == 3:
-            return tensor.view(batch, tensor.shape[1], heads, head_dim).transpose(1, 2)
+            return rearrange(tensor, "b n (h d) -> b h n d", h=heads)
         if tensor.shape[-1] == head_dim:
-            return tensor.transpose(1, 2)
+            return rearrange(tensor, "b n h d -> b h n d")
     row = batch * heads * head_dim
     if not row or tensor.numel() % row:
         raise NotOurs(f"{name} has shape {tuple(tensor.shape)}, not to be read as {batch} x {heads} x {head_dim}")
@@ -220,9 +221,9 @@ def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_d
 def four_dimensions(mask: Tensor) -> Tensor:
     """A mask of two (``[L, S]``), three (``[B, L, S]``) or four dimensions as ``[B, H, L, S]``, as ComfyUI reads it."""
     if mask.dim() == 2:
-        return mask[None, None]
+        return rearrange(mask, "l s -> 1 1 l s")
     if mask.dim() == 3:
-        return mask[:, None]
+        return rearrange(mask, "b l s -> b 1 l s")
     if mask.dim() != 4:
         raise NotOurs(f"the mask has {mask.dim()} dimensions")
     return mask

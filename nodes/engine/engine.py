@@ -204,14 +204,14 @@ class Engine:
         compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
             further away than rounding explains is left to the host from then on.
         """
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+        options = Options(0.0, is_causal, scale, enable_gqa, softcap=softcap)
         if torch.compiler.is_compiling():
             self.is_compiled = True
-            return sdpa(query, key, value, mask, config=self.settings.config, **options)
+            return sdpa(query, key, value, mask, *options[:4], softcap=softcap, config=self.settings.config)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             if kind is None:
-                kind = signature((query, key, value, mask), options)
+                kind = signature((query, key, value, mask, *options), {})
             place = (block, via, kind, torch.is_grad_enabled())
             decision = self._decisions.get(place)
             if decision is not None and decision.config is None:
@@ -223,7 +223,6 @@ class Engine:
                     call = _like(template, query, key, value, mask)
                 else:
                     given = query
-                    options = Options(0.0, is_causal, scale, enable_gqa, softcap=softcap)
                     query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
                     call = check_call(query, key, value, attn_mask, *options)
                     if decision is None or query is not given:  # under autocast

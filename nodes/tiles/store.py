@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
-from ...pascal_attn_core.storage import replace_file
+from ...pascal_attn_core.storage import read_object, write_object
 
 log = logging.getLogger("pascal_attn")
 FILE_NAME = "pascal_attn_tile_sizes.json"
@@ -41,23 +40,15 @@ class TileStore:
         with _lock:
             try:
                 known = self._read(set_aside=True)
-                text = json.dumps({**known, key: entry}, indent=2, ensure_ascii=False) + "\n"
-                replace_file(self.path, text.encode())
+                write_object(self.path, {**known, key: entry})
             except OSError as error:
                 log.warning("pascal_attn: measured tile sizes cannot be kept in %s: %s", self.path, error)
 
     def _read(self, *, set_aside: bool = False) -> dict[str, Any]:
         try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
+            return read_object(self.path)
         except (OSError, ValueError) as error:
-            known, reason = None, str(error)
-        else:
-            reason = f"it holds a {type(known).__name__}, not an object"
-        if isinstance(known, dict):
-            return known
-        log.warning("pascal_attn: %s cannot be read and counts as empty: %s", self.path, reason)
+            log.warning("pascal_attn: %s cannot be read and counts as empty: %s", self.path, error)
         if set_aside:
             os.replace(self.path, self.path.with_suffix(".broken"))
         return {}

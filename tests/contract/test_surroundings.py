@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, attention, record, sdpa
-from pascal_attn_core.observe import report
+from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, record, sdpa
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes.run import is_watched
 from pascal_attn_core.routes.tiled import forget_halvings
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
@@ -234,8 +234,7 @@ def _state() -> tuple:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        report.active,
-        attention._observers,
+        is_watched(),
         F.scaled_dot_product_attention,
     )
 

@@ -7,9 +7,9 @@ import torch
 from attn_support.comfy.runs import blocks, findings, kind, part, run
 
 GAIN, TEXT = part("nodes.reporting.gain"), part("nodes.reporting.text")
-ENGINE, CONFIG, CALL, ROUTES = (
-    part(name)
-    for name in ("nodes.engine.engine", "pascal_attn_core.config", "pascal_attn_core.call", "pascal_attn_core.routes")
+ENGINE = part("nodes.engine.engine")
+CONFIG, CALL, ROUTES, TORCH = (
+    part(f"pascal_attn_core.{name}") for name in ("config", "call", "routes", "routes.torch_kernel")
 )
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
@@ -121,27 +121,23 @@ def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
     assert len(found) < 110
 
 
-def test_the_choice_of_a_route_says_what_torch_would_do(monkeypatch):
+def test_the_choice_of_a_route_says_what_torch_would_do():
     """Where the core asks torch: its kernel as it is, folded, and not at all."""
-    monkeypatch.setattr(ROUTES, "_tiled_is_faster", lambda call: False)
     auto, plain = CONFIG.AttentionConfig(), torch.randn(1, 2, 64, 16)
     choice = ROUTES.choose(CALL.check_call(plain, plain, plain), auto)
     assert (choice.route, choice.torch_stores) == ("torch", False)
     for form, stores in (("rows", True), ("", False)):
-        fake = ROUTES.TorchForm(plain, plain, plain, None, fold=form)
-        assert ROUTES._torch_stores(fake) is stores
-    monkeypatch.setattr(ROUTES, "find_form", lambda *_, **__: ["torch has no kernel for it"])
+        assert TORCH.TorchForm(plain, plain, plain, None, fold=form).torch_stores is stores
     config = CONFIG.AttentionConfig(math_limit_mib=0)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), config)
+    choice = ROUTES.choose(CALL.check_call(plain, plain, plain, softcap=5.0), config)
     assert (choice.route, choice.torch_stores, choice.over_torch) == ("tiled", True, None)
 
 
 def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
     engine_module = ENGINE
-    monkeypatch.setattr(engine_module._host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(engine_module._host, "throw_if_interrupted", lambda: None)
-    monkeypatch.setattr(engine_module._host, "prompt_id", lambda: "p")
-    monkeypatch.setattr(ROUTES, "_tiled_is_faster", lambda call: False)
+    monkeypatch.setattr(engine_module.host, "compute_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(engine_module.host, "throw_if_interrupted", lambda: None)
+    monkeypatch.setattr(engine_module.host, "prompt_id", lambda: "p")
     engine = engine_module.Engine(engine_module.Settings(min_keys=0), "Model", "diffusion model", None)
     plain = torch.randn(1, 2, 64, 16)
     engine.begin()

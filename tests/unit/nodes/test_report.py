@@ -276,9 +276,9 @@ def test_the_sample_of_a_run_that_goes_on_is_left_alone():
 @pytest.fixture
 def host(monkeypatch):
     """No ComfyUI: the facts that the node would ask it for."""
-    monkeypatch.setattr(REPORT._host, "versions", lambda: {"ComfyUI": "0.33.0", "attention": "attention_pytorch"})
-    monkeypatch.setattr(REPORT._host, "free_and_total_bytes", lambda device: (1 << 30, 2 << 30))
-    monkeypatch.setattr(REPORT._host, "prompt_id", lambda: "p")
+    monkeypatch.setattr(REPORT.host, "versions", lambda: {"ComfyUI": "0.33.0", "attention": "attention_pytorch"})
+    monkeypatch.setattr(REPORT.host, "free_and_total_bytes", lambda device: (1 << 30, 2 << 30))
+    monkeypatch.setattr(REPORT.host, "prompt_id", lambda: "p")
     RUNS.forget()
     yield
     RUNS.forget()

@@ -12,9 +12,9 @@ ENGINE, METER = part("nodes.engine.engine"), part("nodes.engine.meter")
 @pytest.fixture
 def engine(monkeypatch):
     """An engine that takes every call, on a host that computes on the CPU."""
-    monkeypatch.setattr(ENGINE._host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ENGINE._host, "prompt_id", lambda: "p")
-    monkeypatch.setattr(ENGINE._host, "throw_if_interrupted", lambda: None)
+    monkeypatch.setattr(ENGINE.host, "compute_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ENGINE.host, "prompt_id", lambda: "p")
+    monkeypatch.setattr(ENGINE.host, "throw_if_interrupted", lambda: None)
     RUNS.forget()
     yield ENGINE.Engine(ENGINE.Settings(min_keys=0), "Flux", "diffusion model", "5")
     RUNS.forget()
