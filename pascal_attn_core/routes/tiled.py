@@ -164,6 +164,7 @@ def _warn_once(device_type: str, reason: str) -> None:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 _MOST_KINDS = 512
+_MOST_RANGES = 4096  # of a walk that is kept: besides the time that longer ones take, making them anew does not count
 
 
 class Walks:
@@ -187,7 +188,7 @@ class Walks:
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
             walk = Walk.of(call, plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward))
-            if kind is not None:
+            if kind is not None and len(walk.q_ranges) + len(walk.key_ranges) + len(walk.spans) <= _MOST_RANGES:
                 if len(self._walks) >= _MOST_KINDS:
                     self._walks.clear()
                 self._walks[kind] = walk

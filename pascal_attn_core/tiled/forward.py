@@ -114,25 +114,25 @@ class _Group(NamedTuple):
     """
 
     units: Units
-    rules: Rules | None
-    bounded: Rules | None
-    key_ranges: Ranges | None
-    bias: Tensor | None
+    rules: Rules | None = None
+    bounded: Rules | None = None
+    key_ranges: Ranges | None = None
+    bias: Tensor | None = None
 
     @staticmethod
     def of(units: Units, call: AttentionCall, walk: Walk, look: bool, may_bound: bool) -> _Group:
         if not walk.is_masked:
-            return _Group(units, None, None, [(0, call.seq_len_kv)] * len(walk.spans) if may_bound else None, None)
+            return _Group(units, key_ranges=[(0, call.seq_len_kv)] * len(walk.spans) if may_bound else None)
         rules = Rules.of(call, units, look=look)
         rules.prepare(walk.spans)
         if not may_bound or (walk.has_bias and (units.mask is None or call.sinks is not None)):
-            return _Group(units, rules, None, None, None)
+            return _Group(units, rules)
         bounded, bias = rules, None
         if units.mask is not None and walk.has_bias:
             # A bounded block knows bool masks only: a float mask must be the padding of keys in disguise.
             padding = padding_as_bool(units.mask, rules.dtype) if look and rules.band.is_everything else None
             if padding is None:
-                return _Group(units, rules, None, None, None)
+                return _Group(units, rules)
             bounded, bias = Rules(rules.band, padding[0], rules.dtype, look=True), padding[1]
         keys = [bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in walk.spans]
         return _Group(units, rules, bounded, keys, bias)
