@@ -1,4 +1,4 @@
-"""The route ``tiled``: plan, run, and with less memory once more when the device runs out of it."""
+"""The route ``tiled``: plan each kind of call once, run, and run again with less memory when the device runs out of it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _warn_once(device_type: str, reason: str) -> None:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 _MOST_KINDS = 512
-_MOST_RANGES = 4096  # of a walk that is kept: besides the time that longer ones take, making them anew does not count
+_MOST_RANGES = 4096  # of a walk that is kept; a call with more of them takes far longer than planning it again
 
 
 class Walks:

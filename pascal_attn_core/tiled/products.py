@@ -1,5 +1,5 @@
-"""The buffers of one call, and what is done with one tile of it: what the forward and the backward pass share. And the
-bound of the products by which :mod:`.softmax` does without a running maximum."""
+"""The buffers of one call and what is done with one tile of it, as the forward and the backward pass share it; and the
+bound on the scores under which :mod:`.softmax` needs no running maximum."""
 
 from __future__ import annotations
 
