@@ -1,4 +1,4 @@
-"""The route ``tiled``: plan each kind of call once, run, and run again with less memory when the device runs out of it."""
+"""The route ``tiled``: plan a kind of call once, run, and with less memory once more when the device runs out of it."""
 
 from __future__ import annotations
 
