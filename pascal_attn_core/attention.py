@@ -69,7 +69,8 @@ def sdpa(
         UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.
     """
     if (
-        not torch.compiler.is_compiling()
+        (config is None or config.route == "auto")
+        and not torch.compiler.is_compiling()
         and is_plainly_short(
             default_config() if config is None else config,
             query, key, value, attn_mask, dropout_p, is_causal, scale,
@@ -153,14 +154,16 @@ def _attend(
     """A call of ``function``: out, or (out, lse). While something is compiled, and for fake tensors and others with a
     dispatch of their own, it is one operator."""
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
-    if not is_plain and not torch.compiler.is_compiling():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_plain and not is_compiling:
         overriding = (query, key, value, attn_mask, options.sinks)
         if has_torch_function(overriding):
             first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
             return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    if torch.compiler.is_compiling() or any(
-        type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask)
+    is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
+    if is_compiling or (
+        not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
     ):
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
@@ -170,7 +173,7 @@ def _attend(
     call = check_call(query, key, value, attn_mask, *options)
     if query.is_meta:
         out, lse = run_shapes(call)
-    elif not with_lse and is_short(call, config) and not is_watched():
+    elif config.route == "auto" and not with_lse and is_short(call, config) and not is_watched():
         return run_as_it_is(call)
     else:
         out, lse = run(call, config, with_lse=with_lse)  # type: ignore[assignment]

@@ -298,7 +298,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     except AttributeError:
         kinds = ", ".join(type(t).__name__ for t in (query, key, value))
         raise TypeError(f"query, key and value must be tensors, got {kinds}") from None
-    if any(t.is_nested or t.layout != torch.strided for t in (query, key, value)):
+    if (
+        query.is_nested or key.is_nested or value.is_nested
+        or not (query.layout == key.layout == value.layout == torch.strided)
+    ):  # fmt: skip
         raise TypeError("query, key and value must be dense tensors, got a nested or sparse one")
     if not same:
         if device != key.device or device != value.device:
@@ -444,6 +447,14 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager:
     return torch.autocast(tensor.device.type, enabled=False) if autocast_on(tensor) else nullcontext()
 
 
+def may_read(call: AttentionCall) -> bool:
+    """Whether values on the call's device may be read by the host now."""
+    device = call.query.device
+    if device.type == "meta":
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -464,7 +475,13 @@ def empty_output(call: AttentionCall) -> Tensor:
     """``[*batch, Hq, L, Dv]`` with the memory layout of the query: heads inside tokens stay heads inside tokens, so
     that the caller's ``transpose(1, 2).flatten(2)`` is free."""
     query, shape = call.query, call.out_shape
-    if query.dim() == 4 and len(shape) == 4 and query.stride(1) < query.stride(2) and shape[1] > 1:
+    if has_heads_inside_tokens(call):
         batch, heads, tokens, head_dim_v = shape
         return query.new_empty(batch, tokens, heads, head_dim_v).transpose(1, 2)
     return query.new_empty(shape)
+
+
+def has_heads_inside_tokens(call: AttentionCall) -> bool:
+    """Whether the output of a call lies in memory as ``[B, L, Hq, Dv]``."""
+    query, shape = call.query, call.out_shape
+    return query.dim() == 4 and len(shape) == 4 and query.stride(1) < query.stride(2) and shape[1] > 1

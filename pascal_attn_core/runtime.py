@@ -1,7 +1,7 @@
-"""What this process knows of one device: a single owner of everything that is loaded, verified, timed or capped there.
+"""What this process knows of one device: the owner of all that is loaded, verified, timed, planned or capped there.
 
-A part of it is an object of a class of its own (:class:`.routes.tiled.MemoryCaps`, :class:`.fused.kernels.Kernels`
-...), made when it is first needed. For other facts about a device, or other kernels on it, make a :class:`Runtime` with
+A part of it is an object of a class of its own (:class:`.routes.tiled.Walks`, :class:`.fused.kernels.Kernels` ...) and
+is made when it is first needed. For other facts about a device, or other kernels on it, make a :class:`Runtime` with
 them and install it by :func:`using`.
 """
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 Checkpoint = Callable[[int, int], None]
 
 
-class _Local(threading.local):
+class _ThisThread(threading.local):
     checkpoint: Checkpoint | None = None
 
 
-_local = _Local()
+this_thread = _ThisThread()
 
 
 @contextmanager
@@ -30,14 +30,9 @@ def between_blocks(checkpoint: Checkpoint | None) -> Iterator[None]:
         with between_blocks(lambda done, total: throw_if_interrupted()):
             out = sdpa(query, key, value)
     """
-    before = _local.checkpoint
-    _local.checkpoint = checkpoint
+    before = this_thread.checkpoint
+    this_thread.checkpoint = checkpoint
     try:
         yield
     finally:
-        _local.checkpoint = before
-
-
-def current_checkpoint() -> Checkpoint | None:
-    """This thread's checkpoint, or None."""
-    return _local.checkpoint
+        this_thread.checkpoint = before

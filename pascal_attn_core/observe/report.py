@@ -89,7 +89,7 @@ class Report:
 
 
 _lock = threading.Lock()
-_active: tuple[Report, ...] = ()
+active: tuple[Report, ...] = ()  # those that are being recorded
 
 
 @contextmanager
@@ -100,26 +100,21 @@ def record() -> Iterator[Report]:
         pipe(prompt)
     print(report.text())
     """
-    global _active
+    global active
     report = Report()
     with _lock:
-        _active = (*_active, report)
+        active = (*active, report)
     try:
         yield report
     finally:
         with _lock:
-            _active = tuple(r for r in _active if r is not report)
-
-
-def recording() -> bool:
-    """Whether anybody asks."""
-    return bool(_active)
+            active = tuple(r for r in active if r is not report)
 
 
 def note(key: CallKey, *, blocks: int = 0, bounded_blocks: int = 0, budget_halvings: int = 0) -> None:
     """Add one call to every report being recorded."""
     with _lock:
-        for report in _active:
+        for report in active:
             stats = report.calls.setdefault(key, CallStats())
             stats.count += 1
             stats.blocks += blocks

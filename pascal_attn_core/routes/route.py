@@ -1,7 +1,7 @@
 """What a route is, and how one becomes part of autograd's graph.
 
 A route is an object: ``plan`` says how it would take a call, or why it cannot; ``claim`` whether it wants the call when
-nobody names a route; ``forward`` and ``backward`` compute. The list of them is :data:`.routes.ROUTES`.
+nobody names a route; ``forward`` and ``backward`` compute. The list of them is :data:`.run.ROUTES`.
 """
 
 from __future__ import annotations
@@ -152,15 +152,12 @@ class Route:
         grads = [next(found) if isinstance(t, Tensor) and wants else None for t, wants in zip(leaves, wanted)]
         return Gradients(*grads)  # type: ignore[arg-type]
 
-    def run(
-        self, call: AttentionCall, config: AttentionConfig, plan: Any, *, with_lse: bool, stats: TiledStats | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse or None), with gradients where the call needs them."""
-        if call.needs_grad and not self.is_differentiable:
-            inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
-            return RouteFunction.apply(*inputs, call, config, self, plan, stats)
-        results = self.forward(call, config, plan, with_lse=with_lse, for_grad=False, stats=stats)
-        return results.out, results.lse
+    def with_gradients(
+        self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) as part of autograd's graph, in which ``backward`` computes the gradients."""
+        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+        return RouteFunction.apply(*inputs, call, config, self, plan, stats)
 
 
 class RouteFunction(torch.autograd.Function):

@@ -1,4 +1,7 @@
-"""Runs a checked call by the route that takes it; whoever watches is shown the call, and told what ran."""
+"""Which route a call takes, and why; and running it. Whoever watches is shown the call, and told what ran.
+
+Nothing is chosen silently: the sentences that decide here are the ones in errors, in the log and in reports.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,83 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from ..call import AttentionCall, TiledStats, without_autocast
-from ..config import AttentionConfig, RouteUnavailable
+from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.plan import Plan
 from ..observe import report
-from . import Choice, choose, route_named
+from .fused import FusedRoute, Int8Route
+from .math import MathRoute
+from .route import Choice, Request, Route
+from .short import ShortCalls
+from .tiled import FirstTiles, TiledRoute
+from .torch_kernel import TorchRoute
 
-_observers: tuple[Callable[[AttentionCall], None], ...] = ()
-_observers_lock = threading.Lock()
+TORCH = TorchRoute()
+# In the order in which they are asked whether they want a call that names no route: the first that claims it has it.
+ROUTES: list[Route] = [
+    ShortCalls(),
+    FirstTiles(TORCH),
+    FusedRoute(TORCH),
+    TORCH,
+    MathRoute(),
+    TiledRoute(TORCH),
+    Int8Route(),
+]
+
+
+def add_route(route: Route, *, before: str | None = None) -> None:
+    """Add a route that is asked before the one named ``before``, or after all others. Its name becomes valid in
+    :class:`~pascal_attn_core.config.AttentionConfig`."""
+    places = [i for i, other in enumerate(ROUTES) if other.name == before] or [len(ROUTES)]
+    ROUTES.insert(places[0], route)
+    known_routes.append(route.name)
+
+
+def remove_route(route: Route) -> None:
+    """Take back :func:`add_route`."""
+    ROUTES.remove(route)
+    known_routes.remove(route.name)
+
+
+def route_named(name: str) -> Route:
+    """The route of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for route in ROUTES:
+        if route.name == name:
+            return route
+    raise ValueError(f"route must be one of {known_routes}, got {name!r}")
+
+
+def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
+    """Why a route cannot take a call, one sentence each; an empty list = it can."""
+    return _reasons(Request(call, config, with_lse), route)
+
+
+def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False, in_graph: bool = False) -> Choice:
+    """The route for a call. ``in_graph``: see :class:`.route.Request`.
+
+    Raises:
+        UnsupportedAttention: the config names a route that cannot take it, or none can.
+    """
+    request = Request(call, config, with_lse, in_graph)
+    if config.route != "auto":
+        route = route_named(config.route)
+        plan = route.plan(request)
+        if isinstance(plan, list):
+            raise UnsupportedAttention(config.route, plan)
+        return Choice(route, "asked for by name", plan)
+    for route in ROUTES:
+        choice = route.claim(request)
+        if choice is not None:
+            return choice
+    raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
+
+
+def _reasons(request: Request, name: str) -> list[str]:
+    plan = request.plan(route_named(name))
+    return plan if isinstance(plan, list) else []
 
 
 def run(
@@ -25,23 +98,35 @@ def run(
     choice: Choice | None = None,
     stats: TiledStats | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A checked call by the route that :func:`choose` finds, or has found: (out, lse or None).
+    """A checked call by the route that :func:`choose` finds, or has found: (out, lse or None), with gradients where the
+    call needs them.
 
     Args:
         stats: what the route ``tiled`` counts is added to it.
     """
-    stats = TiledStats() if stats is None and report.recording() else stats
+    if stats is None and report.active:
+        stats = TiledStats()
     show(call)
     while True:
         taken = choose(call, config, with_lse=with_lse) if choice is None else choice
         try:
-            with without_autocast(call.query):
-                result = taken.by.run(call, config, taken.plan, with_lse=with_lse, stats=stats)
+            result = _by(taken, call, config, with_lse=with_lse, stats=stats)
         except RouteUnavailable:  # its plan names the reason from now on
             choice = None
         else:
             note(call, taken, stats)
             return result
+
+
+def _by(
+    choice: Choice, call: AttentionCall, config: AttentionConfig, *, with_lse: bool, stats: TiledStats | None
+) -> tuple[Tensor, Tensor | None]:
+    route = choice.by
+    with without_autocast(call.query):
+        if call.needs_grad and not route.is_differentiable:
+            return route.with_gradients(call, config, choice.plan, stats=stats)
+        results = route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
+        return results.out, results.lse
 
 
 def run_packed(
@@ -69,13 +154,15 @@ def run_packed(
         for part in sequences():
             show(part)
     choice = Choice(route_named("fused"), why, plan)
-    with without_autocast(call.query):
-        result = choice.by.run(call, config, plan, with_lse=with_lse, stats=None)
+    result = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
     return result
 
 
 # ---- watching --------------------------------------------------------------------------------------------------------
+
+_observers: tuple[Callable[[AttentionCall], None], ...] = ()
+_observers_lock = threading.Lock()
 
 
 def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
@@ -94,7 +181,7 @@ def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None
 
 def is_watched() -> bool:
     """Whether anybody observes or records calls. It never changes what runs."""
-    return bool(_observers) or report.recording()
+    return bool(_observers or report.active)
 
 
 def show(call: AttentionCall) -> None:
@@ -105,7 +192,7 @@ def show(call: AttentionCall) -> None:
 
 def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
     """Count a call that has run in the reports that are being recorded."""
-    if not report.recording():
+    if not report.active:
         return
     key = report.CallKey(
         choice.route,

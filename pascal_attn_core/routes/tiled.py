@@ -1,4 +1,4 @@
-"""The route ``tiled``: plan, run, and with less memory once more when the device runs out of it."""
+"""The route ``tiled``: plan a kind of call once, run, and with less memory once more when the device runs out of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats
 from ..config import AttentionConfig
-from ..device import DeviceInfo
 from ..lazy_mask import LazyMask
 from ..runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
-from ..tiled.layout import may_read, worth_looking
-from ..tiled.plan import plan_call
-from ..tiled.tiles import TilePlan
+from ..tiled.plan import Walk, plan_call
 from .route import Choice, Request, Route
 
 log = logging.getLogger("pascal_attn")
@@ -83,20 +80,17 @@ class TiledRoute(Route):
             ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
         """
         if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
-            plan_call(call, runtime_of(call.query.device).info, config, backward=True)
+            runtime_of(call.query.device).part(Walks).of(call, config, backward=True)
         seed = draw_seed(call.query.device) if call.dropout_p else None
-        readable = may_read(call)
-        softmax = config.softmax if worth_looking(call) else "online"
         stats = TiledStats() if stats is None else stats
 
-        def run(tiles: TilePlan) -> Results:
+        def run(walk: Walk) -> Results:
             return tiled_forward(
                 call,
-                tiles,
+                walk,
                 with_lse=with_lse,
                 for_grad=for_grad,
-                softmax=softmax,
-                readable=readable,
+                softmax=config.softmax,
                 trim_masks=config.trim_masks,
                 seed=seed,
                 stats=stats,
@@ -116,19 +110,16 @@ class TiledRoute(Route):
         wants_mask: bool = False,
         wants_sinks: bool = False,
     ) -> Gradients:
-        readable = may_read(call)
-
-        def run(tiles: TilePlan) -> Gradients:
+        def run(walk: Walk) -> Gradients:
             return tiled_backward(
                 call,
-                tiles,
+                walk,
                 grad_out,
                 saved,
                 grad_lse=grad_lse,
                 wants_mask=wants_mask,
                 wants_sinks=wants_sinks,
                 trim_masks=config.trim_masks,
-                readable=readable,
             )
 
         return _within_memory(call, config, run, TiledStats(), backward=True)
@@ -168,6 +159,52 @@ def _warn_once(device_type: str, reason: str) -> None:
     # Without a fused kernel to hope for there is nothing to warn of.
     level = logging.INFO if device_type == "cpu" else logging.WARNING
     log.log(level, "on %s some attention calls run in tiles of plain PyTorch: %s", device_type, reason)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+_MOST_KINDS = 512
+_MOST_RANGES = 4096  # of a walk that is kept; a call with more of them takes far longer than planning it again
+
+
+class Walks:
+    """How calls of each kind are walked on one device, worked out at the first of them. No tensor is kept."""
+
+    def __init__(self, runtime: Runtime):
+        self._info = runtime.info
+        self._walks: dict[tuple, Walk] = {}
+
+    def of(
+        self, call: AttentionCall, config: AttentionConfig, *, most_bytes: int | None = None, backward: bool = False
+    ) -> Walk:
+        """
+        Args:
+            most_bytes: of extra memory, if that is less than the budget.
+        Raises:
+            ValueError: the budget does not suffice.
+        """
+        is_traced = torch._C._get_tracing_state() is not None  # then sizes are tensors
+        kind = None if is_traced else _kind(call, config, most_bytes, backward)
+        walk = None if kind is None else self._walks.get(kind)
+        if walk is None:
+            walk = Walk.of(call, plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward))
+            if kind is not None and len(walk.q_ranges) + len(walk.key_ranges) + len(walk.spans) <= _MOST_RANGES:
+                if len(self._walks) >= _MOST_KINDS:
+                    self._walks.clear()
+                self._walks[kind] = walk
+        return walk
+
+
+def _kind(call: AttentionCall, config: AttentionConfig, most_bytes: int | None, backward: bool) -> tuple:
+    """All that :func:`.tiled.plan.plan_call` and :class:`.tiled.plan.Walk` look at."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    return (
+        query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        None if mask is None else (mask.dtype, mask.shape, isinstance(mask, Tensor) and mask.stride()),
+        call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
+        call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
+        config.budget_mib, config.q_block, config.kv_block, most_bytes, backward,
+    )  # fmt: skip
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -254,51 +291,51 @@ def _shape_key(call: AttentionCall, backward: bool) -> tuple:
 def _within_memory(
     call: AttentionCall,
     config: AttentionConfig,
-    run: Callable[[TilePlan], T],
+    run: Callable[[Walk], T],
     stats: TiledStats,
     *,
     backward: bool = False,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
-    info, caps = runtime.info, runtime.part(MemoryCaps)
-    plan = full = plan_call(call, info, config, backward=backward)
+    walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
+    walk = full = walks.of(call, config, backward=backward)
     if caps:
-        plan = _smaller(call, config, info, plan, caps.most_bytes(_shape_key(call, backward)), backward) or plan
+        walk = _smaller(walks, call, config, walk, caps.most_bytes(_shape_key(call, backward)), backward) or walk
     while True:
         try:
-            result = run(plan)
+            result = run(walk)
         except torch.cuda.OutOfMemoryError:
             # Half, and a little for what does not shrink with the tile.
-            smaller = _smaller(call, config, info, plan, plan.extra_bytes * 17 // 32, backward)
+            smaller = _smaller(walks, call, config, walk, walk.tiles.extra_bytes * 17 // 32, backward)
             if smaller is None:
                 raise
-            caps.lower(_shape_key(call, backward), smaller.extra_bytes)
+            caps.lower(_shape_key(call, backward), smaller.tiles.extra_bytes)
             stats.budget_halvings += 1
-            sizes = plan.extra_bytes / 2**20, smaller.extra_bytes / 2**20
+            sizes = walk.tiles.extra_bytes / 2**20, smaller.tiles.extra_bytes / 2**20
             shapes = list(call.query.shape), list(call.key.shape)
             log.warning(
                 "out of memory with %.2f MiB for query %s, key %s: going on with %.2f MiB", sizes[0], *shapes, sizes[1]
             )
-            plan = smaller
+            walk = smaller
         else:
             if caps:
-                caps.succeeded(_shape_key(call, backward), full.extra_bytes)
+                caps.succeeded(_shape_key(call, backward), full.tiles.extra_bytes)
             return result
 
 
 def _smaller(
+    walks: Walks,
     call: AttentionCall,
     config: AttentionConfig,
-    info: DeviceInfo,
-    plan: TilePlan,
+    walk: Walk,
     most_bytes: int | None,
     backward: bool,
-) -> TilePlan | None:
-    """A plan that takes at most ``most_bytes``, or None if there is none below the given one."""
-    if most_bytes is None or most_bytes >= plan.extra_bytes:
+) -> Walk | None:
+    """A walk whose tiles take at most ``most_bytes``, or None if there is none below the given one."""
+    if most_bytes is None or most_bytes >= walk.tiles.extra_bytes:
         return None
     try:
-        return plan_call(call, info, config, most_bytes=most_bytes, backward=backward)
+        return walks.of(call, config, most_bytes=most_bytes, backward=backward)
     except ValueError:
         return None

@@ -165,7 +165,11 @@ class Timings:
                 if not isinstance(form, TorchForm) or isinstance(plan, list):
                     return None
                 attempts: list[Callable[[], Tensor]] = [
-                    lambda: ours.run(sample, _CONFIG, plan, with_lse=False, stats=None)[0],
+                    lambda: (
+                        ours.with_gradients(sample, _CONFIG, plan)[0]
+                        if sample.needs_grad
+                        else ours.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
+                    ),
                     lambda: run_form(sample, form),
                 ]
                 return self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)

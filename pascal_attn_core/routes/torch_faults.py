@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, distinct
+from ..call import AttentionCall, distinct, may_read
 from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
 from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
-from ..tiled.layout import may_read, worth_looking
+from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..call import AttentionCall, Results, empty_output
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
-from ..observe.progress import current_checkpoint
+from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix
 from .route import Choice, Request, Route
 from .torch_faults import fault_reasons, torch_sdpa
@@ -298,7 +298,7 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
     four = out.view(form.query.shape[0], *out.shape[-3:]) if out.dim() != 4 else out
     heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q
     firsts = [(b, h) for b in range(four.shape[0]) for h in range(0, call.num_kv_heads, heads_step)]
-    checkpoint, done = current_checkpoint(), 0
+    checkpoint, done = this_thread.checkpoint, 0
     total = len(firsts) * (1 if form.fold == "rows" else -(-call.seq_len_q // q_step))
     for batch, first in firsts:
         for _ in _run_heads(call, form, four[batch], batch, slice(first, first + heads_step)):

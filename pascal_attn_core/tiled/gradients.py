@@ -18,17 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, distinct
+from ..call import AttentionCall, Gradients, Results, distinct, may_read
+from .forward import units_of
 from .layout import Units, unit_spans, unit_views
-from .masks import Rule, Rules, block_schedule
+from .mask_writer import rows_by_token
+from .masks import FREE, Rule, Rules, block_schedule
+from .plan import Walk
 from .products import LOG2_E, TileProducts
-from .tiles import TilePlan, even_ranges
 
 
 @torch.no_grad()
 def tiled_backward(
     call: AttentionCall,
-    plan: TilePlan,
+    walk: Walk,
     grad_out: Tensor,
     saved: Results,
     *,
@@ -36,27 +38,28 @@ def tiled_backward(
     wants_mask: bool = False,
     wants_sinks: bool = False,
     trim_masks: bool = True,
-    readable: bool = True,
 ) -> Gradients:
     """Gradients of :func:`pascal_attn_core.tiled.forward.tiled_forward`.
 
     Args:
-        plan: planned with ``backward=True``.
+        walk: planned with ``backward=True``.
         grad_out: ``[*batch, Hq, L, Dv]``; grad_lse: ``[*batch, Hq, L]``.
         saved: what ``tiled_forward(for_grad=True)`` returned.
         wants_mask, wants_sinks: also return the gradient of a float mask, of the sinks.
     """
     out, lse, log_sum, seed = saved
     assert lse is not None
-    sums = _Sums(call, call.sums_dtype, wants_mask)
-    if call.num_scores:
-        tile = GradientProducts(call, plan, seed)
+    sums = _Sums(call, walk.dtype, wants_mask)
+    if not walk.is_empty:
+        tile = GradientProducts(call, walk, seed)
         per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
-        for units in unit_views(call, per_query=per_query, per_key=(sums.key_view, sums.value_view)):
-            look = readable and trim_masks and plan.scans_mask
-            rules = Rules.of(call, units, look=look)
-            for u0, u1 in unit_spans(units, call, 1 if sums.units_share else plan.units):
-                _UnitRange(units, u0, u1, tile, call, plan).run(rules)
+        per_key = (sums.key_view, sums.value_view)
+        views, look = unit_views(call, per_query, per_key), may_read(call) and trim_masks and walk.tiles.scans_mask
+        spans = unit_spans(views.size, call, 1 if sums.units_share else walk.tiles.units)
+        for units in units_of(call, views, per_query, per_key):
+            rules = Rules.of(call, units, look=look) if walk.is_masked else None
+            for span in spans:
+                _UnitRange(units, span, tile, call, walk).run(rules)
     sinks = sinks_gradient(call, grad_out, out, lse, grad_lse) if wants_sinks else None
     return sums.result(sinks)
 
@@ -122,15 +125,16 @@ class _Block:
 class GradientProducts(TileProducts):
     """The buffers of one backward pass, and what is done to one tile."""
 
-    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None):
-        super().__init__(call, plan, seed, for_backward=True)
-        rows = plan.units * plan.q_block * call.groups
+    def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None):
+        super().__init__(call, walk, seed, for_backward=True)
+        tiles = walk.tiles
+        rows = tiles.units * tiles.q_block * walk.groups
         self.grad_probs = torch.empty_like(self.score_buffer)
         self.tanh_buffer = self.buffer(self.score_buffer.numel() if call.softcap is not None else 0)
         self.query_sum = self.buffer(rows * call.head_dim)
         self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
         self.products = self.buffer(rows * call.head_dim_v)
-        self.value_tile = self.buffer(plan.units * plan.kv_block * call.head_dim_v if self.copies_kv else 0)
+        self.value_tile = self.buffer(tiles.units * tiles.kv_block * call.head_dim_v if self.copies_kv else 0)
 
     def add_tile(
         self,
@@ -179,7 +183,7 @@ class GradientProducts(TileProducts):
         if block.log_sum_bits is not None:
             scores.mul_(LOG2_E).sub_(block.log_sum_bits)
         scores.exp2_()
-        self.masks.forbid(scores, rule, 0.0)
+        self.forbid(scores, rule, 0.0)
         return scores
 
     def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
@@ -194,9 +198,10 @@ class GradientProducts(TileProducts):
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
-    def __init__(self, units: Units, u0: int, u1: int, tile: GradientProducts, call: AttentionCall, plan: TilePlan):
-        self.span, self.first_unit = (u0, u1), units.index + u0
-        self.tile, self.call, self.plan = tile, call, plan
+    def __init__(self, units: Units, span: tuple[int, int], tile: GradientProducts, call: AttentionCall, walk: Walk):
+        u0, u1 = span
+        self.span, self.first_unit = span, units.first + u0
+        self.tile, self.call, self.walk = tile, call, walk
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
         grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
         assert grad_query is not None
@@ -211,12 +216,12 @@ class _UnitRange:
         )
         self.results = (key_sum[u0:u1], value_sum[u0:u1])
 
-    def run(self, rules: Rules) -> None:
+    def run(self, rules: Rules | None) -> None:
         """Add these units to all gradients."""
         # 16-bit gradients are summed in float32, for the units at hand.
         dtype = self.tile.dtype
         sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
-        for q0, q1 in even_ranges(0, self.call.seq_len_q, self.plan.q_block):
+        for q0, q1 in self.walk.q_ranges:
             block = self._block(q0, q1)
             self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
             self.grad_query[:, :, q0:q1].copy_(self.tile.by_head(block.grad_query))
@@ -224,12 +229,16 @@ class _UnitRange:
             if total is not result:
                 result.copy_(total)
 
-    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules, key_sum: Tensor, value_sum: Tensor) -> None:
-        groups = self.call.groups
-        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.plan, self.tile.copies_kv):
+    def _visit_tiles(
+        self, block: _Block, q0: int, q1: int, rules: Rules | None, key_sum: Tensor, value_sum: Tensor
+    ) -> None:
+        groups, schedule = self.walk.groups, [(0, q1 - q0, self.walk.key_ranges)]
+        if rules is not None:
+            schedule = block_schedule(rules, self.span, q0, q1, self.call, self.walk)
+        for t0, t1, ranges in schedule:
             part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
             for j0, j1 in ranges:
-                rule = rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
+                rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
                 if rule is None:
                     continue
                 key, value = self.key[:, j0:j1], self.value[:, j0:j1]
@@ -243,8 +252,8 @@ class _UnitRange:
         stat = (query.shape[0], query.shape[1], 1)
         grad_rows = self.tile.rows(grad_out, self.tile.grad_rows)
         products = self.tile.products[: out.numel()].view(grad_rows.shape)
-        by_token = self.tile.masks.by_token(products)
-        by_token.copy_(out.transpose(1, 2)).mul_(self.tile.masks.by_token(grad_rows))
+        by_token = rows_by_token(products, self.walk.groups)
+        by_token.copy_(out.transpose(1, 2)).mul_(rows_by_token(grad_rows, self.walk.groups))
         delta = products.sum(dim=-1, keepdim=True)
         if self.grad_lse is not None:
             delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))

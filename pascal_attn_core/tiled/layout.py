@@ -7,115 +7,102 @@ batch) are walked one index at a time instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ..call import AttentionCall, has_heads_inside_tokens
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
+from .tiles import Ranges
+
+Shape = tuple[int, ...]
 
 
-@dataclass(slots=True)
-class Units:
+class Units(NamedTuple):
     """Tensors that belong together, one entry of the first dimension per unit.
 
     query ``[U, G, L, D]``, key ``[U, S, D]``, value ``[U, S, Dv]``, mask ``[U, G, L, S]`` (expanded view) or None;
-    ``extra`` holds further tensors given to :func:`unit_views`, each ``[U, ...]``.
-    ``index`` is the number of the first unit, counting batch-major over the whole call.
+    ``extra`` holds further tensors, each ``[U, ...]``.
+    ``first`` is the number of the first unit, counting batch-major over the whole call.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    extra: tuple[Tensor | None, ...]
-    index: int = 0
+    extra: Sequence[Tensor | None]
+    first: int
 
-    def __len__(self) -> int:
-        return self.key.shape[0]
+
+class UnitViews(NamedTuple):
+    """The shapes in which the tensors of a call are viewed as units.
+
+    Attributes:
+        walked: sizes of the leading dimensions that strides forbid to merge with those behind them.
+        size: units at each index of these dimensions.
+        lead: number of dimensions in ``[*batch, Hq]``; 0 where the query has neither.
+        per_query: ``[*walked, size, G]``, which takes the place of these dimensions; per_key: ``[*walked, size]``.
+        inputs: for query, key, value, and a mask that is a tensor: the shape to expand it to, and to view that in.
+    """
+
+    walked: Shape
+    size: int
+    lead: int
+    per_query: Shape
+    per_key: Shape
+    inputs: tuple[tuple[Shape, Shape], ...]
 
 
 def unit_views(
-    call: AttentionCall, per_query: tuple[Tensor | None, ...] = (), per_key: tuple[Tensor, ...] = ()
-) -> Iterator[Units]:
-    """The call cut into as few :class:`Units` as its strides allow.
-
-    Args:
-        per_query: tensors ``[*batch, Hq, L, ...]`` (output, lse, gradients of query) to view as ``[U, G, L, ...]``.
-        per_key: tensors ``[*batch, Hkv, S, ...]`` to view as ``[U, S, ...]``.
-    """
-    heads, groups = (call.num_kv_heads, call.groups)
-    lead = (*call.batch, heads)
-    query = _grouped(_with_lead(call.query, (*call.batch, call.num_heads)), groups)
-    key, value = _with_lead(call.key, lead), _with_lead(call.value, lead)
-    mask = None
+    call: AttentionCall, per_query: Sequence[Tensor | None] = (), per_key: Sequence[Tensor] = ()
+) -> UnitViews:
+    """The views of a call, of its output (by :func:`~pascal_attn_core.call.empty_output`), and of further tensors
+    ``[*batch, Hq, L, ...]`` and ``[*batch, Hkv, S, ...]``, with as few dimensions to walk as their strides allow."""
+    q_lead, kv_lead = call.out_shape[:-2], (*call.batch, call.num_kv_heads)
+    rows, keys = (*q_lead, call.seq_len_q), (*kv_lead, call.seq_len_kv)
+    full = [(*rows, call.head_dim), (*keys, call.head_dim), (*keys, call.head_dim_v)]
+    inputs = [call.query, call.key, call.value]
     if isinstance(call.attn_mask, Tensor):
-        full = (*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)
-        mask = _grouped(call.attn_mask.expand(full), groups)
-    queries = [None if t is None else _grouped_rest(t, call, groups) for t in per_query]
-    keys = [t if t.dim() > 2 else t[None] for t in per_key]
-    index = 0
-    for tensors in _merged([query, key, value, mask, *queries, *keys], len(lead)):
-        merged_query, merged_key, merged_value, merged_mask, *extra = tensors
-        assert merged_query is not None
-        assert merged_key is not None
-        assert merged_value is not None
-        units = Units(merged_query, merged_key, merged_value, merged_mask, tuple(extra), index)
-        index += len(units)
-        yield units
+        full.append((*rows, call.seq_len_kv))
+        inputs.append(call.attn_mask)
+    walked: Shape = ()
+    if call.batch:
+        wide = [t.expand(shape) for t, shape in zip(inputs, full)]
+        head = len(call.batch)
+        strides = [t.stride()[: head + 1] for t in (*wide[1:3], *per_key)]
+        by_query = [t.stride() for t in (wide[0], *wide[3:], *per_query) if t is not None]
+        if has_heads_inside_tokens(call):
+            by_query.append((call.seq_len_q * call.num_heads, 1))
+        strides += [(*each[:head], each[head] * call.groups) for each in by_query]  # of the first head of each group
+        walked = kv_lead[: _unmerged(kv_lead, strides)]
+    size = math.prod(kv_lead[len(walked) :])
+    by_unit = (*walked, size)
+    leads = ((*by_unit, call.groups), by_unit, by_unit, (*by_unit, call.groups))
+    views = tuple((shape, (*lead, *shape[-2:])) for shape, lead in zip(full, leads))
+    return UnitViews(walked, size, len(q_lead), leads[0], by_unit, views)
 
 
-def unit_spans(units: Units, call: AttentionCall, step: int) -> list[tuple[int, int]]:
-    """Ranges of at most ``step`` units; under a mask that is a rule none crosses from one batch element to the next."""
-    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else len(units)
-    spans, first = [], 0
-    while first < len(units):
-        end = first + period - (units.index + first) % period if period < len(units) else len(units)
-        last = min(first + step, end, len(units))
-        spans.append((first, last))
-        first = last
-    return spans
+def unit_spans(count: int, call: AttentionCall, step: int) -> Ranges:
+    """Ranges of at most ``step`` of the units ``0 ... count - 1``; under a mask that is a rule none crosses from one
+    batch element to the next."""
+    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else count
+    return [
+        (first, min(first + step, start + period))
+        for start in range(0, count, max(1, period))
+        for first in range(start, start + period, step)
+    ]
 
 
-def _with_lead(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
-    shape = (*lead, *tensor.shape[-2:])
-    return tensor if tensor.shape == shape else tensor.expand(shape)
+def _unmerged(sizes: Shape, strides: list[Shape]) -> int:
+    """How many dimensions must stay so that all behind them are one dimension in every tensor."""
+    return next(first for first in range(len(sizes)) if all(_mergeable(sizes[first:], s[first:]) for s in strides))
 
 
-def _grouped(tensor: Tensor, groups: int) -> Tensor:
-    """``[..., Hq, L, X]`` as ``[..., Hkv, G, L, X]``."""
-    return tensor.unsqueeze(-3) if groups == 1 else tensor.unflatten(-3, (-1, groups))
-
-
-def _grouped_rest(tensor: Tensor, call: AttentionCall, groups: int) -> Tensor:
-    """Like :func:`_grouped` for tensors with any number of dimensions after the tokens."""
-    if call.query.dim() == 2:
-        tensor = tensor[None]
-    head_dim = len(call.batch)
-    return tensor.unflatten(head_dim, (-1, groups))
-
-
-def _merged(tensors: list[Tensor | None], num_lead: int) -> Iterator[list[Tensor | None]]:
-    """Each tensor with its leading dimensions merged into one; split over the first of them where strides forbid."""
-    if num_lead == 1:
-        yield tensors
-        return
-    lead = next(t for t in tensors if t is not None).shape[:num_lead]
-    if all(t is None or _mergeable(t, num_lead) for t in tensors):
-        units = math.prod(lead)
-        yield [None if t is None else t.view(units, *t.shape[num_lead:]) for t in tensors]
-        return
-    for i in range(lead[0]):
-        yield from _merged([None if t is None else t[i] for t in tensors], num_lead - 1)
-
-
-def _mergeable(tensor: Tensor, num_lead: int) -> bool:
-    sizes, strides = tensor.shape, tensor.stride()
+def _mergeable(sizes: Shape, strides: Shape) -> bool:
     inner = None
-    for dim in reversed(range(num_lead)):
+    for dim in reversed(range(len(sizes))):
         if sizes[dim] == 1:
             continue
         if inner is not None and strides[dim] != sizes[inner] * strides[inner]:
@@ -148,14 +135,6 @@ def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     folds = call.groups > 1 and call.seq_len_q > 1
     kv = converts or not (is_matrix(call.key) and is_matrix(call.value))
     return converts or folds or not is_matrix(call.query), kv, converts or folds
-
-
-def may_read(call: AttentionCall) -> bool:
-    """Whether values on the call's device may be read by the host now."""
-    device = call.query.device
-    if device.type == "meta":
-        return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def worth_looking(call: AttentionCall) -> bool:

@@ -21,21 +21,26 @@ _WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
 _NEG_INF_BITS = {torch.float32: 0xFF800000 - (1 << 32), torch.float64: 0xFFF0000000000000 - (1 << 64)}
 
 
+def rows_by_token(rows: Tensor, groups: int) -> Tensor:
+    """``[u, rows, X]``, ordered by token, then by head of the group, as ``[u, tokens, G, X]``."""
+    return rows.view(rows.shape[0], rows.shape[1] // groups, groups, rows.shape[2])
+
+
 class MaskWriter:
     """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids.
 
     Scores come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group.
     """
 
-    def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, masked: bool, max_scores: int):
+    def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, max_scores: int):
         """
         Args:
-            masked: the call has a mask or a band; max_scores: of one tile.
+            max_scores: of one tile.
         """
         self.groups, self.dtype, self.device = groups, dtype, device
-        on_cpu = device.type in CPU_LIKE
-        count = min(MASK_WORDS, max_scores) if masked and on_cpu else 0
-        self.words = torch.empty(count, dtype=_WORD[dtype], device=device) if on_cpu else None
+        self.words = None
+        if device.type in CPU_LIKE:
+            self.words = torch.empty(min(MASK_WORDS, max_scores), dtype=_WORD[dtype], device=device)
         self.fills = {value: torch.full((), value, dtype=dtype, device=device) for value in (0.0, -math.inf)}
         self._keep: tuple[tuple, Tensor] | None = None
 
@@ -48,16 +53,12 @@ class MaskWriter:
 
     def add(self, scores: Tensor, bias: Tensor) -> None:
         """Add a float mask ``[u, G, tokens, keys]`` of any float dtype."""
-        by_token, bias = self.by_token(scores), bias.transpose(1, 2)
+        by_token, bias = rows_by_token(scores, self.groups), bias.transpose(1, 2)
         if self.words is None or bias.dtype == self.dtype:
             by_token.add_(bias)
             return
         for part, room, (span, tokens, keys) in self._parts(by_token, self.words.view(self.dtype)):
             part.add_(room.copy_(bias.expand(by_token.shape)[span, tokens, :, keys]))
-
-    def by_token(self, scores: Tensor) -> Tensor:
-        """``[u, rows, keys]`` as ``[u, tokens, G, keys]``."""
-        return scores.view(scores.shape[0], scores.shape[1] // self.groups, self.groups, scores.shape[2])
 
     def _forbid_band(self, scores: Tensor, rule: Rule, value: float) -> None:
         if self.groups == 1 and self.words is not None and value == 0.0:
@@ -79,7 +80,7 @@ class MaskWriter:
 
     def _write(self, scores: Tensor, keep: Tensor, value: float) -> None:
         """``keep`` broadcasts to ``[u, tokens, G, keys]``."""
-        by_token = self.by_token(scores)
+        by_token = rows_by_token(scores, self.groups)
         if self.words is None:
             torch.where(keep, by_token, self.fills[value], out=by_token)
             return

@@ -12,7 +12,8 @@ from ..call import AttentionCall, distinct
 from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
 from .layout import Units
-from .tiles import TilePlan, even_ranges
+from .plan import Walk
+from .tiles import Ranges, even_ranges
 
 _DIAGONAL_TOKENS = 128  # a causal block's diagonal is cut into sub-blocks of this many query tokens
 
@@ -185,9 +186,12 @@ class Rule(NamedTuple):
     ``[u, G, tokens, keys]``, bool or float. None = nothing.
     """
 
-    upper: int | None
-    lower: int | None
-    mask: Tensor | None
+    upper: int | None = None
+    lower: int | None = None
+    mask: Tensor | None = None
+
+
+FREE = Rule()  # every query of the tile may look at every key
 
 
 class LazyTiles:
@@ -225,10 +229,10 @@ class Rules:
         """The rules for some units of a call."""
         lazy = None
         if isinstance(call.attn_mask, LazyMask):
-            lazy = LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.index)
+            lazy = LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.first)
         return Rules(Band.of(call), units.mask, call.sums_dtype, look=look, lazy=lazy)
 
-    def prepare(self, spans: list[tuple[int, int]]) -> None:
+    def prepare(self, spans: Ranges) -> None:
         """Look at what is looked at once, before a call's buffers are there."""
         if self.mask is not None:
             for span in spans:
@@ -251,18 +255,18 @@ class Rules:
                 return None
             return Rule(upper, lower, tile)
         if self.mask is None:
-            return Rule(upper, lower, None)
+            return Rule(upper, lower)
         state = self.mask.state(u0, u1, q0, q1, j0, j1)
         if state is TileState.EMPTY:
             return None
         if state is TileState.FULL:
-            return Rule(upper, lower, None)
+            return Rule(upper, lower)
         return Rule(upper, lower, self.mask.tile(u0, u1, q0, q1, j0, j1))
 
 
 def diagonal_schedule(
     band: Band, q0: int, q1: int, first: int, last: int, kv_block: int, sub_tokens: int, sub_keys: int
-) -> list[tuple[int, int, list[tuple[int, int]]]]:
+) -> list[tuple[int, int, Ranges]]:
     """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then
     those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` to waste little work on masked scores.
 
@@ -282,11 +286,12 @@ def diagonal_schedule(
 
 
 def block_schedule(
-    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, plan: TilePlan, copies_kv: bool
-) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, walk: Walk
+) -> list[tuple[int, int, Ranges]]:
     """The tiles of one query block: see :func:`diagonal_schedule`."""
     first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
+    tiles = walk.tiles
     # A GPU would spend more on launching the sub-blocks than it saves by them.
     sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
-    sub_keys = plan.kv_block if copies_kv else max(1, plan.q_block * plan.kv_block // _DIAGONAL_TOKENS)
-    return diagonal_schedule(rules.band, q0, q1, first, last, plan.kv_block, sub_tokens, sub_keys)
+    sub_keys = tiles.kv_block if walk.copies_kv else max(1, tiles.q_block * tiles.kv_block // _DIAGONAL_TOKENS)
+    return diagonal_schedule(rules.band, q0, q1, first, last, tiles.kv_block, sub_tokens, sub_keys)

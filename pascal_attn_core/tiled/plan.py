@@ -1,16 +1,20 @@
-"""From a checked call to its tile shape."""
+"""From a checked call to its tile shape, and to the walk that the calls of its kind take."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
 from ..config import AttentionConfig
 from ..device import MIB, DeviceInfo
-from .layout import copies
-from .tiles import TilePlan, Workload, plan_tiles
+from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
+from .tiles import Ranges, TilePlan, Workload, even_ranges, plan_tiles
+
+_MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
 
 
 def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
@@ -63,3 +67,57 @@ def plan_call(
     if most_bytes is not None:
         budget = min(budget, most_bytes)
     return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Walk:
+    """What a pass over a call in tiles needs to know that follows from its sizes, strides, dtypes and tile shape alone:
+    one serves all calls of a kind. It holds no tensor.
+
+    Attributes:
+        tiles: the tile shape.
+        dtype: of scores and sums.
+        groups: query heads per key/value head.
+        copies_query, copies_kv, copies_out: whether blocks of them are copied to or from a buffer.
+        has_bias: the mask is a float one.
+        is_masked: a mask or a band restricts the keys, so a row may see none.
+        may_bound: it pays to find out whether blocks are bounded.
+        is_empty: there is no score.
+        views: of the call's tensors as units, in the forward pass.
+        spans: of units that share every step.
+        q_ranges: query tokens of each block.
+        key_ranges: keys of each tile where every query sees every key.
+    """
+
+    tiles: TilePlan
+    dtype: torch.dtype
+    groups: int
+    copies_query: bool
+    copies_kv: bool
+    copies_out: bool
+    has_bias: bool
+    is_masked: bool
+    may_bound: bool
+    is_empty: bool
+    views: UnitViews
+    spans: Ranges
+    q_ranges: Ranges
+    key_ranges: Ranges
+
+    @staticmethod
+    def of(call: AttentionCall, tiles: TilePlan) -> Walk:
+        views = unit_views(call)
+        return Walk(
+            tiles,
+            call.sums_dtype,
+            call.groups,
+            *copies(call),
+            has_bias=call.has_bias,
+            is_masked=call.attn_mask is not None or call.has_band,
+            may_bound=call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS and worth_looking(call),
+            is_empty=call.num_scores == 0,
+            views=views,
+            spans=unit_spans(views.size, call, tiles.units),
+            q_ranges=even_ranges(0, call.seq_len_q, tiles.q_block),
+            key_ranges=even_ranges(0, call.seq_len_kv, tiles.kv_block),
+        )

@@ -1,4 +1,5 @@
-"""The buffers of one call, and what is done with one tile of it: what the forward and the backward pass share."""
+"""The buffers of one call and what is done with one tile of it, as the forward and the backward pass share it; and the
+bound on the scores under which :mod:`.softmax` needs no running maximum."""
 
 from __future__ import annotations
 
@@ -8,14 +9,20 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..device import CPU_LIKE
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
-from .layout import copies
-from .mask_writer import MaskWriter
+from .layout import Units
+from .mask_writer import MaskWriter, rows_by_token
 from .masks import Rule
-from .tiles import TilePlan
+from .plan import Walk
+from .tiles import Ranges
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+
+BOUNDED_BITS = 60.0
+# 2^60 * 2^log2(S) * |v| must stay below the largest number of the sums' dtype, 2^127 or 2^1023.
+_VALUE_BITS = {torch.float32: 66.0, torch.float64: 960.0}
 
 
 class TileProducts:
@@ -27,26 +34,29 @@ class TileProducts:
             low as -finfo.max, which log2(e) would push to -inf.
         rows_may_be_empty: a row may see no key.
         kept_share: of the probabilities, by dropout; inf where none is kept, so that dividing by it gives zero.
+        masks: writes masks and bands over scores; None where there are none.
     """
 
-    def __init__(self, call: AttentionCall, plan: TilePlan, seed: Tensor | None, *, for_backward: bool = False):
-        self.dtype, self.device = call.sums_dtype, call.query.device
-        self.groups, self.scale, self.dropout_p, self.seed = call.groups, call.scale, call.dropout_p, seed
+    def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, *, for_backward: bool = False):
+        self.dtype, self.device, self.groups = walk.dtype, call.query.device, walk.groups
+        self.scale, self.dropout_p, self.seed = call.scale, call.dropout_p, seed
         self.kept_share = 1.0 - call.dropout_p if call.dropout_p < 1 else math.inf
-        self.unit = 1.0 if call.has_bias else LOG2_E
+        self.unit = 1.0 if walk.has_bias else LOG2_E
         self.softcap, self.sinks = call.softcap, call.sinks
-        self.rows_may_be_empty = call.attn_mask is not None or call.has_band
-        self.copies_query, self.copies_kv, self.copies_out = copies(call)
-        rows, keys = plan.units * plan.q_block * call.groups, plan.units * plan.kv_block
-        self.score_buffer = self.buffer(rows * plan.kv_block)
+        self.rows_may_be_empty = walk.is_masked
+        self.copies_query, self.copies_kv, self.copies_out = walk.copies_query, walk.copies_kv, walk.copies_out
+        tiles = walk.tiles
+        rows, keys = tiles.units * tiles.q_block * walk.groups, tiles.units * tiles.kv_block
+        self.keys_at_once = tiles.kv_block
+        self.score_buffer = self.buffer(rows * tiles.kv_block)
         self.query_buffer = self.buffer(rows * call.head_dim if self.copies_query else 0)
         self.acc_buffer = self.buffer(rows * call.head_dim_v if self.copies_out and not for_backward else 0)
         widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
         self.kv_buffer = self.buffer(keys * widest if self.copies_kv else 0)
-        self.scratch = self.buffer(rows * plan.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
-        self.masks = MaskWriter(
-            call.groups, self.dtype, self.device, masked=self.rows_may_be_empty, max_scores=self.score_buffer.numel()
-        )
+        self.scratch = self.buffer(rows * tiles.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
+        self.masks: MaskWriter | None = None
+        if walk.is_masked:
+            self.masks = MaskWriter(walk.groups, self.dtype, self.device, max_scores=rows * tiles.kv_block)
 
     def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """``size`` uninitialised elements, of the sums' dtype by default."""
@@ -75,12 +85,17 @@ class TileProducts:
     def mask(self, scores: Tensor, rule: Rule) -> None:
         """Add the tile's float mask; -inf where its rule forbids a key."""
         self.add_bias(scores, rule)
-        self.masks.forbid(scores, rule, -math.inf)
+        self.forbid(scores, rule, -math.inf)
 
     def add_bias(self, scores: Tensor, rule: Rule) -> None:
         """Add the tile's float mask, if it has one."""
-        if rule.mask is not None and rule.mask.dtype != torch.bool:
+        if self.masks is not None and rule.mask is not None and rule.mask.dtype != torch.bool:
             self.masks.add(scores, rule.mask)
+
+    def forbid(self, scores: Tensor, rule: Rule, value: float) -> None:
+        """Put ``value`` (0 or -inf) where the tile's rule forbids a key."""
+        if self.masks is not None:
+            self.masks.forbid(scores, rule, value)
 
     def exp_(self, scores: Tensor) -> Tensor:
         """e to the scores, in place, whichever unit they are in."""
@@ -94,7 +109,7 @@ class TileProducts:
 
     def by_head(self, rows: Tensor) -> Tensor:
         """``[u, rows, X]`` as ``[u, G, tokens, X]``, the shape of an output's block."""
-        return self.masks.by_token(rows).transpose(1, 2)
+        return rows_by_token(rows, self.groups).transpose(1, 2)
 
     def block_query(self, query: Tensor) -> Tensor:
         """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""
@@ -109,6 +124,43 @@ class TileProducts:
         if not self.copies_out:
             return out[:, 0] if self.groups == 1 else out[:, :, 0]
         return self.acc_buffer[: out.numel()].view(out.shape[0], out.shape[1] * out.shape[2], out.shape[3])
+
+    # ---- the bound ---------------------------------------------------------------------------------------------------
+
+    def query_limits(self, units: Units, spans: Ranges, key_ranges: Ranges) -> list[float]:
+        """Per span of units: the largest |query row| for which every |score| is at most BOUNDED_BITS and no sum of
+        2^score * value can overflow. 0 = no row qualifies; inf = all of its rows do.
+
+        Args:
+            key_ranges: per span, the keys that anybody may look at.
+        On a GPU, where each look at a value waits for the device, the queries themselves are included and the answer is
+        inf or 0, from one look for all spans.
+        """
+        on_gpu = self.device.type not in CPU_LIKE
+        bits = []
+        for (u0, u1), (j0, j1) in zip(spans, key_ranges):
+            if j1 <= j0:
+                bits.append(torch.zeros((), dtype=self.dtype, device=self.device))
+                continue
+            most = self._key_norm(units.key[u0:u1, j0:j1]) * abs(self.scale * LOG2_E)
+            if on_gpu:
+                query = units.query[u0:u1].flatten(0, 1)
+                most = most * torch.linalg.vector_norm(query, dim=-1, dtype=self.dtype).amax()
+            bits.append(torch.where(_values_fit(units.value[u0:u1, j0:j1], self.dtype), most, math.inf))
+        if on_gpu:
+            return [math.inf if b <= BOUNDED_BITS else 0.0 for b in torch.stack(bits).tolist()]
+        return [BOUNDED_BITS / b if b > 0 else math.inf if b == 0 else 0.0 for b in map(float, bits)]
+
+    def is_bounded(self, query: Tensor, limit: float) -> bool:
+        """Whether all rows ``[u, rows, D]`` are within a limit of :meth:`query_limits`."""
+        return limit == math.inf or (limit > 0 and float(_max_norm(query)) <= limit)
+
+    def _key_norm(self, keys: Tensor) -> Tensor:
+        norms = [
+            _max_norm(self.converted(keys[:, first : first + self.keys_at_once]))
+            for first in range(0, keys.shape[1], self.keys_at_once)
+        ]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).amax()
 
     # ---- sinks and dropout -------------------------------------------------------------------------------------------
 
@@ -131,3 +183,17 @@ class TileProducts:
         assert self.seed is not None
         keys = key_codes(self.seed, first_key, first_key + shape[2])
         return draw_coins(shape, row_code, keys, self.dropout_p, self.scratch)
+
+
+def _max_norm(rows: Tensor) -> Tensor:
+    """Largest Euclidean norm among the rows of ``[..., N, D]``: a 0-dim tensor, not finite if some value is not."""
+    return torch.linalg.vector_norm(rows, dim=-1).amax()
+
+
+def _values_fit(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether no sum of 2^score * value can overflow: a 0-dim bool tensor."""
+    if value.dtype == torch.float16 or not value.numel():  # at most 65504 = 2^16
+        return torch.ones((), dtype=torch.bool, device=value.device)
+    limit = 2.0 ** (_VALUE_BITS[dtype] - math.log2(max(2, value.shape[1])))
+    low, high = torch.aminmax(value)
+    return (low >= -limit) & (high <= limit)

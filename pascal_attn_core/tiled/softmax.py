@@ -126,7 +126,7 @@ class BoundedSoftmax(Softmax):
 
     def add(self, key: Tensor, value: Tensor, rule: Rule, first_key: int, fresh: bool) -> None:
         probs = self.tile.scores(self.query, key, LOG2_E).exp2_()
-        self.tile.masks.forbid(probs, rule, 0.0)
+        self.tile.forbid(probs, rule, 0.0)
         self.accumulate(probs, value, first_key, fresh)
 
     def add_sinks(self, sinks: Tensor) -> None:

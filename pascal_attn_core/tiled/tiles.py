@@ -21,6 +21,8 @@ from typing import NamedTuple
 from ..device import MIB, DeviceInfo
 from .dropout import BYTES_PER_SCORE
 
+Ranges = list[tuple[int, int]]  # first and one-past-last of each
+
 # Scalars (maxima of norms, 0-dim constants) that a step holds beside its buffers.
 _SCALAR_BYTES = 512
 # Elements of the buffer through which a bool mask is written over scores on a CPU.
@@ -224,7 +226,7 @@ def _gpu_shape(info: DeviceInfo, work: Workload, budget: int) -> tuple[int, int,
     return units, q_block, min(tokens_kv, max(128, keys // 128 * 128))
 
 
-def even_ranges(first: int, last: int, longest: int, align: int = 64) -> list[tuple[int, int]]:
+def even_ranges(first: int, last: int, longest: int, align: int = 64) -> Ranges:
     """``first ... last`` cut into the fewest ranges of at most ``longest``, about equally long, so that no short
     remainder costs a step of its own; boundaries are multiples of ``align`` from the start where that fits."""
     total = last - first

@@ -14,7 +14,7 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.tiled.forward import TiledStats, tiled_forward
-from pascal_attn_core.tiled.plan import plan_call
+from pascal_attn_core.tiled.plan import Walk, plan_call
 
 TILED = AttentionConfig(route="tiled")
 ONLINE = AttentionConfig(route="tiled", softmax="online")
@@ -23,7 +23,8 @@ TILED_ROUTES = [route for route in ROUTES if ROUTES[route].route == "tiled"]
 
 def _stats(*inputs: torch.Tensor, config: AttentionConfig = TILED, **options) -> TiledStats:
     call, stats = check_call(*inputs, **options), TiledStats()
-    tiled_forward(call, plan_call(call, device_info("cpu"), config), softmax=config.softmax, stats=stats)
+    walk = Walk.of(call, plan_call(call, device_info("cpu"), config))
+    tiled_forward(call, walk, softmax=config.softmax, stats=stats)
     return stats
 
 

@@ -153,7 +153,7 @@ def test_masks_are_written_through_a_buffer_of_any_size(dtype, value, units, tok
     scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -0.0], dtype=dtype)
     keep = torch.rand(units, groups, tokens, keys) < 0.5
     expected = scores.view(units, tokens, groups, keys).masked_fill(~keep.transpose(1, 2), value)
-    writer = MaskWriter(groups, dtype, torch.device("cpu"), masked=True, max_scores=room)
+    writer = MaskWriter(groups, dtype, torch.device("cpu"), max_scores=room)
     writer.forbid(scores, Rule(None, None, keep), value)
     actual = scores.view(expected.shape)
     assert torch.equal(actual.isnan(), expected.isnan())

@@ -1,6 +1,8 @@
-"""tools/path.py counts what it says, and a short call stays short."""
+"""tools/path.py counts what it says, and the way of a call stays short."""
 
 from __future__ import annotations
+
+from itertools import groupby
 
 import torch
 
@@ -25,6 +27,23 @@ def test_moves_and_visits_are_counted() -> None:
 def test_a_short_call_takes_at_most_14_functions() -> None:
     with torch.no_grad():
         assert len(way_of(calls()["short"]).steps) <= 14
+
+
+def test_one_tile_takes_at_most_8_files_and_33_moves() -> None:
+    with torch.no_grad():
+        way = way_of(calls()["one tile"])
+    assert way.files[0] == "pascal_attn_core/attention.py"
+    assert way.files[-1] == "pascal_attn_core/tiled/softmax.py"
+    assert len(way.files) <= 8
+    assert way.moves <= 33
+
+
+def test_the_way_to_the_first_product_returns_to_no_file_more_than_twice() -> None:
+    with torch.no_grad():
+        steps = way_of(calls()["one tile"]).steps
+    product = next(i for i, step in enumerate(steps) if step.function.endswith("product"))
+    stays = [file for file, _ in groupby(step.file for step in steps[: product + 1])]
+    assert max(stays.count(file) - 1 for file in stays) <= 2
 
 
 def test_lines_are_those_of_code_by_folder() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pascal_attn_core import AttentionConfig, sdpa
-from pascal_attn_core.observe.progress import between_blocks, current_checkpoint
+from pascal_attn_core.observe.progress import between_blocks, this_thread
 
 TILES = AttentionConfig(route="tiled", q_block=32, kv_block=64)
 
@@ -46,7 +46,7 @@ def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> Non
     with pytest.raises(Stopped), between_blocks(stop):
         sdpa(query, query, query, config=TILES)
     assert seen == [1, 2]
-    assert current_checkpoint() is None
+    assert this_thread.checkpoint is None
     assert torch.equal(sdpa(query, query, query, config=TILES), expected)
 
 

@@ -7,7 +7,8 @@ import threading
 import torch
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
-from pascal_attn_core.observe.report import CallKey, Report, mask_kind, note, recording
+from pascal_attn_core.observe import report as reports
+from pascal_attn_core.observe.report import CallKey, Report, mask_kind, note
 
 TILED = AttentionConfig(route="tiled")
 
@@ -18,12 +19,12 @@ def _call(length: int = 70, **options) -> None:
 
 
 def test_nothing_is_recorded_unless_somebody_asks() -> None:
-    assert not recording()
+    assert not reports.active
     with record() as report:
-        assert recording()
+        assert reports.active == (report,)
         _call()
     _call()
-    assert not recording()
+    assert not reports.active
     assert report.total == 1
 
 

@@ -26,11 +26,11 @@ class Device:
             monkeypatch.setattr(tiled_route, f"tiled_{name}", self._limited(name, original))
 
     def _limited(self, name, original):
-        def run(call, plan, *args, **options):
-            self.tried[name].append(plan.extra_bytes)
-            if plan.extra_bytes > self.free:
+        def run(call, walk, *args, **options):
+            self.tried[name].append(walk.tiles.extra_bytes)
+            if walk.tiles.extra_bytes > self.free:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return original(call, plan, *args, **options)
+            return original(call, walk, *args, **options)
 
         return run
 

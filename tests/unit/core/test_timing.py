@@ -19,7 +19,7 @@ from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused.kernels import KernelUnavailable
 from pascal_attn_core.fused.plan import plan_call, variants_of
-from pascal_attn_core.observe.progress import between_blocks, current_checkpoint
+from pascal_attn_core.observe.progress import between_blocks, this_thread
 from pascal_attn_core.routes import choose, route_named, timing
 from pascal_attn_core.routes.timing import Kind, Timings
 from pascal_attn_core.routes.torch_kernel import TorchForm, find_form, run_form
@@ -223,13 +223,13 @@ def test_the_callers_state_is_left_alone(folder: Path) -> None:
 
     def look(attempts: list[Callable[[], object]], device: torch.device) -> list[float]:
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        seen.append((current_checkpoint(), *modes))
+        seen.append((this_thread.checkpoint, *modes))
         return [1.0, 2.0]
 
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu"), between_blocks(lambda done, total: None):
         _ask(_timings(folder, look))
-        assert current_checkpoint() is not None
+        assert this_thread.checkpoint is not None
         assert torch.is_inference_mode_enabled()
         assert torch.is_autocast_enabled("cpu")
     assert seen == [(None, False, False, False)]
