@@ -63,7 +63,7 @@ class TiledRoute(Route):
             return Choice(self, "no route before it takes the call")
         if not request.with_lse:
             _warn_once(request.call.query.device.type, reasons[0])
-        return Choice(self, reasons[0], torch_stores=True)
+        return Choice(self, "; ".join([reasons[0], *request.remarks]), torch_stores=True)
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from pascal_attn_core.fused import prebuilt, trial
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
-from pascal_attn_core.routes import choose
+from pascal_attn_core.routes import choose, torch_kernel
 from pascal_attn_core.runtime import Runtime, using
 
 ROOT = Path(trial.__file__).parents[2]
@@ -289,3 +289,11 @@ def test_auto_does_not_take_the_route_without_a_good_verdict_and_says_why(card) 
 def test_by_name_the_route_is_the_users_own_decision(card) -> None:
     query = torch.zeros(1, 2, 2048, 64)
     assert choose(check_call(query, query, query), AttentionConfig(route="fused")).route == "fused"
+
+
+def test_where_torch_has_no_kernel_either_the_reason_of_the_tiles_names_it(card, monkeypatch) -> None:
+    query = torch.zeros(1, 2, 2048, 64)
+    monkeypatch.setattr(torch_kernel, "find_form", lambda *_, **__: ["torch has no kernel for it"])
+    choice = choose(check_call(query, query, query), AttentionConfig())
+    assert choice.route == "tiled"
+    assert choice.why == "torch has no kernel for it; the fused kernel is left off: its check failed"
