@@ -30,11 +30,18 @@ Numbers = list[Tensor | None]
 def _inputs(
     dtype: torch.dtype, dim: int, queries: int, keys: int, mask: str = "none", layout: str = "contiguous"
 ) -> Numbers:
-    """Query, key, value and mask: two batch elements, two query heads with one key head."""
-    shapes = (2, 2, queries, dim), (2, 1, keys, dim), (2, 1, keys, dim)
+    """Query, key, value and mask: two query heads for each key head, of which there are two, or two batch elements with
+    one. Value lies otherwise than key."""
+    batch, kv_heads = (2, 1) if keys % 4 == 0 else (1, 2)
+    heads = 2 * kv_heads
     generator = torch.Generator().manual_seed(queries + keys)
-    tensors = [LAYOUTS[layout](torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-    return [*tensors, MASKS[mask]((2, 2, queries, keys), dtype, generator)]
+
+    def numbers(heads: int, tokens: int, layout: str) -> Tensor:
+        return LAYOUTS[layout](torch.randn((batch, heads, tokens, dim), generator=generator).to(dtype))
+
+    of_value = "sliced" if layout == "contiguous" else "contiguous"
+    tensors = numbers(heads, queries, layout), numbers(kv_heads, keys, layout), numbers(kv_heads, keys, of_value)
+    return [*tensors, MASKS[mask]((batch, heads, queries, keys), dtype, generator)]
 
 
 # 66 = 64 + 2 queries; 62 keys before a tile's edge; tiles are 128 x 64, 64 x 128 and 64 x 64.
