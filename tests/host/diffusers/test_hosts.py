@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +12,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import attn_support.diffusers.parallel
 import diffusers
 import torch
+from attn_support.fresh import run
 
 from pascal_attn_core import AttentionConfig, patch_ffn
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
@@ -201,10 +198,8 @@ def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed
 def test_context_parallelism_over_two_processes_gives_the_output_of_one():
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this diffusers has no context parallelism")
-    script = Path(attn_support.diffusers.parallel.__file__)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    script = attn_support.diffusers.parallel.__file__
+    out = run("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(script), env={})
+    results = json.loads(out.splitlines()[-1])
     assert [calls for _, _, calls in results] == [0, 2, 2, 2, 2]
     assert max(difference for _, difference, _ in results) < 1e-5

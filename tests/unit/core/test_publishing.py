@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attn_support.comfy.archive import ROOT, archive_files, unpack_archive
+from attn_support.fresh import run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,9 +69,7 @@ spec.loader.exec_module(pack)
 assert pack.NODE_CLASS_MAPPINGS
 print(sys.modules["the_pack.pascal_attn_core"].__file__)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert Path(run(code, cwd=tmp_path)).is_relative_to(tmp_path)
 
 
 def test_the_library_does_not_come_with_the_nodes() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import random
-import subprocess
-import sys
 import types
 import warnings
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attn_support.ffn_zoo import BAD, GOOD, WIDTH, Case, Ffn, With
+from attn_support.fresh import run
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import patch_ffn
@@ -243,6 +242,7 @@ def test_refusals_and_proofs_make_no_warnings() -> None:
 PEER = """
 import contextlib, io, sys, types
 import torch
+from attn_support.fresh import run
 support = types.ModuleType("attn_support")
 support.__path__ = [{support!r}]
 sys.modules["attn_support"] = support
@@ -286,6 +286,4 @@ def test_the_peer_accepts_what_is_wrong_and_we_do_not() -> None:
     ]
     tests = Path(__file__).resolve().parents[2]
     code = PEER.format(support=str(tests / "support"), cases=cases)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == repr([(name, True) for name, _ in cases])
+    assert run(code).splitlines()[-1] == repr([(name, True) for name, _ in cases])
