@@ -242,7 +242,6 @@ def test_refusals_and_proofs_make_no_warnings() -> None:
 PEER = """
 import contextlib, io, sys, types
 import torch
-from attn_support.fresh import run
 support = types.ModuleType("attn_support")
 support.__path__ = [{support!r}]
 sys.modules["attn_support"] = support
