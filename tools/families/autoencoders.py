@@ -276,6 +276,6 @@ FAMILIES = [
             "spatial_compression_ratio": 16,
             "temporal_compression_ratio": 8,
         },
-        lambda draw: {"z": draw(1, 4, 2, 3, 3), "generator": draw.random},
+        lambda draw: {"z": draw(1, 4, 2, 2, 3), "generator": draw.random},
     ),
 ]
