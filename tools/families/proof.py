@@ -23,7 +23,6 @@ from .family import Family
 
 #: our own tiles, several per call at these sizes; the default config would pass such short calls to torch
 TILES = AttentionConfig(route="tiled", q_block=9, kv_block=5)
-TILED = AttentionConfig(route="tiled")
 # our error may be this many times that of torch's own backends, plus rounding of the output
 # From another order of the sums, some layers deep, which differs between processors. A wrong attention is at
 # least a hundred times as far away.
@@ -242,7 +241,7 @@ def pipeline_of(model: nn.Module) -> Any:
 #: the ways to set our attention on a model, and the configs to try with each; small tiles, which are slow, with one
 WAYS: dict[str, tuple[Callable[[Any, AttentionConfig | None], Any], tuple[AttentionConfig | None, ...]]] = {
     "patch": (patch_pipeline, (TILES, None)),
-    "model": (_by_model, (TILED,)),
+    "model": (_by_model, (AttentionConfig(budget_mib=2),)),
     "pipeline": (_by_pipeline, (None,)),
 }
 

@@ -142,8 +142,11 @@ def test_a_family_compiles_to_one_graph(name, how, assert_same):
     try:
         with counted() as calls:
             ours = compiled(family, model)
-    except Exception:  # ours, or whatever diffusers cannot have compiled
-        compiled(family, family.build())
+    except Exception:
+        try:
+            compiled(family, family.build())
+        except Exception as error:  # whatever diffusers cannot have compiled
+            pytest.skip(f"{name} does not compile by itself: {type(error).__name__}")
         raise
     assert_same(ours, stock)
     assert calls  # seen while tracing
