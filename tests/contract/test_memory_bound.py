@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_support.profile import seeds
 from attn_support.table import MASKS
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def _random_call(seed: int, device: str) -> tuple[AttentionCall, AttentionConfig
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_the_forward_pass_takes_no_byte_more_than_planned(seed: int, device: str) -> None:
     call, config = _random_call(seed, device)
     plan = _plan(call, config)
@@ -102,7 +103,7 @@ def test_the_forward_pass_takes_no_byte_more_than_planned(seed: int, device: str
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_the_backward_pass_takes_no_byte_more_than_planned(seed: int, device: str) -> None:
     call, config = _random_call(seed, device)
     plan = _plan(call, config, backward=True)
@@ -147,8 +148,8 @@ def test_extra_memory_does_not_grow_with_the_sequence(length: int) -> None:
 
 
 def test_a_video_of_32760_tokens_takes_four_megabytes() -> None:
-    """Wan: [1, 12, 32760, 128]; its score matrix would take 48 GiB. A step sees few heads; all are alike. All queries with
-    some keys, and some queries with all keys: in full it is thousands of equal steps."""
+    """Wan: [1, 12, 32760, 128]; its score matrix would take 48 GiB. A step sees few heads; all are alike. All queries
+    with some keys, and some queries with all keys: in full it is thousands of equal steps."""
     for rows, keys in ((32760, 2048), (2048, 32760)):
         call = check_call(*_inputs((1, 2, 2, rows, keys, 128, 128), "meta", torch.bfloat16))
         assert _forward(call, TILED, with_lse=False).extra_bytes <= 4 * MIB
