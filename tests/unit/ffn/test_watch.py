@@ -465,6 +465,7 @@ def test_tokens_that_a_module_keeps_are_real_and_it_is_refused(place: str, grad:
         assert torch.equal(out, expected)
     if place == "somewhere":
         assert torch.equal(globals()["HIDDEN"], hidden * 2)
+    assert bool(KEPT) == (place == "list")
     assert all(type(tensor) is Tensor and torch.equal(tensor, (hidden * 2).mT) for tensor in KEPT)
     assert [thing for thing in _fakes() if id(thing) not in before] == []
     KEPT.clear(), _remembered.cache_clear(), globals().pop("HIDDEN", None)
