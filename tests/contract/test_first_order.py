@@ -43,7 +43,8 @@ def _calls() -> dict[str, dict[str, Any]]:
 
 def _leaves(*, heads: tuple[int, int] = (2, 2), length: int = 9, width: int = 4) -> list[Tensor]:
     return [
-        torch.randn(1, h, length, width, dtype=torch.float64, requires_grad=True) for h in (heads[0], heads[1], heads[1])
+        torch.randn(1, h, length, width, dtype=torch.float64, requires_grad=True)
+        for h in (heads[0], heads[1], heads[1])
     ]
 
 

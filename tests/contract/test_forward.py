@@ -36,9 +36,7 @@ REFUSED = {
     "math": [("no queries", "the call is empty")],
 }
 # Said of 16-bit calls by processors without kernels for them.
-ON_SOME_PROCESSORS = re.compile(
-    r"no fused (bfloat16|float16) kernel on|on this device, in (bfloat16|float16) or float32"
-)
+ON_SOME_PROCESSORS = re.compile(r"no fused b?float16 kernel on|on this device, in b?float16 or float32")
 
 
 def _why_not(route: str, call: AttentionCall) -> list[str]:

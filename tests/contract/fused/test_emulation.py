@@ -13,35 +13,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_support.fused.cases import backward, forward, whole
+from attn_support.fused.cases import backward, forward, is_split, takes, whole
 from attn_support.fused.emulation import GXX, Deadlock, emulate
 from attn_support.oracle import assert_close, cast, exact, plain, plain_dtype
 from attn_support.table import TABLE, Case
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.plan import plan_call, table_dim
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.plan import table_dim
 from pascal_attn_core.fused.source import HEAD_DIMS, source
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 
 
-def _takes(case: Case) -> bool:
-    inputs, options = case.build()
-    return not call_reasons(check_call(*inputs, **options))
-
-
-def _is_split(case: Case) -> bool:
-    """Whether the route gives the call to the kernel for few rows, on the card of ``test_route``."""
-    inputs, options = case.build()
-    return plan_call(check_call(*inputs, **options), 1).splits > 0
-
-
-TAKEN = [case for case in TABLE if _takes(case)]
-IN_PARTS = [case for case in TAKEN if _is_split(case)]
-WHOLE = [case for case in TAKEN if not _is_split(case)]
+IN_PARTS = [case for case in TABLE if is_split(case)]
+WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]
 
 
 def _check_forward(case: Case, *, parts: bool) -> None:

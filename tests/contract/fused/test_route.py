@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_support.fused.cases import takes
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, GXX
 from attn_support.fused.packed import poisoned_memory
@@ -40,12 +41,7 @@ def queued() -> Iterator[list[Launch]]:
 ONE_SM = replace(CARD, num_sms=1)
 
 
-def _takes(case: Case) -> bool:
-    inputs, options = case.build()
-    return not call_reasons(check_call(*inputs, **options))
-
-
-TAKEN = [case for case in TABLE if _takes(case)]
+TAKEN = [case for case in TABLE if takes(case)]
 
 
 def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -99,7 +95,7 @@ def test_the_table_takes_both_kernels_and_is_refused_for_these_reasons_alone() -
     assert min(kinds["forward"], kinds["split"]) > 100
 
 
-@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if _takes(case)][::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if takes(case)][::2], ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
