@@ -28,27 +28,31 @@ class _RootIsNoPackage:
         return pytest.Dir.from_parent(parent, path=path) if path == self.root else None
 
 
-FUZZ_CALLS = {"ci": 2_000, "nightly": 50_000}
+FUZZ_CALLS = 2_000
+
+from attn_support import profile  # noqa: E402  from here on there is such a package
+
+profile.register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz", "random calls (tests/contract/test_fuzz.py)")
-    group.addoption("--fuzz", choices=FUZZ_CALLS, default="ci", help="ci: the same 2,000 calls; nightly: 50,000 others")
     group.addoption("--fuzz-first", type=int, help="number of the first call")
-    group.addoption("--fuzz-calls", type=int, help="how many calls")
+    group.addoption("--fuzz-calls", type=int, help="how many calls; 2,000, or ten times as many in profile nightly")
 
 
+@pytest.hookimpl(trylast=True)  # behind Hypothesis', which loads the profile that the command line names
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsNoPackage(config.rootpath))
     options = config.option  # goes from here to the processes of pytest-xdist
     if options.fuzz_calls is None:
-        options.fuzz_calls = FUZZ_CALLS[options.fuzz]
+        options.fuzz_calls = profile.times(FUZZ_CALLS)
     if options.fuzz_first is None:
-        options.fuzz_first = random.SystemRandom().randrange(10**9, 10**12) if options.fuzz == "nightly" else 0
+        options.fuzz_first = random.SystemRandom().randrange(10**9, 10**12) if profile.is_random() else 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.option.fuzz == "nightly":
+    if profile.is_random():
         first, count = config.option.fuzz_first, config.option.fuzz_calls
         terminalreporter.write_line(f"random calls: --fuzz-first {first} --fuzz-calls {count}")
 

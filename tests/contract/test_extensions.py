@@ -19,7 +19,7 @@ CONFIGS = {
     "small tiles": AttentionConfig(route="tiled", q_block=16, kv_block=16),
     "math": AttentionConfig(route="math", math_limit_mib=64),
 }
-SHAPES = [(2, 4, 4, 37, 53, 8), (2, 8, 2, 150, 170, 16), (3, 6, 3, 1, 90, 8)]
+SHAPES = [(2, 2, 2, 37, 53, 8), (2, 4, 2, 70, 90, 16), (3, 6, 3, 1, 90, 8)]
 
 
 def _mask(kind: str, batch: int, heads: int, rows: int, keys: int) -> tuple:
@@ -35,20 +35,17 @@ def _mask(kind: str, batch: int, heads: int, rows: int, keys: int) -> tuple:
     return rule, rule.dense()
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "bool rule", "float rule"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (50.0, True), (None, False)])
-def test_softcap_sinks_and_rules_give_the_answer_and_gradients_of_the_definition(
-    config, kind, causal, softcap, sinks
-) -> None:
+def test_softcap_sinks_and_rules_give_the_answer_and_gradients_of_the_definition(kind, causal, softcap, sinks) -> None:
     for batch, heads, kv_heads, rows, keys, head_dim in SHAPES:
         leaves = [torch.randn(batch, h, n, head_dim) for h, n in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]
         leaves += [torch.randn(heads)] if sinks else []
         mask, dense = _mask(kind, batch, heads, rows, keys)
         options = {"is_causal": causal, "enable_gqa": heads != kv_heads, "softcap": softcap}
 
-        def run(function, dtype, mask=mask, dense=dense, leaves=leaves, options=options):
+        def run(function, dtype, config=None, *, mask=mask, dense=dense, leaves=leaves, options=options):
             own = [t.to(dtype, copy=True).requires_grad_() for t in leaves]
             given = mask
             if function is reference_sdpa:
@@ -59,11 +56,12 @@ def test_softcap_sinks_and_rules_give_the_answer_and_gradients_of_the_definition
             grad_out = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype)
             return out, lse, torch.autograd.grad(out, own, grad_out)
 
-        out, _, grads = run(sdpa, torch.float32)
         oracle, lse, oracle_grads = run(reference_sdpa, torch.float64)
         plain, _, plain_grads = run(reference_sdpa, torch.float32)
-        assert_close(out, oracle, plain, "out", dtype=torch.float32, scale=1.0)
-        assert_gradients_close(grads, oracle_grads, plain_grads, lse, torch.float32)
+        for name, config in CONFIGS.items():
+            out, _, grads = run(sdpa, torch.float32, config)
+            assert_close(out, oracle, plain, f"out by {name}", dtype=torch.float32, scale=1.0)
+            assert_gradients_close(grads, oracle_grads, plain_grads, lse, torch.float32, by=name)
 
 
 def test_lse_counts_the_sinks() -> None:

@@ -41,9 +41,10 @@ def _calls() -> dict[str, dict[str, Any]]:
     }
 
 
-def _leaves(*, heads: tuple[int, int] = (2, 2), length: int = 9) -> list[Tensor]:
+def _leaves(*, heads: tuple[int, int] = (2, 2), length: int = 9, width: int = 4) -> list[Tensor]:
     return [
-        torch.randn(1, h, length, 4, dtype=torch.float64, requires_grad=True) for h in (heads[0], heads[1], heads[1])
+        torch.randn(1, h, length, width, dtype=torch.float64, requires_grad=True)
+        for h in (heads[0], heads[1], heads[1])
     ]
 
 
@@ -89,10 +90,13 @@ def test_many_gradients_at_once(kind: str, name: str, create_graph: bool) -> Non
 
 
 def test_every_gradient_may_come_in_batches() -> None:
-    leaves = [*_leaves(heads=(4, 2)), _bias().requires_grad_(), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+    leaves = [*_leaves(heads=(2, 1), length=4, width=2), _bias(4).requires_grad_()]
+    leaves.append(torch.randn(2, dtype=torch.float64, requires_grad=True))
+
+    config = AttentionConfig(route="tiled", q_block=3, kv_block=3)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(sdpa_with_lse(query, key, value, mask, enable_gqa=True, sinks=sinks, config=TILED))
+        return tuple(sdpa_with_lse(query, key, value, mask, enable_gqa=True, sinks=sinks, config=config))
 
     assert torch.autograd.gradcheck(attend, leaves, check_batched_grad=True)
     for i in range(2):

@@ -1,42 +1,109 @@
-"""Every route gives the answer of the definition, for every kind of call."""
+"""Every route gives the answer of the definition, for every kind of call that it takes, and refuses the others."""
 
 from __future__ import annotations
+
+import collections
+import re
 
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain, plain_dtype
-from attn_support.table import BY_TORCH, ROUTES, TABLE, Case
+from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, routes_for
 
-from pascal_attn_core import UnsupportedAttention, sdpa, sdpa_with_lse
-from pascal_attn_core.call import check_call
-from pascal_attn_core.routes import why_not
+from pascal_attn_core import UnsupportedAttention, record, sdpa, sdpa_with_lse
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.routes import choose, why_not
+
+BY_NAME = {case.name: case for case in TABLE}
+LSE_ROUTES = ("auto", "tiled", "online", "small_tiles")
+# A call of the table, and why the route does not take it.
+REFUSED = {
+    "torch": [
+        ("grouped", "torch has no fused kernel for GQA or this call on this device"),
+        ("square, window (9, 4)", "torch's function has no sliding window"),
+        ("grouped, causal, bool [B, H, L, S]", "torch takes attn_mask or is_causal, not both"),
+        ("square, scale 0", "torch's fused kernels need a positive scale, got 0"),
+        ("square, scale -0.7", "torch's fused kernels need a positive scale, got -0.7"),
+        ("no queries", "the call is empty"),
+        ("no head_dim", "torch has no fused kernel for this call on this device"),
+        ("square, float64 mask", "attn_mask is torch.float64 and query torch.float32"),
+        ("square, float16 mask", "attn_mask is torch.float16 and query torch.float32"),
+        ("square, bfloat16 mask", "attn_mask is torch.bfloat16 and query torch.float32"),
+        ("square, float64 float32 mask", "torch's fused kernels misread masks of another float type"),
+        ("grouped, causal lower right", "torch's is_causal is upper-left only"),
+        ("more batch dimensions in key", "its leading dimensions cannot be merged without a copy"),
+    ],
+    "math": [("no queries", "the call is empty")],
+}
+# Said of 16-bit calls by processors without kernels for them.
+ON_SOME_PROCESSORS = re.compile(r"no fused b?float16 kernel on|on this device, in b?float16 or float32")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+def _why_not(route: str, call: AttentionCall) -> list[str]:
+    return [] if route == "auto" else why_not(ROUTES[route].route, call, ROUTES[route])
+
+
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_every_route_gives_the_answer_of_the_definition(case: Case, route: str) -> None:
+def test_every_route_gives_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
-    config = ROUTES[route]
-    reasons = [] if config.route == "auto" else why_not(config.route, check_call(*inputs, **options), config)
-    if reasons:
-        with pytest.raises(UnsupportedAttention) as caught:
-            sdpa(*inputs, **options, config=config)
-        assert caught.value.reasons == reasons
-        return
-    out = sdpa(*inputs, **options, config=config)
     oracle, _ = exact(inputs, options)
-    similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in BY_TORCH))
-    assert out.dtype == case.dtype
-    assert_close(out, oracle, similar, "out", dtype=case.dtype)
+    for route in routes_for(case):
+        out = sdpa(*inputs, **options, config=ROUTES[route])
+        similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in BY_TORCH))
+        assert out.dtype == case.dtype
+        assert_close(out, oracle, similar, f"out by {route}", dtype=case.dtype)
 
 
-@pytest.mark.parametrize("route", ["auto", "tiled", "online", "small_tiles"])
 @pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)
-def test_lse_is_the_log_of_the_denominator(case: Case, route: str) -> None:
+def test_lse_is_the_log_of_the_denominator(case: Case) -> None:
     inputs, options = case.build()
-    out, lse = sdpa_with_lse(*inputs, **options, config=ROUTES[route])
     oracle, oracle_lse = exact(inputs, options)
     similar, similar_lse = plain(inputs, options, plain_dtype(case.dtype))
-    assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    assert_close(out, oracle, similar, "out", dtype=case.dtype)
-    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=case.dtype)
+    for route in LSE_ROUTES:
+        out, lse = sdpa_with_lse(*inputs, **options, config=ROUTES[route])
+        assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+        assert_close(out, oracle, similar, f"out by {route}", dtype=case.dtype)
+        assert_close(lse, oracle_lse, similar_lse, f"lse by {route}", dtype=case.dtype)
+
+
+@pytest.mark.parametrize(("route", "name", "reason"), [(r, *row) for r, rows in REFUSED.items() for row in rows])
+def test_a_call_that_a_route_does_not_take_is_refused_with_the_reason(route: str, name: str, reason: str) -> None:
+    inputs, options = BY_NAME[name].build()
+    with pytest.raises(UnsupportedAttention, match=re.escape(reason)) as caught:
+        sdpa(*inputs, **options, config=ROUTES[route])
+    assert caught.value.reasons == _why_not(route, check_call(*inputs, **options))
+
+
+def test_routes_take_as_much_of_the_table_as_they_can() -> None:
+    """What the tests above compare, and that nothing is refused for a reason that they do not know."""
+    taken: dict[str, collections.Counter[str]] = {route: collections.Counter() for route in ROUTES}
+    empty = 0
+    for case in TABLE:
+        inputs, options = case.build()
+        call = check_call(*inputs, **options)
+        for route in ROUTES:
+            reasons = _why_not(route, call)
+            taken[route]["refused" if reasons else "taken"] += 1
+            known = [reason for _, reason in REFUSED.get(route, [])]
+            for reason in reasons:
+                assert any(words in reason for words in known) or ON_SOME_PROCESSORS.search(reason), (case.name, reason)
+        empty += call.is_empty
+        taken["auto"][choose(call, ROUTES["auto"]).route] += 1
+    assert all(taken[route]["refused"] == 0 for route in ROUTES if ROUTES[route].route in ("auto", "tiled"))
+    assert taken["math"]["refused"] == empty > 0
+    assert taken["torch"]["taken"] > 200
+    assert taken["auto"]["tiled"] > 150
+    assert taken["auto"]["torch"] > 150
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 4)}], ids=str)
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+def test_short_calls_by_default(case: Case, options: dict) -> None:
+    """Whose scores fit into ``math_limit_mib``: torch's function as it is, or plain attention."""
+    inputs, own = case.build()
+    options = {**own, **options}
+    with record() as report:
+        out = sdpa(*inputs, **options)
+    assert set(report.routes()) <= {"torch", "math"}
+    assert report.total == 1
+    assert_close(out, exact(inputs, options)[0], plain(inputs, options, case.dtype)[0], "out", dtype=case.dtype)

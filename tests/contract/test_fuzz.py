@@ -1,7 +1,7 @@
 """Random calls: legal ones against float64, illegal ones refused by us, in our words.
 
 The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz.calls`` draws it, ``check`` makes
-it and compares output, lse and gradients with ``fuzz_oracle``. ``--fuzz nightly`` makes 50,000 from a random number on.
+it and compares output, lse and gradients with ``fuzz_oracle``. Profile ``nightly`` makes 20,000 others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from attn_support.fused.emulation import GXX
 from attn_support.fuzz import check
 from attn_support.fuzz.calls import BOOL_KINDS, BROKEN_RULES, FLOAT_KINDS, LAYOUTS, RULES, Call, Mask, build, draw
 from attn_support.fuzz.check import TORCH, failure, precision_of, simplest
-from hypothesis import HealthCheck, given, settings
+from attn_support.profile import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -335,7 +336,7 @@ def _raised_by_us(caught: pytest.ExceptionInfo) -> bool:
     return "pascal_attn_core" in str(caught.traceback[-1].path)
 
 
-@settings(max_examples=600, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(600)
 @given(
     broken=st.lists(st.sampled_from(ILLEGAL), min_size=1, max_size=3),
     config=st.sampled_from(ILLEGAL_ROUTES),

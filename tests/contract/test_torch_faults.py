@@ -3,14 +3,13 @@ its faults is held against it, so that a torch that is mended is used again."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.fresh import run
 from torch import Tensor
 
 import pascal_attn_core.sdpa_patch as switch
@@ -271,5 +270,4 @@ def test_the_fused_kernels_only_read_them() -> None:
 
 
 def test_nothing_is_probed_on_import() -> None:
-    code = "import pascal_attn_core, pascal_attn_core.runtime as r; assert not r.runtimes()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run("import pascal_attn_core, pascal_attn_core.runtime as r; assert not r.runtimes()")

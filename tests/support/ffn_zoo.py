@@ -15,7 +15,7 @@ WIDTH = 16
 
 
 class Case(NamedTuple):
-    """A module, and for those that must be refused a word that the reason holds ("" = any)."""
+    """A module, and for those that must be refused a word that the reason holds."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -293,7 +293,7 @@ BAD = [
     Case("group norm over tokens", lambda: With(lambda m, x: F.group_norm(x.mT, 4).mT), "statistics"),
     Case("instance norm over tokens", lambda: With(lambda m, x: F.instance_norm(x.mT).mT), "statistics"),
     Case("layer norm over tokens", lambda: With(lambda m, x: F.layer_norm(x, x.shape[1:])), "statistics"),
-    Case("functional batch norm, training", _bn, "", training=True),
+    Case("functional batch norm, training", _bn, "statistics", training=True),
     Case("long inputs take another path", lambda: With(_long_context), "statistic"),
     Case("long inputs are scaled", lambda: With(lambda m, x: x * 2 if x.shape[1] > 48 else x), "other operators"),
     Case("scaled by the length", lambda: With(lambda m, x: x / x.shape[1]), "other operators"),
@@ -338,7 +338,7 @@ BAD = [
         lambda: With(lambda m, x: (x.mT @ m.where).mT, where=nn.Parameter(torch.randn(64, 64))),
         "sums over the tokens",
     ),
-    Case("path by the input's values", lambda: With(_if_large), ""),
+    Case("path by the input's values", lambda: With(_if_large), "statistic"),
     Case("path by a parameter", lambda: With(_if_trained, gate=_zero_gate()), "values"),
     Case("path by a parameter's list", lambda: With(_if_trained_by_list, gate=_zero_gate()), "values"),
     Case("a mixture that catches errors", lambda: With(_swallowed), "statistic"),
@@ -351,7 +351,7 @@ BAD = [
     Case("pairs of tokens", lambda: With(lambda m, x: x.view(2, -1, 32).flip(-1).view_as(x)), "spreads"),
     Case("every second token", lambda: With(lambda m, x: x[:, ::2]), "position"),
     Case("one token for all", lambda: With(lambda m, x: x.mean(1)), "statistic"),
-    Case("tokens first", lambda: With(lambda m, x: x.transpose(0, 1)), ""),
+    Case("tokens first", lambda: With(lambda m, x: x.transpose(0, 1)), "one output per token"),
     Case("two outputs", lambda: _Pair(), "tuple"),
     Case("nothing at all", nn.Identity, "input"),
     Case("reversed tokens", lambda: With(lambda m, x: x.flip(1)), "token dimension"),

@@ -71,7 +71,13 @@ def assert_close(
 
 
 def assert_gradients_close(
-    actual: Sequence[Tensor], oracle: Sequence[Tensor], plain_answer: Sequence[Tensor], lse: Tensor, dtype: torch.dtype
+    actual: Sequence[Tensor],
+    oracle: Sequence[Tensor],
+    plain_answer: Sequence[Tensor],
+    lse: Tensor,
+    dtype: torch.dtype,
+    *,
+    by: str = "",
 ) -> None:
     """Like :func:`assert_close` for the gradients of one call. Those of different inputs are made of the same numbers,
     and the probabilities are computed again from an lse that is rounded to the last place of its own size."""
@@ -79,7 +85,7 @@ def assert_gradients_close(
     digits = 1.0 + (finite.max().item() if finite.numel() else 0.0) / ULPS
     scale = max((g.abs().max().item() for g in oracle if g.numel()), default=0.0) * digits
     for name, *three in zip(("query", "key", "value", "attn_mask"), actual, oracle, plain_answer):
-        assert_close(*three, f"gradient of {name}", dtype=dtype, scale=scale)
+        assert_close(*three, f"gradient of {name}{by and f' by {by}'}", dtype=dtype, scale=scale)
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], grad_out: Tensor, lse: Tensor | None = None) -> list[Tensor]:

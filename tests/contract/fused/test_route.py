@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from attn_support.fused.cases import takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX
+from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.packed import poisoned_memory
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
@@ -18,6 +23,7 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.launches_int8 import error_bound
+from pascal_attn_core.fused.plan import plan_call
 from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
 
@@ -31,41 +37,77 @@ def queued() -> Iterator[list[Launch]]:
         yield kernels.queued
 
 
-def _takes(case: Case) -> bool:
-    inputs, options = case.build()
-    return not call_reasons(check_call(*inputs, **options))
+# On one multiprocessor few rows alone are a reason to cut the keys into parts: the table takes both kernels.
+ONE_SM = replace(CARD, num_sms=1)
+
+
+TAKEN = [case for case in TABLE if takes(case)]
 
 
 def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_calls_are_answered_or_refused(case: Case, queued: list[Launch]) -> None:
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
-    if not _takes(case):
-        with pytest.raises(UnsupportedAttention, match="route 'fused' cannot take this call"):
-            sdpa(*inputs, **options, config=FUSED)
-        assert not queued
-        return
-    out, lse = sdpa_with_lse(*inputs, **options, config=FUSED)
+    with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
+        out, lse = sdpa_with_lse(*inputs, **options, config=FUSED)
     oracle, oracle_lse = exact(inputs, options)
     similar, similar_lse = plain(inputs, options, plain_dtype(case.dtype))
     assert_close(out, oracle, similar, "out", dtype=case.dtype)
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=case.dtype)
-    assert queued
+    assert kernels.queued
 
 
-@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if _takes(case)][::2], ids=lambda case: case.name)
+REFUSED = {
+    "square, float64": "the fused kernel takes float32, float16 and bfloat16, got torch.float64",
+    "no queries": "the call is empty",
+    "square, columns_first": "key's rows must be contiguous and begin at multiples of 4 elements",
+    "square, float64 mask": "attn_mask is torch.float64 and query torch.float32",
+    "square, float16 mask": "attn_mask is torch.float16 and query torch.float32",
+    "square, bfloat16 mask": "attn_mask is torch.bfloat16 and query torch.float32",
+    "head_dim_v 1": "head_dim must be a multiple of 4, got 8 and 1",
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_a_call_that_it_does_not_take_is_refused_with_the_reason(name: str, reason: str, queued: list[Launch]) -> None:
+    (case,) = (case for case in TABLE if case.name == name)
+    inputs, options = case.build()
+    for attend in (sdpa, sdpa_with_lse):
+        with pytest.raises(UnsupportedAttention, match=f"route 'fused' cannot take this call.*{re.escape(reason)}"):
+            attend(*inputs, **options, config=FUSED)
+    assert not queued
+
+
+def test_the_table_takes_both_kernels_and_is_refused_for_these_reasons_alone() -> None:
+    kinds: collections.Counter[str] = collections.Counter()
+    for case in TABLE:
+        inputs, options = case.build()
+        call = check_call(*inputs, **options)
+        reasons = call_reasons(call)
+        kinds["refused" if reasons else plan_call(call, 1).forward.kind] += 1
+        for reason in reasons:
+            # "query's", "key's" and "value's rows"; "got 8 and 1", "got 1 and 1"
+            words = reason.partition("'s ")[2] or reason.partition(", got 1 ")[0]
+            assert any(words in known for known in REFUSED.values()), (case.name, reason)
+    assert min(kinds["forward"], kinds["split"]) > 100
+
+
+@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if takes(case)][::2], ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
         inputs[3] = inputs[3].detach()
     wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(case.dtype, as_torch=True)))
     oracle, lse = reference_sdpa(*wide, **options)
-    outs = (sdpa(*inputs, **options, config=FUSED), oracle, reference_sdpa(*narrow, **options)[0])
     grad_out = torch.randn(oracle.shape, dtype=torch.float64).to(case.dtype).double()
-    answers = [gradients(out, some[:3], grad_out.to(out.dtype)) for out, some in zip(outs, (inputs, wide, narrow))]
+    with poisoned_memory():
+        ours = sdpa_with_lse(*inputs, **options, config=FUSED)
+        actual = gradients(ours.out, inputs[:3], grad_out.to(case.dtype), ours.lse)
+    definition = ((oracle, lse), wide), (reference_sdpa(*narrow, **options), narrow)
+    answers = [actual, *(gradients(o, some[:3], grad_out.to(o.dtype), s) for (o, s), some in definition)]
     assert [grad.shape for grad in answers[0]] == [t.shape for t in inputs[:3]]
     assert_gradients_close(*answers, lse.detach(), case.dtype)
 

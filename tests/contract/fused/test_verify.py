@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 
 import pytest
 import torch
 from attn_support.fused.emulation import GXX, emulate
+from attn_support.profile import seeds, times
 
 from pascal_attn_core.fused import verify
 from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, source
@@ -33,8 +33,8 @@ WRONG = {
 
 
 def _drawn(count: int) -> list[Variant]:
-    """Of all variants that a call can ask for, others every day."""
-    draw = random.Random(datetime.date.today().toordinal())
+    """Of all variants that a call can ask for."""
+    draw = random.Random(seeds(1)[0])
     found: list[Variant] = []
     while len(found) < count:
         variant = Variant(*map(draw.choice, (KINDS, HEAD_DIMS, DTYPES, MASKS, (False, True))))
@@ -45,9 +45,9 @@ def _drawn(count: int) -> list[Variant]:
     return found
 
 
-@pytest.mark.parametrize("place", range(8))
-def test_a_kernel_drawn_for_today_is_right(place: int) -> None:
-    variant = _drawn(8)[place]
+@pytest.mark.parametrize("place", range(times(8)))
+def test_a_kernel_drawn_at_random_is_right(place: int) -> None:
+    variant = _drawn(times(8))[place]
     assert verify.largest_error(variant, torch.device("cpu"), emulate) <= verify.tolerance(variant) / 4, variant.name
 
 

@@ -68,6 +68,7 @@ def test_no_other_function_of_the_model_is_seen(name, per_call, how, seen):
     if per_call and not hasattr(host, "MochiAttention"):  # before there was a dispatch function
         per_call = 0
     assert len(seen) <= per_call * len(calls)
+    assert bool(seen) == (per_call > 0)
 
 
 def test_processors_of_third_parties_run_as_they_are(seen):

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +12,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import attn_support.diffusers.parallel
 import diffusers
 import torch
+from attn_support.fresh import run
 
 from pascal_attn_core import AttentionConfig, patch_ffn
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
@@ -121,22 +118,37 @@ def test_gradient_checkpointing_gives_the_gradients_of_stock(name, how, assert_s
     assert calls
 
 
+def compiled(family, model):
+    torch._dynamo.reset()
+    return outputs(family, torch.compile(model, fullgraph=True, backend="eager"))
+
+
+# test_compile compiles whole pipelines of the other families, test_patching a UNet and Flux
 @pytest.mark.parametrize(
-    ("name", "how"), [(name, how) for i, name in enumerate(SOME) for how in ("patch", "processor")[: 1 + (i % 3 == 0)]]
+    ("name", "how"),
+    [
+        ("UNet2DConditionModel (SDXL)", "processor"),
+        ("HunyuanVideoTransformer3DModel (text to video)", "patch"),
+        ("QwenImageTransformer2DModel", "processor"),
+        ("QwenImageTransformer2DModel", "patch"),
+        ("AutoencoderKL", "patch"),
+    ],
 )
 def test_a_family_compiles_to_one_graph(name, how, assert_same):
     family = family_or_skip(name)
     model = family.build()
     stock = outputs(family, model)
-    torch._dynamo.reset()
-    try:
-        outputs(family, torch.compile(model, fullgraph=True, backend="eager"))
-    except Exception as error:  # whatever diffusers cannot have compiled
-        pytest.skip(f"{name} does not compile by itself: {type(error).__name__}")
-    torch._dynamo.reset()
     hand_over(how, model)
-    with counted() as calls:
-        assert_same(outputs(family, torch.compile(model, fullgraph=True, backend="eager")), stock)
+    try:
+        with counted() as calls:
+            ours = compiled(family, model)
+    except Exception:
+        try:
+            compiled(family, family.build())
+        except Exception as error:  # whatever diffusers cannot have compiled
+            pytest.skip(f"{name} does not compile by itself: {type(error).__name__}")
+        raise
+    assert_same(ours, stock)
     assert calls  # seen while tracing
 
 
@@ -163,7 +175,7 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
     inner = AttentionConfig(budget_mib=2)
     with patch_sdpa(AttentionConfig(budget_mib=1)), patch_pipeline(model, inner):
         assert_same(outputs(family, model), stock)
-    assert [call["config"] for call in routed] in ([inner] * 2, [])
+    assert [call["config"] for call in routed] == [inner] * 2
 
 
 def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
@@ -201,10 +213,8 @@ def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed
 def test_context_parallelism_over_two_processes_gives_the_output_of_one():
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this diffusers has no context parallelism")
-    script = Path(attn_support.diffusers.parallel.__file__)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[2])}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+    script = attn_support.diffusers.parallel.__file__
+    out = run("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(script), env={})
+    results = json.loads(out.splitlines()[-1])
     assert [calls for _, _, calls in results] == [0, 2, 2, 2, 2]
     assert max(difference for _, difference, _ in results) < 1e-5

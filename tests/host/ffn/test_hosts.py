@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from attn_support.fresh import run
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import FfnPatch, patch_ffn
@@ -136,7 +135,7 @@ with torch.no_grad():
         assert patch.report().lines[0].state == "chunked", patch.report().text()
 assert not {"diffusers", "pascal_attn_core.diffusers"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    run(program)
 
 
 def test_weights_offloaded_by_accelerate_are_brought_for_each_slice() -> None:

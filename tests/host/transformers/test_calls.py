@@ -247,8 +247,9 @@ def test_gradients_are_those_of_eager(tiny: ModuleType, registered: str, family:
         torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item() + 1e-7)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize(
+    ("family", "padding"), [("llama", 0), ("llama", 5), ("mistral", 5), ("gemma2", 0), ("gpt_oss", 5)]
+)
 def test_a_compiled_model_gives_the_same_logits(
     tiny: ModuleType, registered: str, differs: Callable, family: str, padding: int
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.profile import seeds
 from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
@@ -54,7 +55,7 @@ def plain(tensors: list[Tensor], allowed: Tensor, softcap: float | None, sinks: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")
     tokens, past, window = draw.choice([1, 2, 7, 40, 130]), draw.choice([0, 0, 3, 64]), draw.choice([1, 5, 33, 200])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from attn_support.fresh import run
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
@@ -122,11 +121,12 @@ def test_models_that_do_not_ask_us_are_named(tiny: ModuleType) -> None:
 
 
 def test_importing_registers_nothing_and_loads_no_transformers() -> None:
-    code = (
-        "import sys; import pascal_attn_core; import pascal_attn_core.transformers;"
-        "assert 'transformers' not in sys.modules;"
-        "from transformers import AttentionInterface; from transformers.masking_utils import AttentionMaskInterface;"
-        "assert not any('pascal' in n for i in (AttentionInterface, AttentionMaskInterface) for n in i._global_mapping)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    run("""
+        import sys
+        import pascal_attn_core
+        import pascal_attn_core.transformers
+        assert "transformers" not in sys.modules
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+        assert not any("pascal" in n for i in (AttentionInterface, AttentionMaskInterface) for n in i._global_mapping)
+    """)

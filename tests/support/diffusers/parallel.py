@@ -58,5 +58,8 @@ def difference(how: str) -> tuple[str, float, int]:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
+    import tools.families.proof  # noqa: F401  before the fork, for both
+
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (os.path.join(folder, "meeting"),), nprocs=2)
+        how = "fork" if hasattr(os, "fork") else "spawn"
+        mp.start_processes(work, (os.path.join(folder, "meeting"),), nprocs=2, start_method=how)

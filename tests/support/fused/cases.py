@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,32 @@ from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, plan_call, variants_of
+from pascal_attn_core.fused.select import call_reasons
 
+from ..table import TABLE, Case
 from .emulation import emulate
+
+
+@functools.cache
+def _reasons_and_splits() -> dict[str, tuple[bool, bool]]:
+    found = {}
+    for case in TABLE:
+        inputs, options = case.build()
+        call = check_call(*inputs, **options)
+        is_taken = not call_reasons(call)
+        found[case.name] = is_taken, is_taken and plan_call(call, 1).splits > 0
+    return found
+
+
+def takes(case: Case) -> bool:
+    """Whether the kernels take a call of the table."""
+    return _reasons_and_splits()[case.name][0]
+
+
+def is_split(case: Case) -> bool:
+    """Whether they do so by the kernel for few rows, on a card of one multiprocessor."""
+    return _reasons_and_splits()[case.name][1]
+
 
 MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
 

@@ -136,7 +136,7 @@ def test_who_needs_too_much_memory_or_too_many_operators_is_left_out(monkeypatch
     chosen = choose_candidates(CANDIDATES, "torch-math,pascal-attn-64")
     found = named(race(TINY["plain"].make(), chosen, CLOCK, settings))
     assert "left out: needs" in found["torch-math"].note
-    if "pascal-attn-64" in found:
+    if importlib.util.find_spec("pascal_attn") is not None:
         assert "operators" in found["pascal-attn-64"].note
     assert found[BASELINE].seconds > 0
 

@@ -323,7 +323,9 @@ def test_replay_as_json_has_times_memory_and_small_errors(path, capsys):
 def test_a_route_that_cannot_take_a_call_says_why(path, capsys):
     record_some(path)
     assert cli.main(["replay", str(path), "--rounds", "1", "--device", "cpu", "--json"]) == 0
-    for call in json.loads(capsys.readouterr().out)["calls"]:
+    calls = json.loads(capsys.readouterr().out)["calls"]
+    assert len(calls) == 3
+    for call in calls:
         fused = next(result for result in call["results"] if result["name"] == "ours-fused")
         assert fused["seconds"] is None
         assert fused["note"]

@@ -3,10 +3,9 @@
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from attn_support.fresh import execute, run
 
 import pascal_attn_core
 from pascal_attn_core import __version__, cli
@@ -87,14 +86,12 @@ for name in ("safetensors", "matplotlib", "rich", "diffusers", "transformers", "
 from pascal_attn_core.cli import main
 sys.exit(main(["info"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "tiles" in done.stdout
+    assert "tiles" in run(code)
 
 
 def test_the_package_can_be_run_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "pascal_attn_core", "nonsense"], capture_output=True, text=True, timeout=120
+    done = execute(
+        "import runpy; runpy.run_module('pascal_attn_core', run_name='__main__', alter_sys=True)", "nonsense"
     )
     assert done.returncode == 2
     assert "usage: pascal-attn" in done.stderr

@@ -154,7 +154,8 @@ def test_what_is_plainly_short_is_short(
     """The quick look at the arguments never accepts what the look at the checked call refuses."""
     query, key = torch.randn(q_shape), torch.randn(kv_shape)
     plainly = routes.is_plainly_short(config, query, key, key, **options)
-    assert not plainly or routes.is_short(check_call(query, key, key, **options), config)
+    assert plainly == (config is AUTO and any(options is short for _, _, short in PLAIN_CALLS[:4]))
+    assert routes.is_short(check_call(query, key, key, **options), config) or not plainly
 
 
 @pytest.mark.parametrize("wrong", [

@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from hypothesis import given, settings
+from attn_support.profile import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -128,7 +129,7 @@ def test_wrong_arguments_are_named(change: dict, kind: type[Exception], words: s
         attention_map(**arguments)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     length=st.integers(1, 24),
     keys=st.integers(1, 24),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from pathlib import Path
+
+from attn_support.fresh import run
 
 import pascal_attn_core
 
@@ -17,13 +17,6 @@ ROOT = Path(pascal_attn_core.__file__).parent
 def _modules() -> dict[str, ast.Module]:
     """By their path in the package."""
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
-
-
-def _run(code: str, **environ: str) -> str:
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_importing_loads_no_host_and_starts_no_cuda() -> None:
@@ -50,12 +43,12 @@ assert not torch.cuda.is_initialized()
 assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
 print([name for name in {hosts} if name in sys.modules and name not in loaded])
 """
-    assert _run(code) == "[]"
+    assert run(code, env={}) == "[]"
 
 
 def test_importing_writes_nothing() -> None:
     code = "import logging; logging.basicConfig(level=0)\nimport pascal_attn_core"
-    assert _run(code, PASCAL_ATTN_ROUTES="x") == ""
+    assert run(code, env={"PASCAL_ATTN_ROUTES": "x"}) == ""
 
 
 def test_importing_does_not_touch_the_random_state() -> None:
@@ -65,7 +58,7 @@ before = torch.get_rng_state()
 import pascal_attn_core
 print(torch.equal(before, torch.get_rng_state()))
 """
-    assert _run(code) == "True"
+    assert run(code, env={}) == "True"
 
 
 def test_an_unusable_environment_breaks_neither_the_import_nor_a_call_and_is_told_once() -> None:
@@ -79,7 +72,7 @@ for _ in range(3):
     assert pascal_attn_core.sdpa(q, q, q).shape == q.shape
 """
     told = ["imported", "PASCAL_ATTN_BUDGET_MIB is ignored: budget_mib must be a number, got 'lots'"]
-    assert _run(code, PASCAL_ATTN_BUDGET_MIB="lots").splitlines() == told
+    assert run(code, env={"PASCAL_ATTN_BUDGET_MIB": "lots"}).splitlines() == told
 
 
 def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment() -> None:

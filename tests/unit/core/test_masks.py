@@ -52,7 +52,7 @@ def test_the_key_range_holds_every_allowed_key_and_little_else(options: dict, le
         if seen:
             assert (first, last) == (seen[0], seen[-1] + 1)
         else:
-            assert last <= first or not allowed[q0:q1, first:last].any()
+            assert last <= first
 
 
 @pytest.mark.parametrize("options", BANDS, ids=str)

@@ -8,14 +8,13 @@ import inspect
 import io
 import pickle
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.fresh import run
 from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
 
 import pascal_attn_core
@@ -67,8 +66,7 @@ def test_another_process_loads_it_with_and_without_the_switch(tmp_path: Path) ->
         "enable()\n"
         "assert pickle.loads(data) is F.scaled_dot_product_attention is not function\n"
     )
-    root = Path(pascal_attn_core.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", program, str(file)], check=True, cwd=root, timeout=300)
+    run(program, str(file))
 
 
 def test_copies_under_the_switch_are_the_function_itself() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attn_support.comfy.archive import ROOT, archive_files, unpack_archive
+from attn_support.fresh import run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +20,7 @@ else:
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMFY = PROJECT["tool"]["comfy"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def test_the_table_says_all_that_the_registry_asks() -> None:
@@ -69,9 +70,7 @@ spec.loader.exec_module(pack)
 assert pack.NODE_CLASS_MAPPINGS
 print(sys.modules["the_pack.pascal_attn_core"].__file__)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert Path(run(code, cwd=tmp_path)).is_relative_to(tmp_path)
 
 
 def test_the_library_does_not_come_with_the_nodes() -> None:
@@ -105,6 +104,16 @@ def test_ci_runs_what_the_package_claims() -> None:
     assert f'torch: "{claimed[1]}.' in text
     assert f'python: "{PROJECT["project"]["requires-python"].removeprefix(">=")}"' in text
     assert "windows-latest" in text
-    uses = re.findall(r"uses: (\S+)(.*)", text)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_actions_are_pinned_by_hash(file: Path) -> None:
+    uses = re.findall(r"uses: (\S+)(.*)", file.read_text(encoding="utf-8"))
     assert uses
     assert [name for name, note in uses if not (re.search(r"@[0-9a-f]{40}$", name) and re.search(r"# v\d", note))] == []
+
+
+def test_random_examples_are_drawn_every_night() -> None:
+    (nightly,) = (file.read_text(encoding="utf-8") for file in WORKFLOWS if file.stem == "nightly")
+    assert re.search(r"^  schedule:\n    - cron: ", nightly, re.MULTILINE)
+    assert "HYPOTHESIS_PROFILE: nightly" in nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.fresh import run
 from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
-import pascal_attn_core
 from pascal_attn_core import AttentionConfig, record, sdpa_patch
 from pascal_attn_core.attention import sdpa
 from pascal_attn_core.capture import capture
@@ -304,11 +303,7 @@ import pascal_attn_core.auto, pascal_attn_core.sdpa_patch as s, torch.nn.functio
 assert s.is_enabled() == (F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention)
 print(s.is_enabled())
 """
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(pascal_attn_core.__file__).parent.parent), **environ}
-    env |= {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == expected
+    assert run(code, env=environ) == expected
 
 
 def test_importing_the_switch_changes_nothing() -> None:

@@ -142,13 +142,21 @@ def test_a_window_keeps_the_rows_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "longest"),
-    [(0, 100, 30), (0, 129, 128), (5, 1000, 100), (3, 3, 8), (9, 2, 8), (0, 7, 1), (0, 1000, 333)],
+    ("first", "last", "longest", "count"),
+    [
+        (0, 100, 30, 4),
+        (0, 129, 128, 2),
+        (5, 1000, 100, 10),
+        (3, 3, 8, 0),
+        (9, 2, 8, 0),
+        (0, 7, 1, 7),
+        (0, 1000, 333, 4),
+    ],
 )
-def test_even_ranges_cover_everything_once_in_even_parts(first: int, last: int, longest: int) -> None:
+def test_even_ranges_cover_everything_once_in_even_parts(first: int, last: int, longest: int, count: int) -> None:
     ranges = even_ranges(first, last, longest)
     assert [i for a, b in ranges for i in range(a, b)] == list(range(first, last))
-    assert len(ranges) == -(-max(0, last - first) // longest) or longest >= 64
+    assert len(ranges) == count
     assert all(b - a <= longest for a, b in ranges)
 
 

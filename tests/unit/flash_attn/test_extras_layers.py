@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from attn_support.fresh import call
 from torch import Tensor, nn
 
 from pascal_attn_core.flash_attn.extras import activations as act
@@ -272,6 +274,10 @@ def test_embeddings() -> None:
         patches(image[..., :8])
 
 
+def _two_processes(file: str) -> None:
+    mp.start_processes(_split, (2, file), nprocs=2, start_method="fork" if hasattr(os, "fork") else "spawn")
+
+
 def _split(rank: int, world: int, file: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
@@ -395,4 +401,4 @@ def _collectives(rank: int, group: Any) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_layers_split_over_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_split, (2, str(tmp_path / "store")), nprocs=2)
+    call(_two_processes, str(tmp_path / "store"))

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pascal_attn_core
+from attn_support.fresh import run
 
-ROOT = Path(pascal_attn_core.__file__).parent.parent
 PROGRAMS = {
     "Qwen-7B": """
         from flash_attn.layers.rotary import apply_rotary_emb_func as __apply_rotary_emb_func
@@ -174,18 +171,18 @@ print(json.dumps(answers))
 """
 
 
-def test_the_import_lines_of_real_programs_run() -> None:
+def test_the_import_lines_of_real_programsrun() -> None:
     assert len(PROGRAMS) >= 22
     lines = {program: "\n".join(line.strip() for line in text.split("\n")) for program, text in PROGRAMS.items()}
     for text in lines.values():
         ast.parse(text)
-    done = _run(SCRIPT, json.dumps(lines))
+    done = run(SCRIPT, stdin=json.dumps(lines))
     assert json.loads(done) == {}
 
 
 def test_what_is_loaded_when() -> None:
     """Importing the package and installing load none of it; importing a submodule loads what it needs."""
-    _run("""
+    run("""
         import sys
         def extras():
             ours = "pascal_attn_core.flash_attn.extras."
@@ -207,7 +204,7 @@ def test_what_is_loaded_when() -> None:
 
 
 def test_a_program_may_change_its_names_without_changing_ours() -> None:
-    _run("""
+    run("""
         from pascal_attn_core.flash_attn import install_as_flash_attn
         from pascal_attn_core.flash_attn.extras import rotary
         ours = rotary.apply_rotary_emb
@@ -220,7 +217,7 @@ def test_a_program_may_change_its_names_without_changing_ours() -> None:
 
 
 def test_what_fa3_returns_is_for_the_user_to_say() -> None:
-    _run("""
+    run("""
         import torch
         from pascal_attn_core.flash_attn import install_as_flash_attn
         q = torch.randn(1, 4, 2, 8)
@@ -265,7 +262,7 @@ def test_what_fa3_returns_is_for_the_user_to_say() -> None:
 
 def test_a_real_flash_attention_3_is_left_alone_unless_told(tmp_path: Path) -> None:
     (tmp_path / "flash_attn_interface.py").write_text("def flash_attn_func(): return 'real'\n")
-    _run(
+    run(
         """
         from pascal_attn_core.flash_attn import install_as_flash_attn
         try:
@@ -284,22 +281,5 @@ def test_a_real_flash_attention_3_is_left_alone_unless_told(tmp_path: Path) -> N
         import flash_attn_interface
         assert flash_attn_interface is real and real.flash_attn_func() == "real"
         """,
-        paths=[tmp_path],
+        paths=(tmp_path,),
     )
-
-
-def _run(code: str, stdin: str = "", paths: list[Path] | None = None) -> str:
-    places = ":".join(map(str, (*(paths or []), ROOT)))
-    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
-    lines = code.split("\n")
-    cut = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(line[cut:] for line in lines)],
-        env=env,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-
-import pascal_attn_core
-
-ROOT = Path(pascal_attn_core.__file__).parent.parent
-
-
-def run(code: str, *paths: Path) -> str:
-    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, (*paths, ROOT)))}
-    code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from attn_support.fresh import run
 
 
 def real_package(folder: Path) -> Path:
@@ -120,7 +106,7 @@ def test_the_real_package_is_left_alone_unless_told(tmp_path: Path) -> None:
         assert flash_attn is real and flash_attn.flash_attn_func() == "real"
         assert flash_attn.flash_attn_interface.flash_attn_func() == "real"
         """,
-        real_package(tmp_path),
+        paths=(real_package(tmp_path),),
     )
 
 

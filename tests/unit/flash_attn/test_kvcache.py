@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from attn_support.profile import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +114,7 @@ def test_left_padding_is_never_seen(causal: bool) -> None:
     assert torch.equal(k[:, 8:], new_k)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(page=st.integers(1, 5), lengths=st.lists(st.integers(0, 8), min_size=1, max_size=3), new=st.integers(0, 3))
 def test_pages_are_the_same_cache(page: int, lengths: list[int], new: int) -> None:
     batch, pages = len(lengths), -(-11 // page)

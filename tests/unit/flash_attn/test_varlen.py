@@ -19,7 +19,8 @@ from attn_support.flash_attn.oracle import (
     tiled,  # noqa: F401
     with_slopes,
 )
-from hypothesis import given, settings
+from attn_support.profile import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[lis
     assert_same(lse, expected_lse, F64, "lse")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6),
     causal=st.booleans(),

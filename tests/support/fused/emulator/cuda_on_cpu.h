@@ -5,6 +5,8 @@
 //   a missing barrier                               -> other numbers, since the order of the threads is random
 //   an access outside of a tensor                   -> built with -fsanitize=address
 #pragma once
+#undef _FORTIFY_SOURCE  // it holds a jump to another stack for an error
+#include <csetjmp>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -31,10 +33,11 @@ extern "C" char __stop_shared_memory[] __attribute__((visibility("hidden")));
 
 namespace emu {
 constexpr size_t STACK = 64 << 10;
-struct Fiber { ucontext_t context; bool done; };
+struct Fiber { ucontext_t context; jmp_buf place; bool started = false, done = true; };
 struct Group { unsigned waiting = 0, generation = 0; };  // threads that meet at a barrier
 struct State {
     ucontext_t main;
+    jmp_buf main_place;
     std::vector<Fiber> fibers;
     std::vector<char> stacks;
     std::vector<Group> warps;
@@ -47,8 +50,30 @@ struct State {
 };
 static State state;
 
+// swapcontext asks the kernel for the signal mask each time, which is most of its cost: it starts a fiber, and jumps go
+// back and forth. The address sanitizer knows the former only. To the compiler either changes anything at all (noipa).
+#ifdef __SANITIZE_ADDRESS__
+static void resume(Fiber& fiber) {
+    fiber.started = true;
+    swapcontext(&state.main, &fiber.context);
+}
+
+static void leave() { swapcontext(&state.fibers[state.current].context, &state.main); }
+#else
+static __attribute__((noipa)) void resume(Fiber& fiber) {
+    if (_setjmp(state.main_place)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
+
+static __attribute__((noipa)) void leave() {
+    if (!_setjmp(state.fibers[state.current].place)) _longjmp(state.main_place, 1);
+}
+#endif
+
 static inline void wait_while(const unsigned& generation, unsigned seen) {
-    while (generation == seen) swapcontext(&state.fibers[state.current].context, &state.main);
+    while (generation == seen) leave();
 }
 
 static inline unsigned meet(Group& group, unsigned size) {
@@ -80,11 +105,13 @@ static inline uint32_t exchange(uint32_t value, unsigned lane_xor) {
 }
 
 static void entry() {
-    state.body(state.argument);
-    state.fibers[state.current].done = true;
-    --state.alive;
-    ++state.progress;
-    swapcontext(&state.fibers[state.current].context, &state.main);
+    for (;;) {  // a thread of each block
+        state.body(state.argument);
+        state.fibers[state.current].done = true;
+        --state.alive;
+        ++state.progress;
+        leave();
+    }
 }
 
 static inline uint64_t draw() {
@@ -96,14 +123,19 @@ static inline uint64_t draw() {
 
 static void start(unsigned threads) {
     state.threads = state.alive = threads;
-    state.fibers.resize(threads);
-    state.stacks.resize(STACK * threads);
+    if (threads > state.fibers.size()) {
+        state.fibers.assign(threads, Fiber());
+        state.stacks.resize(STACK * threads);
+    }
     state.warps.assign(threads / 32, Group());
     state.exchange.resize(2 * threads);
     state.block = Group();
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& fiber = state.fibers[i];
+        const bool waits_for_work = fiber.started && fiber.done;
         fiber.done = false;
+        if (waits_for_work) continue;
+        fiber.started = false;  // at first, and after a deadlock
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = state.stacks.data() + STACK * i;
         fiber.context.uc_stack.ss_size = STACK;
@@ -129,7 +161,7 @@ static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
         for (unsigned thread : order) {
             if (state.fibers[thread].done || !(running >> (thread / 32) & 1)) continue;
             state.current = thread;
-            swapcontext(&state.main, &state.fibers[thread].context);
+            resume(state.fibers[thread]);
         }
         const bool stuck = state.progress == before, all = running == ~0ull;
         if (stuck && all) return false;

@@ -1,0 +1,130 @@
+"""Processes of their own in which nothing but torch has been imported.
+
+Importing torch is most of what a new Python process costs, so one process does it, once, and every other is its fork.
+Where there is no fork each is started from nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("fresh_server.py")
+TIMEOUT = 300.0
+PLAIN = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a process ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def execute(
+    code: str,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    paths: tuple[Path, ...] = (),
+    stdin: str = "",
+    cwd: Path | None = None,
+) -> Done:
+    """Run a program; this package is found in it, and nothing of it is loaded.
+
+    Args:
+        code: its text, dedented here.
+        arguments: ``sys.argv`` behind the first.
+        env: its whole environment; None = that of this process.
+        paths: folders to import from before all others.
+    """
+    env = dict(os.environ) if env is None else {**PLAIN, **env}
+    job: dict[str, Any] = {
+        "code": textwrap.dedent(code),
+        "arguments": arguments,
+        "env": env,
+        "paths": [str(path) for path in (*paths, ROOT)],
+        "cwd": str(cwd or Path.cwd()),
+        "timeout": TIMEOUT,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / name for name in ("stdin", "stdout", "stderr")}
+        files["stdin"].write_text(stdin, encoding="utf-8")
+        job |= {name: str(path) for name, path in files.items()}
+        returncode = _served(job) if hasattr(os, "fork") else _started(job)
+        out, err = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return Done(returncode, out, err)
+
+
+def run(code: str, *arguments: str, **options: Any) -> str:
+    """What a program that must end well printed, without the white space around it; ``options`` of :func:`execute`."""
+    done = execute(code, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def call(function: Callable[..., object], *arguments: str) -> None:
+    """Call a function of a test module in a process of its own; what it raises fails the test."""
+    file = sys.modules[function.__module__].__file__
+    run(
+        """
+        import importlib.util, sys, types
+        file, name, support, *arguments = sys.argv[1:]
+        shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
+        shared.__path__ = [support]
+        spec = importlib.util.spec_from_file_location("the_tests", file)
+        module = sys.modules["the_tests"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        getattr(module, name)(*arguments)
+        """,
+        str(file),
+        function.__name__,
+        str(Path(__file__).parent),
+        *arguments,
+    )
+
+
+def _started(job: dict[str, Any]) -> int:
+    with open(job["stdin"]) as stdin, open(job["stdout"], "w") as stdout, open(job["stderr"], "w") as stderr:
+        env = {**job["env"], "PYTHONPATH": os.pathsep.join(job["paths"])}
+        command = [sys.executable, "-c", job["code"], *job["arguments"]]
+        return subprocess.run(
+            command, env=env, cwd=job["cwd"], stdin=stdin, stdout=stdout, stderr=stderr, timeout=TIMEOUT
+        ).returncode
+
+
+def _served(job: dict[str, Any]) -> int:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the process that has imported torch is gone"
+    return json.loads(answer)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """One for each process that runs tests."""
+    server = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(_stop, server)
+    return server
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()  # it ends where its input ends
+    server.wait(10)
