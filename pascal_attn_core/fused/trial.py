@@ -322,8 +322,8 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
 def _run_one(kernels: Kernels, variant: Variant, tell: Callable[..., None]) -> None:
     try:
         kernels.functions(variant)
-    except KernelUnavailable as error:
-        tell(variant=variant.name, refused=str(error))
+    except KernelUnavailable as reason:
+        tell(variant=variant.name, refused=str(reason))
         return
     tell(variant=variant.name, begun=True)
     try:
