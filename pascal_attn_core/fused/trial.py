@@ -39,7 +39,17 @@ log = logging.getLogger("pascal_attn")
 SECONDS = 90.0  # from the start of the child, most of which it imports torch for
 _EXTRA_SECONDS = 5.0  # for kernels that nobody has asked for yet: what ships
 _MIN_FREE = 1024 * MIB  # a CUDA context and small tensors
-_ROOT = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
+# This very package, whatever else is installed under its name, and nothing from the host's working folder.
+_CODE = """
+import importlib.util, sys
+sys.path[:] = [folder for folder in sys.path if folder]
+spec = importlib.util.spec_from_file_location("pascal_attn_core", {init!r}, submodule_search_locations=[{folder!r}])
+package = sys.modules["pascal_attn_core"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from pascal_attn_core.fused.trial import main
+main()
+"""
 _REPORT = "pascal-attn selftest says more, please report it; PASCAL_ATTN_TRUST=1 skips this check"
 
 
@@ -68,7 +78,7 @@ def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
     """
     if not sys.executable:
         raise OSError("the path of the Python interpreter is not known")
-    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from pascal_attn_core.fused.trial import main; main()"
+    code = _CODE.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
     options: dict[str, Any] = {}
     if sys.platform == "win32":
         options["creationflags"] = subprocess.CREATE_NO_WINDOW

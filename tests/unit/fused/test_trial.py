@@ -249,10 +249,13 @@ def test_threads_wait_for_one_child(trials) -> None:
     assert len(start.jobs) == 1
 
 
-def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_it(tmp_path) -> None:
-    """The real command, on this machine: the CPU is no card."""
+def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_it(tmp_path, monkeypatch) -> None:
+    """The real command, on this machine: the CPU is no card. What lies in the host's folder is not imported."""
     answers = tmp_path / "answers"
     answers.touch()
+    for name in ("torch", "pascal_attn_core", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(5)")
+    monkeypatch.chdir(tmp_path)
     child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False]], []), answers)
     assert child.wait(120) == 0
     assert json.loads(answers.read_text()) == {"stopped": "RuntimeError: the fused kernel needs an NVIDIA GPU"}
