@@ -114,6 +114,14 @@ def _cpu_shared_cache_bytes() -> int:
     return largest
 
 
+def smi_id(device: torch.device) -> str:
+    """What ``nvidia-smi --id`` knows a CUDA device by. It counts cards as the driver does, torch as CUDA_VISIBLE_DEVICES
+    says; only the identifier is common to both. The index where this torch does not tell the identifier."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return str(index) if uuid is None else f"GPU-{uuid}"
+
+
 def free_bytes(device: torch.device | str) -> int | None:
     """Free memory of a CUDA device in bytes as its driver reports it, or None where torch does not know it."""
     device = torch.device(device)

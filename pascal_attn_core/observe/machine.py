@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import DeviceInfo, device_info, free_bytes
+from ..device import DeviceInfo, device_info, free_bytes, smi_id
 from ..version import __version__
 from .wheels import TorchBuild, judge, wheel_for
 
@@ -138,11 +138,7 @@ def ask_clocks(device: torch.device) -> Clocks | None:
     """The clocks of a card now; None where nvidia-smi is missing or fails, or it is no NVIDIA card."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    # nvidia-smi counts cards as the driver does, torch as CUDA_VISIBLE_DEVICES says: the identifier is common to both.
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    chosen = ("--id", f"GPU-{uuid}" if uuid is not None else str(index))
-    return parse_clocks(_output_of((*_SMI_CLOCKS, *chosen)))
+    return parse_clocks(_output_of((*_SMI_CLOCKS, "--id", smi_id(device))))
 
 
 def parse_clocks(text: str) -> Clocks | None:
