@@ -115,7 +115,7 @@ def _cpu_shared_cache_bytes() -> int:
 
 
 def smi_id(device: torch.device) -> str:
-    """What ``nvidia-smi --id`` knows a CUDA device by. It counts cards as the driver does, torch as CUDA_VISIBLE_DEVICES
+    """What ``nvidia-smi --id`` knows a CUDA device by. It counts as the driver does, torch as CUDA_VISIBLE_DEVICES
     says; only the identifier is common to both. The index where this torch does not tell the identifier."""
     index = torch.cuda.current_device() if device.index is None else device.index
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
