@@ -76,8 +76,9 @@ def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
     Raises:
         OSError: it cannot be started.
     """
-    if not sys.executable:
-        raise OSError("the path of the Python interpreter is not known")
+    # A frozen program, or one that embeds Python, would start itself once more.
+    if getattr(sys, "frozen", False) or not Path(sys.executable or "").stem.lower().startswith(("python", "pypy")):
+        raise OSError(f"the path of a Python interpreter is not known, got {sys.executable!r}")
     code = _CODE.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
     options: dict[str, Any] = {}
     if sys.platform == "win32":

@@ -261,6 +261,15 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     assert json.loads(answers.read_text()) == {"stopped": "RuntimeError: the fused kernel needs an NVIDIA GPU"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("executable", "/opt/studio/studio.exe"), ("executable", None), ("frozen", True)]
+)
+def test_a_program_that_is_not_python_is_not_started_again(trials, monkeypatch, name, value) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert "the path of a Python interpreter is not known" in trials(trial.start_child).reason([FORWARD])
+
+
 # ---- the route -------------------------------------------------------------------------------------------------------
 
 
