@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -26,6 +27,11 @@ def replace_file(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
         raise
+
+
+def name_for(kind: str, conditions: dict[str, str]) -> str:
+    """The name of a JSON file whose content holds under these conditions only: ``"timings-<hash>.json"``."""
+    return f"{kind}-{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
 
 
 def read_object(path: Path) -> dict[str, Any]:

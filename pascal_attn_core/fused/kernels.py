@@ -204,29 +204,42 @@ class Kernels:
                 self._failed[variant] = reason
                 log.warning("a kernel of the fused route is disabled: %s", reason)
 
+    def existing_code(self, variant: Variant) -> tuple[bytes | None, str]:
+        """The machine code of a variant that need not be compiled, and where it comes from: ``"shipped"`` or ``"disk
+        cache"``. None with ``"NVRTC 12.6"`` where that would compile it, with ``""`` where nothing can."""
+        capability = self.info.capability or (0, 0)
+        cubin = self.shipped(variant, capability)
+        if cubin is not None:
+            return cubin, "shipped"
+        compiler = self.find_compiler(_arch(capability))
+        if compiler is None:
+            return None, ""
+        folder = self.folder()
+        cubin = None if folder is None else cache.load(folder, self._file_name(variant, compiler))
+        return cubin, f"NVRTC {'.'.join(map(str, compiler.version))}" if cubin is None else "disk cache"
+
+    def _file_name(self, variant: Variant, compiler: nvrtc.Nvrtc) -> str:
+        return cache.file_name(digest(variant), _arch(self.info.capability or (0, 0)), compiler.version)
+
     def machine_code(self, variant: Variant) -> bytes:
         """A cubin for this device: prebuilt, from the disk cache, or compiled now and stored there.
 
         Raises:
             KernelUnavailable: none of the three.
         """
-        capability = self.info.capability or (0, 0)
-        cubin = self.shipped(variant, capability)
+        cubin, _ = self.existing_code(variant)
         if cubin is not None:
             return cubin
-        arch = _arch(capability)
+        arch = _arch(self.info.capability or (0, 0))
         compiler = self.find_compiler(arch)
         if compiler is None:
             raise KernelUnavailable(f"not prebuilt, and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12")
-        folder, name = self.folder(), cache.file_name(digest(variant), arch, compiler.version)
-        cubin = None if folder is None else cache.load(folder, name)
-        if cubin is not None:
-            return cubin
         try:
             cubin = compiler.compile(source(variant.kind), arch, variant.macros()).cubin
         except nvrtc.CompileError as error:
             raise KernelUnavailable(str(error).strip()) from error
-        problem = None if folder is None else cache.save(folder, name, cubin)
+        folder = self.folder()
+        problem = None if folder is None else cache.save(folder, self._file_name(variant, compiler), cubin)
         if problem:
             log.info("a compiled kernel could not be stored: %s", problem)
         return cubin

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from ..config import cache_folder, switched_on
 from ..device import MIB, free_bytes
 from ..observe.machine import ask_driver
 from ..runtime import Runtime
-from ..storage import read_object, write_object
+from ..storage import name_for, read_object, write_object
 from . import prebuilt, verify
 from .kernels import Kernels, KernelUnavailable
 from .source import Variant, kernels_digest
@@ -220,10 +219,7 @@ class Trials:
 
     def _path(self) -> Path | None:
         folder = self.folder()
-        if folder is None:
-            return None
-        known = hashlib.sha256(json.dumps(self._conditions()).encode()).hexdigest()[:16]
-        return folder / f"trial-{known}.json"
+        return None if folder is None else folder / name_for("trial", self._conditions())
 
     def _conditions(self) -> dict[str, str]:
         info = self.runtime.info

@@ -8,8 +8,6 @@ machine decides the same way every time.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import statistics
 import threading
@@ -28,7 +26,7 @@ from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
 from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime
-from ..storage import replace_file
+from ..storage import name_for, read_object, write_object
 from .route import Request, Route
 from .torch_kernel import TorchForm, find_form, run_form
 
@@ -197,9 +195,8 @@ class Timings:
             for kind, ratio in self.known.items()
             if ratio is not None
         ]
-        text = json.dumps({**_conditions(self.info), "fused_over_torch": rows}, indent=1) + "\n"
         try:
-            replace_file(folder / name, text.encode())
+            write_object(folder / name, {**_conditions(self.info), "fused_over_torch": rows})
         except OSError as error:
             log.info("the timings could not be stored in %s: %s", folder, error)
 
@@ -277,7 +274,7 @@ def _milliseconds(attempt: Callable[[], Any], device: torch.device) -> float:
 @functools.lru_cache(maxsize=16)
 def file_name(info: DeviceInfo) -> str:
     """The file of a card, with this torch and these kernels."""
-    return f"timings-{hashlib.sha256(json.dumps(_conditions(info)).encode()).hexdigest()[:16]}.json"
+    return name_for("timings", _conditions(info))
 
 
 def _conditions(info: DeviceInfo) -> dict[str, str]:
@@ -287,7 +284,7 @@ def _conditions(info: DeviceInfo) -> dict[str, str]:
 def _load(path: Path) -> dict[Kind, float]:
     """The file's content; one that cannot be read counts as empty."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["fused_over_torch"]
+        rows = read_object(path)["fused_over_torch"]
         return {Kind(**row["kind"]): float(row["ratio"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -58,17 +58,21 @@ class Selftest:
 
     @property
     def is_right(self) -> bool:
-        """Whether something was checked, and nothing was wrong."""
-        return bool(self.checks) and not self.problems
+        """Whether something was computed, and nothing was wrong."""
+        return any(not check.refused for check in self.checks) and not self.problems
 
     @property
     def verdict(self) -> str:
         """Whether all was right, how fast it is, and what to use here."""
-        outcomes = [kernel.is_right for kernel in self.kernels] + [check.is_right for check in self.checks]
+        computed = [check for check in self.checks if not check.refused]
+        outcomes = [kernel.is_right for kernel in self.kernels] + [check.is_right for check in computed]
+        refusals = len(self.checks) - len(computed)
+        refused = f", {refusals} refused" if refusals else ""
         ratio = self.over_torch(AUTO)
         faster = "" if ratio is None else f"; auto takes {ratio:.2f} of the time of torch's own function (median)"
         cut = f"; not reached in the time: {', '.join(self.cut)}" if self.cut else ""
-        return f"{'PASS' if self.is_right else 'FAIL'} {sum(outcomes)}/{len(outcomes)}{faster}{cut}; use {self.advice}"
+        word = "PASS" if self.is_right else "FAIL"
+        return f"{word} {sum(outcomes)}/{len(outcomes)}{refused}{faster}{cut}; use {self.advice}"
 
     @property
     def advice(self) -> str:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..fused import cache, prebuilt, verify
+from ..fused import prebuilt, verify
 from ..fused.kernels import Kernels
-from ..fused.source import DTYPES, Variant, digest
+from ..fused.source import DTYPES, Variant
 from ..runtime import runtime_of
 from .cases import in_one_line
 
@@ -71,24 +71,9 @@ def check_kernels(device: torch.device, left: Callable[[], float]) -> Iterator[K
             return
         origin, limit = "", verify.tolerance(variant)
         try:
-            origin = origin_of(kernels, variant)
+            _, origin = kernels.existing_code(variant)
             error = kernels.largest_error(variant)
         except Exception as failure:  # the test goes on: whatever it is belongs into the report
             yield KernelCheck(variant.name, origin, None, limit, in_one_line(failure))
         else:
             yield KernelCheck(variant.name, origin, error, limit)
-
-
-def origin_of(kernels: Kernels, variant: Variant) -> str:
-    """Where the machine code of a variant comes from on this device: see :class:`KernelCheck`."""
-    capability = kernels.info.capability or (0, 0)
-    if kernels.shipped(variant, capability) is not None:
-        return "shipped"
-    arch = 10 * capability[0] + capability[1]
-    compiler = kernels.find_compiler(arch)
-    if compiler is None:
-        return ""
-    folder, name = kernels.folder(), cache.file_name(digest(variant), arch, compiler.version)
-    if folder is not None and cache.load(folder, name) is not None:
-        return "disk cache"
-    return f"NVRTC {'.'.join(map(str, compiler.version))}"

@@ -65,6 +65,8 @@ class Shape:
         dtype = getattr(torch, self.dtype)
 
         def normal(*size: int) -> Tensor:
+            if torch.device(device).type == "meta":  # there are no numbers to draw
+                return torch.empty(size, dtype=dtype, device=device)
             return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
 
         return CapturedCall(

@@ -15,12 +15,14 @@ from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.cli.selftest import speed
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import cache
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.source import digest
 from pascal_attn_core.observe import machine
 from pascal_attn_core.observe.machine import Clocks, ClockWatch, parse_clocks
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.runtime import Runtime, using
-from pascal_attn_core.selftest import Selftest, cases, describe, kernels
+from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
 from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants
 
@@ -141,13 +143,12 @@ def test_where_a_kernel_comes_from(card, tmp_path) -> None:
     shipped, gradient = checked_variants()[0], checked_variants()[-1]
     held = card.part(Kernels)
     held.folder, held.find_compiler = lambda: tmp_path, lambda arch: None
-    assert kernels.origin_of(held, shipped) == "shipped"
-    assert kernels.origin_of(held, gradient) == ""
+    assert held.existing_code(shipped)[1] == "shipped"
+    assert held.existing_code(gradient) == (None, "")
     held.find_compiler = lambda arch: Compiler()
-    assert kernels.origin_of(held, gradient) == "NVRTC 12.6"
-    name = kernels.cache.file_name(kernels.digest(gradient), 61, (12, 6))
-    assert not kernels.cache.save(tmp_path, name, b"\x7fELF cubin")
-    assert kernels.origin_of(held, gradient) == "disk cache"
+    assert held.existing_code(gradient) == (None, "NVRTC 12.6")
+    assert not cache.save(tmp_path, cache.file_name(digest(gradient), 61, (12, 6)), b"\x7fELF cubin")
+    assert held.existing_code(gradient) == (b"\x7fELF cubin", "disk cache")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -224,6 +225,12 @@ def test_the_last_line_says_whether_all_was_right_and_what_to_use(wrong, advice)
     last = describe(found).splitlines()[-1]
     assert last.startswith("FAIL 1/2" if wrong else "PASS 1/1")
     assert advice in last
+
+
+def test_refused_calls_are_neither_right_nor_wrong() -> None:
+    refused = Check("plain", "fused", "float32", refused="no GPU")
+    assert _found(why_no_kernels=["x"], checks=[RIGHT, refused]).verdict.startswith("PASS 1/1, 1 refused")
+    assert _found(why_no_kernels=["x"], checks=[refused]).verdict.startswith("FAIL 0/0, 1 refused")
 
 
 def test_a_test_that_checked_nothing_is_not_passed() -> None:
