@@ -7,7 +7,7 @@ Importing it changes nothing and starts no CUDA.
 """
 
 from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
-from .attention import explain, sdpa, sdpa_with_lse
+from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .call import AttentionOutput
 from .capture import capture
@@ -15,6 +15,7 @@ from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
 from .ffn import patch_ffn
 from .lazy_mask import LazyMask, mask_rule
+from .observe.memory import measure_memory
 from .observe.report import Report, record
 from .patching import Patch
 from .version import __version__
@@ -32,11 +33,13 @@ __all__ = [
     "capture",
     "explain",
     "mask_rule",
+    "measure_memory",
     "patch_ffn",
     "record",
     "recommended_tile_size",
     "saved_by_band",
     "sdpa",
+    "sdpa_backward",
     "sdpa_with_lse",
     "tiled_attention",
 ]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import AttentionOutput, Options, check_call, prepared
+from .call import AttentionOutput, Options, Results, check_call, prepared
 from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
 from .interception import PLAIN
 from .lazy_mask import LazyMask
 from .routes import choose, is_plainly_short, is_short, why_not
-from .routes.run import is_watched, run
+from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes
 from .routes.torch_kernel import run_as_it_is, torch_sdpa
 
@@ -107,6 +107,57 @@ def sdpa_with_lse(
     float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     return _attend(sdpa_with_lse, query, key, value, attn_mask, options, config, with_lse=True)
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | LazyMask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    alignment: str = "upper_left",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value from results that are given, in O(N) memory and without autograd.
+
+    ``out`` and ``lse`` may come from more keys than ``key`` holds, as in ring attention: the probabilities are
+    ``exp(scores - lse)``, whatever made lse (Dao 2023, FlashAttention-2, Algorithm 2).
+
+    Args:
+        grad_out: gradient of the output, of the shape of ``out``.
+        out, lse: as :func:`sdpa_with_lse` returns them: ``[*batch, Hq, L, Dv]`` and ``[*batch, Hq, L]``.
+        grad_lse: gradient of lse, of its shape; None = none.
+        others: those of the call that made out and lse. A float mask loses digits where its numbers are far larger
+            than the scores: there autograd's own backward pass keeps more of the sums than lse holds.
+    Returns:
+        (grad_query, grad_key, grad_value) in the shapes and the dtype of query, key and value.
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+        UnsupportedAttention: the route that the config names cannot go back from given results.
+    """
+    options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
+    call = check_call(query, key, value, attn_mask, *options)
+    for name, tensor, shape in (
+        ("out", out, call.out_shape), ("grad_out", grad_out, call.out_shape), ("lse", lse, call.out_shape[:-1]),
+        ("grad_lse", grad_lse, call.out_shape[:-1]),
+    ):  # fmt: skip
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    saved = Results(out.to(query.dtype), lse.to(call.sums_dtype))
+    with torch.no_grad():
+        grads = gradients(call, default_config() if config is None else config, grad_out, saved, grad_lse)
+    return grads.query, grads.key, grads.value
 
 
 def explain(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,7 +14,7 @@ from .call import AttentionCall, check_call
 from .lazy_mask import LazyMask
 from .tiled.masks import Band
 
-__all__ = ["Saved", "attention_map", "saved_by_band"]
+__all__ = ["AttentionMap", "Saved", "attention_map", "saved_by_band"]
 
 
 def attention_map(
@@ -33,6 +34,7 @@ def attention_map(
     """The attention probabilities of chosen queries over all keys: exact softmax rows, without the full matrix.
 
         weights = attention_map(query, key, rows=[0, 17, -1], is_causal=True)     # [*batch, Hq, 3, S]
+        weights.plot("rows.png")                                                  # a heat map, by matplotlib
 
     Args:
         query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``.
@@ -54,7 +56,30 @@ def attention_map(
     for part in (_mask_rows(attn_mask, call, chosen), _band_rows(call, chosen)):
         if part is not None:
             scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
-    return _softmax(scores, sinks)
+    weights = _softmax(scores, sinks)
+    if torch.compiler.is_compiling():
+        return weights
+    shown = weights.as_subclass(AttentionMap)
+    shown.rows = chosen.tolist()
+    return shown
+
+
+class AttentionMap(Tensor):
+    """What :func:`attention_map` returns: a tensor that can draw itself. What is computed from it is a plain tensor.
+
+    Attributes:
+        rows: the number of each row's query.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    rows: list[int]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """A heat map of the rows, written to ``path`` too if it is given: see
+        :func:`pascal_attn_core.plots.plot_rows`."""
+        from .plots import plot_rows
+
+        return plot_rows(self.as_subclass(Tensor), path, rows=self.rows)
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, call: AttentionCall) -> Tensor:

@@ -1,5 +1,10 @@
 """The names of pascal-attn 0.1.0, for code written against it: ``tiled_attention``, ``TiledAttention``,
-``recommended_tile_size``. Same arguments and layouts; bool masks, dropout and gradients work as well."""
+``recommended_tile_size``. Same arguments and layouts; bool masks, dropout and gradients work as well.
+
+    from pascal_attn_core.compat import install_as_pascal_attn
+
+    install_as_pascal_attn()                                # then: import pascal_attn, pascal_attn.hf ...
+"""
 
 from __future__ import annotations
 
@@ -11,25 +16,70 @@ from torch import Tensor, nn
 
 from .attention import sdpa
 from .config import default_config
-from .device import device_info
+from .device import MIB, device_info
+from .patching import Patch
+from .stand_in import StandIn, refuse_real_package
 from .tiled.tiles import recommended_tile_size_for
+from .version import __version__
 
-__all__ = ["TiledAttention", "recommended_tile_size", "tiled_attention"]
+__all__ = ["TiledAttention", "device_l2_mb", "install_as_pascal_attn", "recommended_tile_size", "tiled_attention"]
+
+_ROOT = "pascal_attn"
+_STAND_IN = StandIn(
+    _ROOT,
+    f"0.1.0+pascal.{__version__}",
+    {
+        _ROOT: (".compat: TiledAttention recommended_tile_size tiled_attention",),
+        f"{_ROOT}.functional": (".compat: tiled_attention",),
+        f"{_ROOT}.nn": (".compat: TiledAttention",),
+        f"{_ROOT}.hf": (".transformers: make_hf_attention_fn register_with_transformers",),
+        f"{_ROOT}._core": (".compat: tiled_attention",),
+        f"{_ROOT}._gpu": (".compat: device_l2_mb recommended_tile_size",),
+    },
+    package=__name__.rpartition(".")[0],
+)
+
+
+def install_as_pascal_attn(*, replace: bool = False) -> Patch:
+    """Make ``import pascal_attn`` and its modules (``functional``, ``nn``, ``hf``) find our functions.
+
+    Code that has imported the name before keeps what it found: call this first. ``pascal_attn.hf`` needs Transformers.
+
+    Args:
+        replace: take the place of the real package where it is installed.
+    Returns:
+        A Patch; ``.remove()`` removes our modules and restores what was there before.
+    Raises:
+        RuntimeError: the real package is installed.
+    """
+    if not replace and not _STAND_IN.is_installed:
+        refuse_real_package(_ROOT)
+    return _STAND_IN.install()
 
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
-    """64, 128 or 256 tokens by the L2 cache of a device, asked of its driver.
+    """64, 128 or 256 tokens by the L2 cache of a device, asked of its driver: 64 up to 4 MiB (GTX 10xx, P40, T4), 128
+    up to 12 MiB (V100, RTX 20xx, RTX 3090), else 256.
 
     Args:
         device: a CUDA device, its name or index; None = the current CUDA device. Without CUDA, or for a device whose
             L2 is unknown, the answer is 256.
     """
+    return recommended_tile_size_for(_l2_bytes(device))
+
+
+def device_l2_mb(device: torch.device | str | int | None = None) -> float:
+    """The L2 cache of a device in MiB; 0 where it is unknown, and on a CPU. ``device`` as above."""
+    return _l2_bytes(device) / MIB
+
+
+def _l2_bytes(device: torch.device | str | int | None) -> int:
     if device is None or isinstance(device, int):
         if not torch.cuda.is_available():
-            return 256
+            return 0
         device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
     info = device_info(device)
-    return recommended_tile_size_for(info.l2_bytes if info.is_gpu else 0)
+    return info.l2_bytes if info.is_gpu else 0
 
 
 def tiled_attention(

@@ -19,8 +19,14 @@ ROUTES = ("fused", "torch", "tiled", "math")
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
-# Read by pascal_attn_core.auto and pascal_attn_core.fused.trial, not fields of a config.
-SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE", "PASCAL_ATTN_TRUST")
+# Read by other modules, not fields of a config: sdpa_patch (the first three), fused.trial, ffn.
+SWITCHES = (
+    "PASCAL_ATTN_ENABLE",
+    "PASCAL_ATTN_DISABLE",
+    "PASCAL_ATTN_MIN_KEYS",
+    "PASCAL_ATTN_TRUST",
+    "PASCAL_ATTN_FFN_CHUNKS",
+)
 _MIN_BUDGET_MIB = 1 / 16
 _MAX_MIB = 1 << 40  # in bytes still a number of 64 bits
 _MAX_TOKENS = (1 << 31) - 1
@@ -123,6 +129,17 @@ def switched_on(name: str) -> bool:
     if text not in ("", *_WORDS):
         _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
     return _WORDS.get(text, False)
+
+
+def number_of(name: str) -> int:
+    """A whole number in an environment variable of SWITCHES; 0 where it is unset, empty or, with a warning, invalid."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit()):
+        _warn_once(f"{name} is ignored: it must be a whole number, got {_shown(text)}")
+        return 0
+    return int(text[:9])
 
 
 class RouteUnavailable(RuntimeError):

@@ -38,7 +38,7 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
 from .call import check_call
-from .config import AttentionConfig, default_config, switched_on
+from .config import AttentionConfig, default_config, number_of, switched_on
 from .interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching import Patch
 from .routes import is_plainly_short
@@ -55,17 +55,17 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(config: AttentionConfig | None = None) -> None:
+def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
     """Send the attention calls of this process, of all threads, to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config: how to compute; None = the environment's.
+        config, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
         elif _enabled.active and _enabled.sites:
@@ -94,7 +94,7 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
+def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that has imported torch's function
@@ -104,12 +104,20 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
 
     Args:
         config: how to compute; None = the environment's.
+        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+            without that 0.
     Raises:
-        TypeError: config is something else.
+        TypeError, ValueError: an argument is something else.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-    scope = _Scope(default_config() if config is None else config)
+    if min_keys is None:
+        min_keys = number_of("PASCAL_ATTN_MIN_KEYS")
+    elif isinstance(min_keys, bool) or not isinstance(min_keys, int):
+        raise TypeError(f"min_keys must be a whole number or None, got {min_keys!r}")
+    elif min_keys < 0:
+        raise ValueError(f"min_keys must be at least 0, got {min_keys}")
+    scope = _Scope(default_config() if config is None else config, min_keys)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -120,13 +128,14 @@ def patch_sdpa(config: AttentionConfig | None = None) -> Patch:
 
 
 class _Scope:
-    """One request to compute by ``config``, as long as it is active; the handler of its block's mode."""
+    """One request to compute by ``config`` what has ``min_keys`` keys, as long as it is active; the handler of its
+    block's mode."""
 
-    def __init__(self, config: AttentionConfig):
-        self.config, self.active = config, True
+    def __init__(self, config: AttentionConfig, min_keys: int):
+        self.config, self.min_keys, self.active = config, min_keys, True
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return _attend(TORCH_SDPA, self.config, args, kwargs) if self.active else TORCH_SDPA(*args, **kwargs)
+        return _attend(TORCH_SDPA, self, args, kwargs) if self.active else TORCH_SDPA(*args, **kwargs)
 
 
 class _SdpaPatch(Patch):
@@ -197,27 +206,30 @@ def _function_of(replacement: _Replacement) -> Any:
         scopes, original = replacement.scopes, replacement.original
         if not scopes:
             return original(*args, **kwargs)
-        config = scopes[-1].config
+        scope = scopes[-1]
         if torch.compiler.is_compiling():
-            return _attend(original, config, args, kwargs)
+            return _attend(original, scope, args, kwargs)
         if torch._C._len_torch_function_stack():
             closest = _get_current_function_mode()
             if isinstance(closest, SdpaMode):
                 if not isinstance(closest.handler, _Scope):
                     return TORCH_SDPA(*args, **kwargs)  # its handler decides, say that of a patched pipeline
-                config = closest.handler.config if closest.handler.active else config
+                scope = closest.handler if closest.handler.active else scope
             else:
                 # Modes of others see the call under the name that they look for; then it comes back without them.
                 tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
                 return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
-        return _attend(original, config, args, kwargs)
+        return _attend(original, scope, args, kwargs)
 
     scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it, and torch's function later
     return scaled_dot_product_attention
 
 
-def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One call by ours, or by ``original`` if ours does not support it."""
+def _attend(original: Any, scope: _Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One call by ours, or by ``original`` if ours does not support it or it has too few keys."""
+    config = scope.config
+    if scope.min_keys and _has_fewer_keys(scope.min_keys, args, kwargs):
+        return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     if not torch._C._len_torch_function_stack():
@@ -236,6 +248,11 @@ def _attend(original: Any, config: AttentionConfig, args: tuple, kwargs: dict[st
         if not _is_refused(args, kwargs):
             raise
     return original(*args, **kwargs)
+
+
+def _has_fewer_keys(least: int, args: tuple, kwargs: dict[str, Any]) -> bool:
+    key = args[1] if len(args) > 1 else kwargs.get("key")
+    return isinstance(key, Tensor) and not key.is_nested and key.dim() > 1 and key.shape[-2] < least
 
 
 def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | selftest | bench | replay | demo``."""
+"""The command line: ``pascal-attn info | selftest | bench | run | replay | demo``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
     "selftest": "check every route and kernel on this machine, and time them: one block to paste",
     "bench": "time every route, torch's own kernels and installed peers on typical shapes",
+    "run": "run a program with its attention computed by ours, and report at its end",
     "replay": "run captured attention calls over every route",
     "demo": "a small pipeline before and after, with the memory it took",
 }

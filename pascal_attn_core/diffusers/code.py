@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from ..function_copy import copy_over
@@ -42,6 +43,14 @@ def computes_softmax(function: Callable) -> bool:
 def names_linear_attention(function: Callable) -> bool:
     """Whether ``function`` calls something that has linear attention in its name."""
     return any("linear_attention" in name for name in _names_of(function))
+
+
+def calls_sdpa_of_torch(function: Callable) -> bool:
+    """Whether ``function`` itself calls ``torch.nn.functional.scaled_dot_product_attention``, by this whole name."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    whole = {"torch", "nn", "functional", SDPA_NAME}
+    return whole <= set(_names_in(function.__code__)) and function.__globals__.get("torch") is torch
 
 
 def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:

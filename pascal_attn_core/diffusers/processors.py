@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from .code import with_other_attention
-from .redirect import FUNCTIONAL, SdpaRedirect, dispatch, this_thread
+from .dispatch import dispatch, native_backend
+from .redirect import FUNCTIONAL, SdpaRedirect, this_thread
 
 
 class _EqualToOriginal(type):
@@ -76,20 +77,6 @@ def can_be_derived(processor: Any) -> bool:
 def is_redirected_class(cls: type) -> bool:
     """Whether :func:`redirect_processor` made this class."""
     return hasattr(cls, "_shown")
-
-
-def native_backend() -> Any:
-    """diffusers' name for torch's SDPA among its attention backends; None in versions that have no backends."""
-    return _native_backend()
-
-
-@functools.lru_cache(maxsize=1)
-def _native_backend() -> Any:
-    try:
-        from diffusers.models.attention_dispatch import AttentionBackendName
-    except ImportError:
-        return None
-    return AttentionBackendName.NATIVE
 
 
 def takes_its_own_backend(backend: Any) -> bool:
@@ -169,7 +156,7 @@ def _register_for_guiders(redirected: type, shown: type) -> None:
 
 def _backend_in_force(processor: Any) -> Any:
     chosen = processor.__dict__.get("_attention_backend")
-    return chosen if takes_its_own_backend(chosen) else native_backend()
+    return chosen if chosen is not None and takes_its_own_backend(chosen) else native_backend()
 
 
 def _store_backend(processor: Any, backend: Any) -> None:

@@ -2,15 +2,14 @@
 
 :class:`SdpaRedirect` has a thread-local mode that passes ``scaled_dot_product_attention`` to ours and everything else
 to torch. Python is called for every torch function that runs under a mode, at 1 to 2 us each, and a processor calls 15
-to 60. So where the code of a processor shows how it calls attention, a copy of that code calls :data:`FUNCTIONAL` or
-:func:`dispatch` instead, and no mode is needed for the rest (see ``code``).
+to 60. So where the code of a processor shows how it calls attention, a copy of that code calls :data:`FUNCTIONAL`
+instead, and no mode is needed (see ``code`` and ``dispatch``).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,11 +99,3 @@ class _Functional:
 
 
 FUNCTIONAL = _Functional()
-
-
-def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """diffusers' ``dispatch_attention_fn`` for a copied processor: ``function``, under the redirect."""
-    redirect = this_thread.redirect
-    assert redirect is not None
-    with redirect.mode:
-        return function(*args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ..config import number_of
 from ..patching import Patch, PatchGroup
 from .find import Found, find_ffn
 from .forward import attach
@@ -29,11 +30,14 @@ def patch_ffn(
     *,
     budget_mib: float | None = None,
     chunk_tokens: int | None = None,
+    num_chunks: int | None = None,
     min_tokens: int = 256,
+    min_seq: int | None = None,
     include: Any = None,
     exclude: Any = None,
     verify: bool = True,
     checkpoint: bool = True,
+    verbose: bool = False,
 ) -> FfnPatch:
     """Run the feed-forward modules of ``model`` over slices of their tokens, dimension -2 of ``[..., T, C]``.
 
@@ -42,13 +46,17 @@ def patch_ffn(
         budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The fewest
             slices that keep it are used: each reads the weights once more. A call that fits runs whole.
         chunk_tokens: most tokens of one slice, instead of a budget.
+        num_chunks: so many slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment,
+            without that the budget decides.
         min_tokens: calls with fewer tokens run whole.
+        min_seq: the name that noflash-attention has for ``min_tokens``; None = that one counts.
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
         exclude: never these modules; likewise.
         verify: prove each module token by token before its first call in slices. False = trust all of them.
         checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
             of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
+        verbose: print which modules were found; ``report()`` says the same, and later how each of them runs.
     Returns:
         A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
         newest decides. Deep copies of the model made meanwhile follow the patch; pickled, a model is stored without it.
@@ -58,7 +66,12 @@ def patch_ffn(
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
-    settings = Settings(budget_mib, chunk_tokens, min_tokens, verify, checkpoint)
+    if chunk_tokens is not None and num_chunks:
+        raise ValueError(f"chunk_tokens must be None where num_chunks is given, got {chunk_tokens} and {num_chunks}")
+    if chunk_tokens is None and budget_mib is None:
+        num_chunks = num_chunks or number_of("PASCAL_ATTN_FFN_CHUNKS")
+    least = min_tokens if min_seq is None else min_seq
+    settings = Settings(budget_mib, chunk_tokens, num_chunks or None, least, verify, checkpoint)
     found = list(find_ffn(model, include, exclude))
     sites: dict[str, Site] = {}
     with PatchGroup(f"feed-forward of {type(model).__name__}") as group:
@@ -66,7 +79,10 @@ def patch_ffn(
             if not why_not:
                 sites[name] = site = Site(settings)
                 group.add(attach(module, site))
-    return FfnPatch(group, settings, found, sites)
+    patch = FfnPatch(group, settings, found, sites)
+    if verbose:
+        print(patch.report().text())
+    return patch
 
 
 class FfnPatch(Patch):

@@ -43,7 +43,9 @@ class FfnBinding:
         checkpoint: bool = True,
         passing: tuple[type[BaseException], ...] = (),
     ):
-        self.settings = Settings(budget_mib, chunk_tokens, min_tokens, verify, checkpoint, passing=passing)
+        self.settings = Settings(
+            budget_mib, chunk_tokens, min_tokens=min_tokens, verify=verify, checkpoint=checkpoint, passing=passing
+        )
         self._include, self._exclude = include, exclude
         self._sites: weakref.WeakKeyDictionary[nn.Module, BoundSite] = weakref.WeakKeyDictionary()
 

@@ -39,6 +39,7 @@ class Settings:
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
+    num_chunks: int | None = None
     min_tokens: int = 256
     verify: bool = True
     checkpoint: bool = True
@@ -47,9 +48,9 @@ class Settings:
     shared: dict[Any, Plan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 2), ("min_tokens", 2)):
+        for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
             value = getattr(self, name)
-            if value is None and name == "chunk_tokens":
+            if value is None and name != "min_tokens":
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -63,6 +64,10 @@ class Settings:
         for name in ("verify", "checkpoint"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    def slices(self, tokens: int) -> int | None:
+        """How many slices were asked for; None = as many as the budget needs."""
+        return self.num_chunks if self.chunk_tokens is None else math.ceil(tokens / self.chunk_tokens)
 
     @property
     def budget_bytes(self) -> float:
@@ -223,7 +228,8 @@ def _decide(
     fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, watch: Watch, known: Known
 ) -> Plan:
     tokens = inputs.x.shape[-2]
-    if settings.chunk_tokens is None and tokens <= known.fits:
+    count = settings.slices(tokens)
+    if count is None and tokens <= known.fits:
         return Plan((), f"fits the budget, as {known.fits} tokens do")
     if tokens < 2 * _LEAST_TOKENS:
         return Plan((), "too few tokens for two slices")
@@ -231,16 +237,14 @@ def _decide(
         raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
     if settings.verify and (hooked := hooked_children(module)):
         raise NotTokenwise(f"a hook on {hooked[0]} would see slices of its tokens")
-    if settings.chunk_tokens is not None and not settings.verify:
-        return _sliced(tokens, math.ceil(tokens / settings.chunk_tokens), wants_grad, "not verified, as asked")
+    if count is not None and not settings.verify:
+        return _sliced(tokens, count, wants_grad, "not verified, as asked")
     full = _full_trace(fn, module, settings, inputs, watch)
     extra = full.peak_bytes - full.out_bytes
-    if settings.chunk_tokens is not None:
-        count = math.ceil(tokens / settings.chunk_tokens)
-    elif extra <= settings.budget_bytes:
-        known.fits = tokens
-        return Plan((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-    else:
+    if count is None:
+        if extra <= settings.budget_bytes:
+            known.fits = tokens
+            return Plan((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
         count = _fewest_slices(fn, module, inputs, full, settings, wants_grad, watch)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
     if settings.verify and plan.sizes:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.abc
-import importlib.metadata
-import importlib.util
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from ..patching import Patch
+from ..stand_in import StandIn, refuse_real_package
 from ..version import __version__
 
 # The flash-attn version whose API we provide; the local label names this package.
 VERSION = f"2.8.4+pascal.{__version__}"
 _ROOT = "flash_attn"
 _FA3 = "flash_attn_interface"
+_TURING = "flash_attn_turing"
 _FA3_RESULTS = ("out", "out_and_lse", None)
 _PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
 
-# A stand-in -> the modules of this folder ("" = the folder itself) that its names come from. "a=b": our b is a there.
+# See StandIn: "." is this folder.
 _INTERFACE = (
-    ": flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+    ".: flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
 )
 # Programs import these from flash-attn's modules, which have them from einops.
@@ -36,85 +32,86 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": (_INTERFACE,),
     "flash_attn.flash_attn_interface": (
         _INTERFACE,
-        "extras.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
+        ".extras.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
         "flash_attn_unpadded_qkvpacked_func flash_attn_unpadded_qkvpacked_split_func",
     ),
     "flash_attn.bert_padding": (
-        "extras.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
+        ".extras.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
         "unpad_input_for_concatenated_sequences",
         _EINOPS_NAMES,
     ),
-    "flash_attn.flash_attention": ("extras.version1: FlashAttention FlashMHA",),
+    "flash_attn.flash_attention": (".extras.version1: FlashAttention FlashMHA",),
     "flash_attn.layers": (),
-    "flash_attn.layers.patch_embed": ("extras.embedding: PatchEmbed",),
+    "flash_attn.layers.patch_embed": (".extras.embedding: PatchEmbed",),
     "flash_attn.layers.rotary": (
-        "extras.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
+        ".extras.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
         "apply_rotary_emb_kv_ apply_rotary_emb_qkv_ apply_rotary_emb_torch rotate_half",
         _EINOPS_NAMES,
     ),
     "flash_attn.losses": (),
-    "flash_attn.losses.cross_entropy": ("extras.losses: CrossEntropyLoss cross_entropy_loss",),
+    "flash_attn.losses.cross_entropy": (".extras.losses: CrossEntropyLoss cross_entropy_loss",),
     "flash_attn.modules": (),
-    "flash_attn.modules.block": ("extras.block: Block ParallelBlock StochasticDepth",),
+    "flash_attn.modules.block": (".extras.block: Block ParallelBlock StochasticDepth",),
     "flash_attn.modules.embedding": (
-        "extras.embedding: BertEmbeddings ColumnParallelEmbedding GPT2Embeddings ParallelGPT2Embeddings "
+        ".extras.embedding: BertEmbeddings ColumnParallelEmbedding GPT2Embeddings ParallelGPT2Embeddings "
         "VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        "extras.mha: LinearResidual MHA ParallelMHA _update_kv_cache=update_kv_cache",
-        "extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
-        "extras.rotary: RotaryEmbedding",
-        "extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
+        ".extras.mha: LinearResidual MHA ParallelMHA _update_kv_cache=update_kv_cache",
+        ".extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
+        ".extras.rotary: RotaryEmbedding",
+        ".extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
-        "extras.mlp: GatedMlp Mlp ParallelGatedMlp ParallelMLP",
-        "extras.dense: FusedMLP ParallelFusedMLP",
+        ".extras.mlp: GatedMlp Mlp ParallelGatedMlp ParallelMLP",
+        ".extras.dense: FusedMLP ParallelFusedMLP",
     ),
     "flash_attn.ops": (),
     "flash_attn.ops.activations": (
-        "extras.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
+        ".extras.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
-        "extras.dense: ColumnParallelLinear FusedDense FusedMLP ParallelFusedMLP RowParallelLinear "
+        ".extras.dense: ColumnParallelLinear FusedDense FusedMLP ParallelFusedMLP RowParallelLinear "
         "fused_dense_func fused_mlp_func",
     ),
     "flash_attn.ops.layer_norm": (
-        "extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm dropout_add_layer_norm_subset "
+        ".extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm dropout_add_layer_norm_subset "
         "dropout_add_layer_norm_parallel_residual layer_norm",
     ),
     "flash_attn.ops.rms_norm": (
-        "extras.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
+        ".extras.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
         "dropout_add_rms_norm_parallel_residual dropout_add_rms_norm_subset rms_norm",
     ),
     "flash_attn.ops.triton": (),
-    "flash_attn.ops.triton.cross_entropy": ("extras.losses: cross_entropy_loss",),
+    "flash_attn.ops.triton.cross_entropy": (".extras.losses: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
-        "extras.norms: RMSNorm layer_norm_fn layer_norm_linear_fn layer_norm_ref rms_norm_fn rms_norm_ref",
+        ".extras.norms: RMSNorm layer_norm_fn layer_norm_linear_fn layer_norm_ref rms_norm_fn rms_norm_ref",
     ),
-    "flash_attn.ops.triton.rotary": ("extras.rotary: apply_rotary",),
+    "flash_attn.ops.triton.rotary": (".extras.rotary: apply_rotary",),
     "flash_attn.utils": (),
     "flash_attn.utils.distributed": (
-        "extras.parallel: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
+        ".extras.parallel: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
         "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
     ),
     "flash_attn.utils.generation": (
-        "extras.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
+        ".extras.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
+    _TURING: (
+        ".: flash_attn_varlen_func",
+        ".extras.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd",
+    ),
     _FA3: (
-        "extras.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+        ".extras.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_with_kvcache get_scheduler_metadata",
     ),
 }
-# Loaded by the installation, so that ``flash_attn.bert_padding`` exists without being imported; the others when a
-# program imports them.
 _EAGER = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
 _lock = threading.Lock()
-_installed: list[_Installation] = []
-_users = 0
+_installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
 
 
 def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse") -> Patch:
@@ -123,8 +120,9 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
     Besides attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
     ``modules.{mha,mlp,block,embedding}``, ``ops.{activations,fused_dense,layer_norm,rms_norm}``,
     ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.{distributed,generation}``, the names of flash-attn 1
-    (``flash_attn_unpadded_func`` ..., ``flash_attention``), and the module ``flash_attn_interface`` of
-    FlashAttention-3. Each is loaded when it is imported. Other submodules do not exist.
+    (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
+    and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
+    imported. Other submodules do not exist.
 
     Code that has imported the name before, or found that it is missing, keeps what it found: call this first. Package
     metadata agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what
@@ -145,125 +143,31 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
         ValueError: fa3 is something else, or another one than that of an installation in force.
         RuntimeError: a real package is installed.
     """
-    global _users
     if fa3 not in _FA3_RESULTS:
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
     with _lock:
-        if not _installed:
+        in_force = next((key for key, stand_in in _installed.items() if stand_in.is_installed), fa3)
+        if in_force != fa3:
+            raise ValueError(f"fa3 must be {in_force!r} as in the installation in force, got {fa3!r}")
+        if fa3 not in _installed or not _installed[fa3].is_installed:
             if not replace:
-                _refuse_real_packages(fa3)
-            _installed.append(_Installation(fa3))
-        elif _installed[0].fa3 != fa3:
-            raise ValueError(f"fa3 must be {_installed[0].fa3!r} as in the installation in force, got {fa3!r}")
-        _users += 1
-        sites = len(_installed[0].names)
-    return Patch("flash_attn", _release, sites=sites)
+                refuse_real_package(_ROOT)
+                if fa3:
+                    refuse_real_package(_FA3, ", or fa3=None to leave it alone")
+            left_alone = set() if replace or find_spec(_TURING) is None else {_TURING}
+            _installed[fa3] = _stand_in(fa3, left_alone if fa3 else left_alone | {_FA3})
+        return _installed[fa3].install()
 
 
-def _release() -> list[str]:
-    global _users
-    with _lock:
-        _users -= 1
-        return _installed.pop().undo() if not _users else []
+def _stand_in(fa3: str | None, without: set[str]) -> StandIn:
+    modules = {name: sources for name, sources in _MODULES.items() if name not in without}
 
-
-def _refuse_real_packages(fa3: str | None) -> None:
-    for name in (_ROOT, _FA3) if fa3 else (_ROOT,):
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            hint = "" if name == _ROOT else ", or fa3=None to leave it alone"
-            raise RuntimeError(
-                f"{name} must not be installed, got the one at {spec.origin or spec.name}; pass replace=True to hide it"
-                + hint
-            )
-
-
-class _Installation:
-    """Our finders on ``sys.meta_path`` and what they have put into ``sys.modules``."""
-
-    def __init__(self, fa3: str | None):
-        self.fa3 = fa3
-        self.names = {name for name in _MODULES if fa3 or name != _FA3}
-        self.before = {name: module for name, module in sys.modules.items() if self._is_ours_to_hide(name)}
-        for name in self.before:
-            del sys.modules[name]
-        self.finder = _Finder(self.names, fa3)
-        sys.meta_path.insert(0, self.finder)
-        for name in _EAGER:
-            importlib.import_module(name)
-
-    def undo(self) -> list[str]:
-        """Remove our modules, and only them."""
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        sentences = []
-        for name, module in self.finder.modules.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-            elif name in sys.modules:
-                sentences.append(f"{name} was replaced in sys.modules since: left in place")
-        for name, before in self.before.items():
-            sys.modules.setdefault(name, before)
-        return sentences
-
-    def _is_ours_to_hide(self, name: str) -> bool:
-        return name in self.names or name.startswith(f"{_ROOT}.")
-
-
-class _Metadata(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` sees of us under the name of flash-attn."""
-
-    def read_text(self, filename: str) -> str | None:
-        files = {
-            "METADATA": f"Metadata-Version: 2.1\nName: flash_attn\nVersion: {VERSION}\nSummary: Pascal Attention\n",
-            "top_level.txt": _ROOT,
-        }
-        return files.get(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"{path}: this stands in for flash_attn and has no files")
-
-
-class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
-    """Finds and loads our modules, and finds our metadata.
-
-    modules: those that have been loaded.
-    """
-
-    def __init__(self, names: set[str], fa3: str | None):
-        self.names, self.fa3 = names, fa3
-        self.modules: dict[str, ModuleType] = {}
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self.names:
-            return None
-        is_package = name == _ROOT or any(other.startswith(f"{name}.") for other in self.names)
-        return ModuleSpec(name, self, origin=__file__, is_package=is_package)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return ModuleType(spec.name, f"Stands in for {spec.name}: {_PACKAGE}.")
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        members: dict[str, Any] = {"__file__": __file__, "__version__": VERSION}
-        for source in _MODULES[name]:
-            where, _, names = source.partition(": ")
-            ours = importlib.import_module(where if where == _EINOPS else f"{_PACKAGE}.{where}".rstrip("."))
-            for member in names.split():
-                public, _, own = member.partition("=")
-                members[public] = getattr(ours, own or public)
-        if name == _FA3 and self.fa3 == "out_and_lse":
+    def adapt(name: str, members: dict[str, Any]) -> None:
+        if name == _FA3 and fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
                 members[member] = _with_lse(members[member])
-        vars(module).update(members)
-        self.modules[name] = module
 
-    def find_distributions(self, context: Any = None) -> Iterator[_Metadata]:
-        name = None if context is None else context.name
-        if name is None or name.lower().replace("-", "_").replace(".", "_") == _ROOT:
-            yield _Metadata()
+    return StandIn(_ROOT, VERSION, modules, package=_PACKAGE, eager=_EAGER, adapt=adapt)
 
 
 def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:

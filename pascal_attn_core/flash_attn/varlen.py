@@ -216,6 +216,13 @@ def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int]
     return q_ends, k_ends
 
 
+def read_ends(name: str, ends: Tensor, total: int) -> list[int]:
+    """Where each sequence starts and the last one ends, read from ``ends [B + 1]`` and checked against ``total``."""
+    read, _ = _read_lengths(ends, ends)
+    _check_ends(name, read, total)
+    return read
+
+
 def _check_ends(name: str, ends: list[int], total: int | None) -> None:
     if ends[0] != 0 or sorted(ends) != ends:
         raise FlashArgumentError(f"{name} must start at 0 and never decrease, got {_shown(ends)}")

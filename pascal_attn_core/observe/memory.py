@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..device import free_bytes
+from ..device import MIB, free_bytes
 
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
@@ -111,6 +111,11 @@ class PeakMemory:
         return self._cuda_peak
 
     @property
+    def peak_mib(self) -> float:
+        """``peak_bytes`` in MiB."""
+        return self.peak_bytes / MIB
+
+    @property
     def launches(self) -> int:
         return self._follower.launches
 
@@ -139,6 +144,19 @@ class PeakMemory:
             self._follower.look_again()
         _ = self.peak_bytes
         self._running = False
+
+
+def measure_memory(device: torch.device | str | None = None) -> PeakMemory:
+    """The most memory that tensors take at once in a block:
+
+        with measure_memory() as peak:
+            out = model(x)
+        print(f"{peak.peak_mib:.1f} MiB")
+
+    Args:
+        device: None = the current CUDA device if there is one, else the CPU, where the number is exact.
+    """
+    return PeakMemory(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
 
 
 def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:

@@ -242,18 +242,14 @@ def _power_of_two_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-def recommended_tile_size_for(l2_bytes: int, *, batch: int = 4, num_heads: int = 32, acc_size: int = 4) -> int:
-    """64, 128 or 256: the largest square tile whose float32 scores of ``batch`` x ``num_heads`` heads fit the L2.
+def recommended_tile_size_for(l2_bytes: int) -> int:
+    """pascal-attn's square tile: 64 tokens up to 4 MiB of L2, 128 up to 12 MiB, else 256; 0 (unknown, a CPU) gives 256.
 
-    ``batch * num_heads * tile^2 * acc_size <= l2_bytes``, with the 4 x 32 heads for which pascal-attn states its
-    sizes. 0 (unknown, a CPU) gives 256.
+    The tiles of the route ``tiled`` are not chosen by it, see :func:`plan_tiles`.
     """
-    if l2_bytes <= 0:
-        return 256
-    for tile in (256, 128):
-        if batch * num_heads * tile * tile * acc_size <= l2_bytes:
-            return tile
-    return 64
+    if 0 < l2_bytes <= 4 * MIB:
+        return 64
+    return 128 if 0 < l2_bytes <= 12 * MIB else 256
 
 
 def describe_plan(

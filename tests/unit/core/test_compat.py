@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_support.fresh import run
 
 from pascal_attn_core import TiledAttention, recommended_tile_size, record, tiled_attention
+from pascal_attn_core.compat import device_l2_mb
 from pascal_attn_core.reference import reference_sdpa
 
 
@@ -92,3 +94,47 @@ def test_a_tile_that_cannot_serve_the_gradients_is_refused_before_anything_runs(
     assert tiled_attention(leaf.detach(), leaf.detach(), leaf.detach(), tile_size=1000).isfinite().all()
     tiled_attention(leaf, leaf, leaf, tile_size=500).sum().backward()
     assert leaf.grad is not None
+
+
+def test_without_a_gpu_there_is_no_l2() -> None:
+    assert device_l2_mb("cpu") == 0
+    if not torch.cuda.is_available():
+        assert device_l2_mb() == device_l2_mb(0) == 0
+
+
+def test_programs_for_pascal_attn_import_ours() -> None:
+    run(
+        """
+        import importlib.metadata, importlib.util, sys
+        import pascal_attn_core as core
+        from pascal_attn_core import compat
+        real = importlib.util.find_spec("pascal_attn") is not None  # the tests install it for comparison
+        patch = compat.install_as_pascal_attn(replace=real)
+        second = compat.install_as_pascal_attn()
+        import pascal_attn, pascal_attn.hf
+        from pascal_attn import TiledAttention, recommended_tile_size, tiled_attention
+        from pascal_attn.functional import tiled_attention as one
+        from pascal_attn.nn import TiledAttention as two
+        from pascal_attn._gpu import device_l2_mb
+        assert tiled_attention is one is core.tiled_attention and TiledAttention is two is core.TiledAttention
+        assert pascal_attn.__version__.startswith("0.1.0+pascal.")
+        assert importlib.metadata.version("pascal-attn") == pascal_attn.__version__
+        from pascal_attn_core.transformers import register_with_transformers
+        assert pascal_attn.hf.register_with_transformers is register_with_transformers
+        patch.remove()
+        assert sys.modules["pascal_attn"] is pascal_attn
+        second.remove()
+        assert not [name for name in sys.modules if name.partition(".")[0] == "pascal_attn"]
+        if real:
+            import pascal_attn
+            assert pascal_attn.tiled_attention is not core.tiled_attention
+            try:
+                compat.install_as_pascal_attn()
+            except RuntimeError as error:
+                assert "pascal_attn must not be installed" in str(error) and "replace=True" in str(error)
+            else:
+                raise SystemExit("the real package must not be hidden")
+        else:
+            assert importlib.util.find_spec("pascal_attn") is None
+        """
+    )

@@ -308,3 +308,41 @@ print(s.is_enabled())
 
 def test_importing_the_switch_changes_nothing() -> None:
     assert sdpa_patch.F.scaled_dot_product_attention is TORCH
+
+
+# ---- a threshold -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_calls_with_fewer_keys_stay_torchs(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_environment:
+        monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "12")
+    q, k, v = qkv(tokens=12)
+    with patch_sdpa(TILED, min_keys=None if by_environment else 12):
+        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert served(lambda: F.scaled_dot_product_attention(q[..., :1, :], key=k, value=v))
+        assert served(lambda: taken_by_name(q, k, v))
+        short = k[..., :11, :], v[..., :11, :]
+        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
+        assert not served(lambda: F.scaled_dot_product_attention(query=q, key=short[0], value=short[1]))
+        assert not served(lambda: taken_by_name(q, *short))
+    if by_environment:
+        enable(TILED)
+        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
+        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(("given", "kind"), [(-1, ValueError), ("12", TypeError), (True, TypeError)])
+def test_a_threshold_is_a_whole_number(given: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="min_keys must be"):
+        patch_sdpa(min_keys=given)
+
+
+def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "many")
+    q, k, v = qkv()
+    with patch_sdpa(TILED):
+        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert "PASCAL_ATTN_MIN_KEYS is ignored: it must be a whole number, got 'many'" in caplog.text

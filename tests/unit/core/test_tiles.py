@@ -161,19 +161,17 @@ def test_even_ranges_cover_everything_once_in_even_parts(first: int, last: int, 
 
 
 @pytest.mark.parametrize(
-    ("card", "tile"), [("GTX 1080 Ti", 64), ("P40", 64), ("RTX 3090", 64), ("H200", 256), ("MI50", 64)]
+    ("l2_mib", "tile"),
+    [(2.75, 64), (3, 64), (4, 64), (5.5, 128), (6, 128), (40, 256), (72, 256)],
+    ids=["GTX 1080 Ti", "P40", "T4", "RTX 2080 Ti", "V100, RTX 3090", "A100", "RTX 4090"],
 )
-def test_the_tile_sizes_that_pascal_attn_states(card: str, tile: int) -> None:
-    """4 x 32 heads of tile^2 float32 scores: 2 MiB at 64, 8 at 128, 32 at 256."""
-    assert recommended_tile_size_for(CARDS[card].l2_bytes) == tile
+def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int) -> None:
+    assert recommended_tile_size_for(int(l2_mib * 2**20)) == tile
 
 
-def test_tile_sizes_change_exactly_where_the_scores_fit() -> None:
-    assert recommended_tile_size_for(8 << 20) == 128
-    assert recommended_tile_size_for((8 << 20) - 1) == 64
-    assert recommended_tile_size_for(32 << 20) == 256
-    assert recommended_tile_size_for((32 << 20) - 1) == 128
-    assert recommended_tile_size_for(0) == 256
+def test_tile_sizes_change_exactly_at_4_and_12_mib() -> None:
+    sizes = {4 << 20: 64, (4 << 20) + 1: 128, 12 << 20: 128, (12 << 20) + 1: 256, 1: 64, 0: 256}
+    assert {l2_bytes: recommended_tile_size_for(l2_bytes) for l2_bytes in sizes} == sizes
 
 
 def test_a_plan_in_words() -> None:

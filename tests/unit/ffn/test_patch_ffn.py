@@ -323,3 +323,40 @@ def test_threads_may_call_while_it_is_proven() -> None:
     assert len(outs) == 80
     for out in outs:
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("tokens", "num_chunks", "sizes"), [(96, 3, "3 slices of 32"), (96, 5, "5 slices of 20")])
+def test_a_number_of_slices_can_be_asked_for(tokens: int, num_chunks: int, sizes: str) -> None:
+    module, x = Ffn().eval(), torch.randn(2, tokens, 16)
+    with torch.no_grad(), patch_ffn(module, include="", num_chunks=num_chunks, min_seq=2) as patch:
+        torch.testing.assert_close(module(x), module.forward(x))
+        assert patch.report().lines[0].state == "chunked"
+        assert sizes in patch.report().lines[0].why
+        module(torch.randn(2, 1, 16))  # fewer than min_seq
+        assert len(patch.report().lines) == 1
+    with torch.no_grad(), patch_ffn(module, include="", num_chunks=num_chunks, min_seq=tokens + 1) as patch:
+        module(x)
+        assert patch.report().lines[0].state == "waiting"
+
+
+def test_the_environment_gives_the_number_where_the_program_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASCAL_ATTN_FFN_CHUNKS", "4")
+    module, x = Ffn().eval(), torch.randn(2, 96, 16)
+    for given, words in (({}, "4 slices of 24"), ({"num_chunks": 2}, "2 slices of 48"), ({"budget_mib": 64}, "fits")):
+        with torch.no_grad(), patch_ffn(module, include="", min_tokens=2, **given) as patch:
+            module(x)
+            assert words in patch.report().lines[0].why
+
+
+def test_what_was_found_is_printed_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    patch_ffn(Ffn(), include="", verbose=True).remove()
+    assert capsys.readouterr().out.startswith("1 feed-forward modules: 1 waiting")
+    patch_ffn(Ffn(), include="").remove()
+    assert capsys.readouterr().out == ""
+
+
+def test_two_ways_to_cut_are_one_too_many() -> None:
+    with pytest.raises(ValueError, match="chunk_tokens must be None where num_chunks is given, got 16 and 2"):
+        patch_ffn(Ffn(), include="", chunk_tokens=16, num_chunks=2)
+    with pytest.raises(ValueError, match="num_chunks must be at least 1, got -1"):
+        patch_ffn(Ffn(), include="", num_chunks=-1)

@@ -1,0 +1,99 @@
+"""``pascal-attn run``: any program, unchanged, with the process-wide switch on, and a report at its end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..observe.report import Report, record
+from ..sdpa_patch import patch_sdpa
+from . import CommandError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``run`` to the command line."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a program with its attention computed by ours, and report at its end",
+        description="Runs a Python script, or with -m a module, as python would, with every call of torch's "
+        "scaled_dot_product_attention computed by Pascal Attention, and `import flash_attn` finding ours where the "
+        "real package is not installed. At its end it prints to stderr how many calls took which route, and why. The "
+        "exit status is the program's. Processes that the program starts are not switched.",
+        usage="pascal-attn run [--no-report] [--no-flash-attn] (script.py | -m module) [argument ...]",
+    )
+    parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
+    parser.add_argument("--no-flash-attn", action="store_true", help="leave `import flash_attn` alone")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
+    parser.add_argument("program", metavar="script.py | module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="argument", help="for the program")
+    parser.set_defaults(func=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    script = Path(options.program)
+    if not options.is_module and not script.exists():
+        raise CommandError(f"there is no file {options.program}; a module is run by -m {options.program}")
+    switch = patch_sdpa()
+    if not switch.sites:
+        print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)
+    stand_in = None if options.no_flash_attn else _flash_attn()
+    with record() as report:
+        try:
+            return _run(options)
+        finally:
+            switch.remove()
+            if stand_in is not None:
+                stand_in.remove()
+            if not options.no_report and not isinstance(sys.exc_info()[1], CommandError):
+                _print_report(report)
+
+
+def _flash_attn() -> Any:
+    from ..flash_attn import install_as_flash_attn
+
+    for fa3 in ("out_and_lse", None):
+        try:
+            return install_as_flash_attn(fa3=fa3)
+        except RuntimeError:  # the real package is installed: the program gets that one
+            continue
+    return None
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The program as ``__main__``, with its own arguments and the module path that python would give it."""
+    argv, path = sys.argv, sys.path[:]
+    first = os.getcwd() if options.is_module else str(Path(options.program).resolve().parent)
+    sys.argv, sys.path[:0] = [options.program, *options.arguments], [first]
+    try:
+        if options.is_module:
+            _run_module(options.program)
+        else:
+            runpy.run_path(options.program, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    return 0
+
+
+def _run_module(name: str) -> None:
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        if error.name in (None, name.partition(".")[0], name) and "No module named" in str(error):
+            raise CommandError(str(error)) from error
+        raise
+
+
+def _print_report(report: Report) -> None:
+    sys.stdout.flush()
+    text = report.text() if report.routes() else "no attention call was seen in this process"
+    print(f"pascal-attn run: {text}", file=sys.stderr)

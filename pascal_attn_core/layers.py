@@ -1,0 +1,345 @@
+"""Attention layers with their projections, over our routes; the names and ``state_dict`` keys are FlashTile's.
+
+    from pascal_attn_core.layers import get_attention
+
+    layer = get_attention("flash_v2", embed_dim=512, num_heads=8, causal=True)
+    out, _ = layer(x)                                       # [B, L, 512]
+
+All of them are exact, have gradients in O(N) memory and take any mask; the kinds differ in which keys a query sees and
+in how many key/value heads there are. Bool masks mean what they mean in FlashTile and in
+``torch.nn.MultiheadAttention``: **True = does not take part**, the other way round than in
+:func:`pascal_attn_core.sdpa`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from .attention import sdpa
+from .attention_map import attention_map, saved_by_band
+from .call import accumulate_dtype, check_call
+from .config import AttentionConfig, default_config
+from .runtime import runtime_of
+from .tiled.plan import plan_call
+
+__all__ = [
+    "FlashAttentionV1",
+    "FlashAttentionV2",
+    "GroupedQueryAttention",
+    "MaskedAttention",
+    "MultiQueryAttention",
+    "NaiveAttention",
+    "SelfAttention",
+    "SlidingWindowAttention",
+    "create_causal_mask",
+    "create_padding_mask",
+    "get_attention",
+]
+
+_MB = 1e6
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with its projections: ``out_proj(attention(q, k, v))``.
+
+    Args:
+        embed_dim: features of the input and the output, a multiple of num_heads.
+        num_kv_heads: key and value heads; None = num_heads and one projection ``qkv_proj`` for all three, a number =
+            ``q_proj``, ``k_proj`` and ``v_proj``, where K and V are never expanded.
+        causal: a query sees no later key.
+        window_size: with ``causal`` a query sees this many keys, its own and those before it; without, half as many
+            before and behind its own; None = all.
+        dropout: share of the output's numbers that is dropped while training.
+        block_size: tokens of a tile; None = the route and its tiles are chosen per call, which is faster.
+        config: how to compute; None = the environment's.
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        window_size: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        block_size: int | None = None,
+        config: AttentionConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes: dict[str, int | None] = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
+        sizes |= {"window_size": window_size, "block_size": block_size}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads ({kv_heads}), got {num_heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim, self.causal, self.window_size = embed_dim // num_heads, causal, window_size
+        self.dropout_p, self.block_size, self.config = dropout, block_size, config
+        kinds: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        if num_kv_heads is None:
+            self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, **kinds)
+        else:
+            self.q_proj = nn.Linear(embed_dim, embed_dim, **kinds)
+            self.k_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **kinds)
+            self.v_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **kinds)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **kinds)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            x: ``[B, L, embed_dim]``.
+            attn_mask: ``[L, L]``, ``[B, L, L]`` or ``[B, heads, L, L]`` (or what broadcasts to it): bool, True = does
+                not take part, or float, added to the scores.
+        Returns:
+            (``[B, L, embed_dim]``, the probabilities ``[B, heads, L, L]`` where the kind returns them, else None).
+        """
+        out, weights = self._attend(*self._project(x), _taking_part(attn_mask))
+        out = self.out_proj(rearrange(out, "b h l d -> b l (h d)"))
+        return self._dropped(out), weights
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[B, L, embed_dim]`` -> query ``[B, heads, L, D]``, key and value ``[B, kv_heads, L, D]``."""
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be [B, L, {self.embed_dim}], got {list(x.shape)}")
+        if hasattr(self, "qkv_proj"):
+            q, k, v = rearrange(self.qkv_proj(x), "b l (three h d) -> three b h l d", three=3, h=self.num_heads)
+            return q, k, v
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (rearrange(t, "b l (h d) -> b h l d", d=self.head_dim) for t in projected)
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return sdpa(q, k, v, mask, **self._options(), enable_gqa=True, config=self._config()), None
+
+    def _dropped(self, out: Tensor) -> Tensor:
+        return F.dropout(out, self.dropout_p, self.training)
+
+    def _options(self) -> dict[str, Any]:
+        if self.window_size is None:
+            return {"is_causal": self.causal}
+        half = self.window_size // 2
+        return {"window": (self.window_size - 1, 0) if self.causal else (half, half)}
+
+    def _config(self) -> AttentionConfig | None:
+        if self.block_size is None:
+            return self.config
+        config = default_config() if self.config is None else self.config
+        return replace(config, route="tiled", q_block=self.block_size, kv_block=self.block_size)
+
+    def get_causal_efficiency(self, seq_len: int, block_size: int | None = None) -> dict[str, Any]:
+        """Tiles of ``block_size`` tokens that the causal rule or the window leaves out, by arithmetic; None = the
+        layer's own, without one 64."""
+        block = block_size or self.block_size or 64
+        saved = saved_by_band(seq_len, seq_len, **self._options(), q_block=block, kv_block=block)
+        total = (-(-seq_len // block)) ** 2
+        skipped = round(saved.tiles * total)
+        return {
+            "total_blocks": total,
+            "computed_blocks": total - skipped,
+            "skipped_blocks": skipped,
+            "compute_savings_percent": 100 * saved.tiles,
+            "sequence_length": seq_len,
+            "block_size": block,
+        }
+
+    def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
+        """What a forward pass takes on the layer's device in its dtype, by arithmetic, in units of 10^6 bytes: the
+        projections, at most ``attention_mb`` for attention itself (the tiles' plan), the output; and the same with
+        plain attention, which stores the probabilities and expands K and V."""
+        weight = self.out_proj.weight
+        sizes = [(batch_size, heads, seq_len, self.head_dim) for heads in (self.num_heads, self.num_kv_heads)]
+        q, kv = (torch.empty(size, dtype=weight.dtype, device="meta") for size in sizes)
+        call = check_call(q, kv, kv, **self._options(), enable_gqa=True)
+        config = self._config() or default_config()
+        extra = plan_call(call, runtime_of(weight.device).info, config).extra_bytes
+        q_bytes, kv_bytes = q.numel() * q.element_size(), 2 * kv.numel() * kv.element_size()
+        ours = 2 * q_bytes + kv_bytes + extra
+        naive = 4 * q_bytes + call.num_scores * accumulate_dtype(weight.dtype).itemsize
+        return {
+            "qkv_mb": (q_bytes + kv_bytes) / _MB,
+            "attention_mb": extra / _MB,
+            "output_mb": q_bytes / _MB,
+            "total_mb": ours / _MB,
+            "total_gb": ours / _MB / 1e3,
+            "kv_savings_ratio": self.num_heads / self.num_kv_heads,
+            "complexity": "O(N)",
+            "comparison_with_naive": {
+                "naive_mb": naive / _MB,
+                "ours_mb": ours / _MB,
+                "reduction_ratio": naive / ours if ours else 1.0,
+            },
+        }
+
+    def extra_repr(self) -> str:
+        window = "" if self.window_size is None else f", window_size={self.window_size}"
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"causal={self.causal}, dropout={self.dropout_p}{window}"
+        )
+
+
+class FlashAttentionV2(SelfAttention):
+    """FlashTile's ``FlashAttentionV2(embed_dim, num_heads, block_size, dropout, bias, causal)``."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        block_size: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        **kinds: Any,
+    ):
+        super().__init__(
+            embed_dim, num_heads, block_size=block_size, dropout=dropout, bias=bias, causal=causal, **kinds
+        )
+
+
+class FlashAttentionV1(FlashAttentionV2):
+    """FlashTile's name of the older algorithm: here the same as :class:`FlashAttentionV2`."""
+
+
+class MaskedAttention(SelfAttention):
+    """FlashTile's ``MaskedAttention(embed_dim, num_heads, dropout, bias, causal)``; the score matrix is never stored.
+
+    ``chunk_size`` is ignored, for compatibility: the tiles are chosen per call.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        chunk_size: int = 1024,
+        **kinds: Any,
+    ):
+        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias, causal=causal, **kinds)
+
+
+class NaiveAttention(MaskedAttention):
+    """Attention that also returns its probabilities, so it stores them: O(L^2) memory, for looking at them.
+
+    ``dropout`` is a share of the probabilities, as in FlashTile.
+    """
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights = attention_map(q, k, rows=range(q.shape[-2]), attn_mask=mask, enable_gqa=True, **self._options())
+        weights = F.dropout(weights.to(v.dtype), self.dropout_p, self.training)
+        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1), weights
+
+    def _dropped(self, out: Tensor) -> Tensor:
+        return out
+
+
+class SlidingWindowAttention(SelfAttention):
+    """FlashTile's ``SlidingWindowAttention(embed_dim, num_heads, window_size, block_size, ...)``: causal by default."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window_size: int = 4096,
+        block_size: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = True,
+        **kinds: Any,
+    ):
+        options: dict[str, Any] = {"block_size": block_size, "dropout": dropout, "bias": bias, "causal": causal}
+        super().__init__(embed_dim, num_heads, window_size=window_size, **options, **kinds)
+
+
+class GroupedQueryAttention(SelfAttention):
+    """FlashTile's ``GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, block_size, ...)``."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int = 1,
+        block_size: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        **kinds: Any,
+    ):
+        options: dict[str, Any] = {"block_size": block_size, "dropout": dropout, "bias": bias, "causal": causal}
+        super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options, **kinds)
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+    """:class:`GroupedQueryAttention` with one key/value head."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *args: Any, **kinds: Any):
+        super().__init__(embed_dim, num_heads, 1, *args, **kinds)
+
+
+_KINDS: dict[str, type[SelfAttention]] = {
+    "naive": NaiveAttention,
+    "flash_v1": FlashAttentionV1,
+    "flash_v2": FlashAttentionV2,
+    "sliding_window": SlidingWindowAttention,
+    "gqa": GroupedQueryAttention,
+    "grouped_query": GroupedQueryAttention,
+    "mqa": MultiQueryAttention,
+    "multi_query": MultiQueryAttention,
+    "masked": MaskedAttention,
+    "triton": FlashAttentionV2,
+    "triton_flash": FlashAttentionV2,
+}
+
+
+def get_attention(attention_type: str, embed_dim: int, num_heads: int, **options: Any) -> SelfAttention:
+    """A layer by the name of its kind: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa", "grouped_query",
+    "mqa", "multi_query", "masked", and "triton", "triton_flash", which are "flash_v2" here.
+
+    Raises:
+        ValueError: there is no such kind, or sizes do not fit together.
+        TypeError: an option that the kind does not have.
+    """
+    kind = attention_type.lower().replace("-", "_").replace(" ", "_")
+    if kind not in _KINDS:
+        raise ValueError(f"attention_type must be one of {sorted(_KINDS)}, got {attention_type!r}")
+    return _KINDS[kind](embed_dim, num_heads, **options)
+
+
+def create_padding_mask(lengths: Tensor, max_len: int, device: Any = None) -> Tensor:
+    """Bool ``[B, 1, 1, max_len]``, True behind the first ``lengths [B]`` tokens: those do not take part."""
+    lengths = lengths.to(device=device)
+    return (torch.arange(max_len, device=lengths.device) >= lengths[:, None])[:, None, None]
+
+
+def create_causal_mask(seq_len: int, device: Any = None) -> Tensor:
+    """Bool ``[seq_len, seq_len]``, True above the diagonal. ``causal=True`` does the same without storing it."""
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
+
+
+def _taking_part(mask: Tensor | None) -> Tensor | None:
+    """A layer's mask as ``sdpa`` takes it: four dimensions, and True = takes part."""
+    if mask is None:
+        return None
+    if mask.dim() not in (2, 3, 4):
+        raise ValueError(f"attn_mask must be [L, L], [B, L, L] or [B, heads, L, L], got {list(mask.shape)}")
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    return ~mask if mask.dtype == torch.bool else mask

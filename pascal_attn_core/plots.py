@@ -1,0 +1,157 @@
+"""Pictures of attention: a heat map of chosen rows, and the tiles that a causal rule, a window or a mask leaves.
+
+    attention_map(query, key, rows=[0, 17, -1], is_causal=True).plot("rows.png")
+    plot_tiles(1024, 1024, is_causal=True, path="tiles.png")
+
+Needs matplotlib. A picture is also returned, as a ``matplotlib.figure.Figure``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import check_call
+from .tiled.masks import Band
+
+__all__ = ["plot_rows", "plot_tiles", "tile_states"]
+
+_COLOURS = ("#eef1f4", "#2a7f62", "#d9a441")
+_WORDS = ("skipped", "computed", "partly masked")
+
+
+def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence[int] | None = None) -> Any:
+    """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element.
+
+    Args:
+        weights: ``[..., heads, rows, keys]``, as :func:`pascal_attn_core.attention_map` returns them.
+        path: where the picture is written as well; None = nowhere.
+        rows: the queries' numbers, for the axis; None = 0, 1, 2 ...
+    Raises:
+        ValueError: weights has fewer than two dimensions, or rows is not one number for each row.
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    if weights.dim() < 2:
+        raise ValueError(f"weights must be [..., heads, rows, keys], got {list(weights.shape)}")
+    panels = weights.detach().float().cpu()
+    while panels.dim() > 3:
+        panels = panels[0]
+    panels = panels.reshape(-1, *panels.shape[-2:])[:8]
+    labels = list(range(panels.shape[1])) if rows is None else list(rows)
+    if len(labels) != panels.shape[1]:
+        raise ValueError(f"rows must hold {panels.shape[1]} numbers, one for each row, got {len(labels)}")
+    figure = Figure(figsize=(8, 0.8 + len(panels) * max(1.1, min(4.0, 0.22 * len(labels)))), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    highest = float(panels.max()) if panels.numel() else 1.0
+    for head, (axis, panel) in enumerate(zip(axes, panels)):
+        image = axis.imshow(panel.numpy(), aspect="auto", interpolation="nearest", vmin=0.0, vmax=highest)
+        axis.set_ylabel(f"head {head}\nquery")
+        step = max(1, len(labels) // 12)
+        axis.set_yticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
+    if len(panels):
+        axes[-1].set_xlabel("key")
+        figure.colorbar(image, ax=list(axes), label="probability")
+    return _written(figure, path)
+
+
+def tile_states(
+    seq_len_q: int,
+    seq_len_kv: int,
+    *,
+    is_causal: bool = False,
+    alignment: str = "upper_left",
+    window: tuple[int, int] | None = None,
+    attn_mask: Tensor | None = None,
+    q_block: int = 128,
+    kv_block: int = 128,
+) -> Tensor:
+    """What happens to each tile: ``[tiles of queries, tiles of keys]``, 0 = skipped, 1 = computed, 2 = computed and
+    partly masked.
+
+    Args:
+        attn_mask: bool ``[L, S]`` (True = takes part), or what broadcasts to it; a float mask forbids where it is -inf.
+        others: as in :func:`pascal_attn_core.saved_by_band`.
+    Raises:
+        TypeError, ValueError: arguments that do not fit together.
+    """
+    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    query, key = torch.empty(seq_len_q, 1), torch.empty(seq_len_kv, 1)
+    call = check_call(query, key, key, attn_mask, is_causal=is_causal, alignment=alignment, window=window)
+    band, allowed = Band.of(call), None
+    if attn_mask is not None:
+        allowed = (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf).expand(
+            seq_len_q, seq_len_kv
+        )
+    states = torch.zeros(-(-seq_len_q // q_block), -(-seq_len_kv // kv_block), dtype=torch.int8)
+    for i, q0 in enumerate(range(0, seq_len_q, q_block)):
+        q1 = min(q0 + q_block, seq_len_q)
+        first, last = band.key_range(q0, q1, seq_len_kv)
+        for j, j0 in enumerate(range(0, seq_len_kv, kv_block)):
+            j1 = min(j0 + kv_block, seq_len_kv)
+            if j1 <= first or j0 >= last:
+                continue
+            is_cut = band.diagonals(q0, q1, j0, j1) != (None, None)
+            if allowed is not None:
+                tile = allowed[q0:q1, j0:j1]
+                if not tile.any():
+                    continue
+                is_cut = is_cut or not bool(tile.all())
+            states[i, j] = 2 if is_cut else 1
+    return states
+
+
+def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = None, **rule: Any) -> Any:
+    """A picture of :func:`tile_states`, whose other arguments ``rule`` are, with the share of tiles in words.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch as Swatch
+
+    states = tile_states(seq_len_q, seq_len_kv, **rule)
+    figure = Figure(figsize=(5.6, 5.2), layout="constrained")
+    axis = figure.subplots()
+    axis.pcolormesh(
+        _edges(seq_len_kv, rule.get("kv_block", 128)),
+        _edges(seq_len_q, rule.get("q_block", 128)),
+        states.numpy(),
+        cmap=ListedColormap(_COLOURS),
+        vmin=0,
+        vmax=2,
+        edgecolors="white",
+        linewidth=0.5,
+    )
+    axis.invert_yaxis()
+    counts = [int((states == state).sum()) for state in range(3)]
+    swatches = [
+        Swatch(facecolor=colour, edgecolor="#98a2ad", label=f"{word}: {count}")
+        for colour, word, count in zip(_COLOURS, _WORDS, counts)
+    ]
+    axis.legend(
+        handles=swatches, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, columnspacing=1.2
+    )
+    computed = 1 - counts[0] / max(1, states.numel())
+    axis.set_title(f"{computed:.0%} of the tiles are computed")
+    axis.set_xlabel("key")
+    axis.set_ylabel("query")
+    return _written(figure, path)
+
+
+def _edges(tokens: int, block: int) -> list[int]:
+    return [*range(0, tokens, block), tokens]
+
+
+def _written(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

@@ -1,0 +1,159 @@
+"""Attention layers with projections, by the names of FlashTile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pascal_attn_core import record
+from pascal_attn_core.layers import (
+    FlashAttentionV2,
+    GroupedQueryAttention,
+    MultiQueryAttention,
+    NaiveAttention,
+    SelfAttention,
+    create_causal_mask,
+    create_padding_mask,
+    get_attention,
+)
+from pascal_attn_core.reference import reference_sdpa
+
+EMBED, HEADS, TOKENS = 32, 4, 37
+KINDS: dict[str, dict[str, Any]] = {
+    "naive": {},
+    "flash_v1": {"causal": True},
+    "flash_v2": {"block_size": 16},
+    "sliding_window": {"window_size": 9},
+    "gqa": {"num_kv_heads": 2, "causal": True},
+    "grouped-query": {"num_kv_heads": 4},
+    "mqa": {},
+    "Multi Query": {"causal": True},
+    "masked": {"causal": True},
+    "triton": {},
+    "triton_flash": {"causal": True},
+}
+
+
+def by_definition(layer: SelfAttention, x: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer in float64, with its rule as a mask."""
+    state = {name: value.double() for name, value in layer.state_dict().items()}
+
+    def linear(name: str, t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(t, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    if "qkv_proj.weight" in state:
+        q, k, v = linear("qkv_proj", x.double()).chunk(3, dim=-1)
+    else:
+        q, k, v = (linear(f"{name}_proj", x.double()) for name in "qkv")
+    q, k, v = (t.unflatten(-1, (-1, EMBED // HEADS)).transpose(1, 2) for t in (q, k, v))
+    distance = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if layer.causal:
+        allowed &= distance <= 0
+    if layer.window_size is not None:
+        allowed &= (distance > -layer.window_size) if layer.causal else (distance.abs() <= layer.window_size // 2)
+    if forbidden is not None:
+        allowed = allowed & ~forbidden
+    out, _ = reference_sdpa(q, k, v, allowed, enable_gqa=True)
+    return linear("out_proj", out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_what_its_name_says(kind: str) -> None:
+    layer, x = get_attention(kind, EMBED, HEADS, **KINDS[kind]), torch.randn(2, TOKENS, EMBED)
+    out, weights = layer(x)
+    torch.testing.assert_close(out.double(), by_definition(layer, x), atol=1e-5, rtol=1e-4)
+    assert (weights is not None) == (kind == "naive")
+
+
+def test_a_window_that_is_not_causal_is_half_before_and_half_behind() -> None:
+    layer = get_attention("sliding_window", EMBED, HEADS, window_size=8, causal=False)
+    x = torch.randn(1, TOKENS, EMBED)
+    torch.testing.assert_close(layer(x)[0].double(), by_definition(layer, x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["flash_v2", "gqa", "masked", "naive"])
+def test_true_in_a_mask_means_that_a_key_does_not_take_part(kind: str) -> None:
+    layer, x = get_attention(kind, EMBED, HEADS, causal=True), torch.randn(2, TOKENS, EMBED)
+    padding = create_padding_mask(torch.tensor([TOKENS, 11]), TOKENS)
+    assert padding.shape == (2, 1, 1, TOKENS)
+    assert padding[1, 0, 0].tolist() == [False] * 11 + [True] * (TOKENS - 11)
+    out, _ = layer(x, padding)
+    torch.testing.assert_close(out.double(), by_definition(layer, x, padding), atol=1e-5, rtol=1e-4)
+    three = torch.rand(2, TOKENS, TOKENS) < 0.3
+    out, _ = layer(x, three)
+    torch.testing.assert_close(out.double(), by_definition(layer, x, three[:, None]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_causal_mask_is_the_causal_rule() -> None:
+    plain, causal = FlashAttentionV2(EMBED, HEADS), FlashAttentionV2(EMBED, HEADS, causal=True)
+    causal.load_state_dict(plain.state_dict())
+    x = torch.randn(1, TOKENS, EMBED)
+    torch.testing.assert_close(plain(x, create_causal_mask(TOKENS))[0], causal(x)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> None:
+    layer, x = NaiveAttention(EMBED, HEADS, causal=True), torch.randn(1, TOKENS, EMBED, requires_grad=True)
+    out, weights = layer(x)
+    assert weights.shape == (1, HEADS, TOKENS, TOKENS)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, HEADS, TOKENS))
+    assert not weights.triu(1).any()
+    twin = FlashAttentionV2(EMBED, HEADS, causal=True)
+    twin.load_state_dict(layer.state_dict())
+    seed = torch.randn_like(out)
+    (ours,) = torch.autograd.grad(twin(x)[0], x, seed)
+    torch.testing.assert_close(torch.autograd.grad(out, x, seed)[0], ours, atol=1e-5, rtol=1e-4)
+
+
+def test_dropout_is_of_the_output_and_while_training_only() -> None:
+    layer, x = FlashAttentionV2(EMBED, HEADS, dropout=0.5), torch.randn(1, 200, EMBED)
+    assert 0.4 < (layer(x)[0] == 0).double().mean() < 0.6
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_a_block_size_chooses_the_tiles() -> None:
+    x = torch.randn(1, 300, EMBED)
+    with record() as report, torch.no_grad():
+        FlashAttentionV2(EMBED, HEADS, block_size=64)(x)
+    assert report.routes() == {"tiled": 1}
+
+
+@pytest.mark.parametrize(("seq_len", "total", "computed"), [(1024, 256, 136), (1000, 256, 136), (64, 1, 1), (65, 4, 3)])
+def test_causal_efficiency_counts_the_tiles_below_the_diagonal(seq_len: int, total: int, computed: int) -> None:
+    found = FlashAttentionV2(EMBED, HEADS, causal=True).get_causal_efficiency(seq_len)
+    assert (found["total_blocks"], found["computed_blocks"]) == (total, computed)
+    assert found["skipped_blocks"] == total - computed
+    assert found["compute_savings_percent"] == pytest.approx(100 * (total - computed) / total)
+    assert FlashAttentionV2(EMBED, HEADS).get_causal_efficiency(seq_len)["skipped_blocks"] == 0
+
+
+def test_memory_usage_grows_with_the_length_and_not_with_its_square() -> None:
+    layer = GroupedQueryAttention(EMBED, HEADS, num_kv_heads=2)
+    short, long = layer.get_memory_usage(1, 4096), layer.get_memory_usage(1, 16384)
+    assert long["qkv_mb"] == 4 * short["qkv_mb"] == 4 * (1 + 2 * 0.5) * 4096 * EMBED * 4 / 1e6
+    assert long["total_mb"] < 4.1 * short["total_mb"]
+    naive = [found["comparison_with_naive"]["naive_mb"] for found in (short, long)]
+    assert naive[1] > 15 * naive[0] > 15 * 4096**2 * HEADS * 4 / 1e6
+    assert long["kv_savings_ratio"] == 2
+    assert MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 64)["kv_savings_ratio"] == HEADS
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: get_attention("flash_v3", 32, 4), "attention_type must be one of .*got 'flash_v3'"),
+        (lambda: FlashAttentionV2(30, 4), r"embed_dim must be a multiple of num_heads \(4\), got 30"),
+        (lambda: FlashAttentionV2(32, 0), "num_heads must be at least 1, got 0"),
+        (lambda: GroupedQueryAttention(32, 4, 3), r"num_heads must be a multiple of num_kv_heads \(3\), got 4"),
+        (lambda: get_attention("sliding_window", 32, 4, window_size=0), "window_size must be at least 1, got 0"),
+        (lambda: FlashAttentionV2(32, 4, dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
+        (lambda: FlashAttentionV2(32, 4)(torch.randn(5, 32)), r"x must be \[B, L, 32\], got \[5, 32\]"),
+        (lambda: FlashAttentionV2(32, 4)(torch.randn(1, 5, 32), torch.ones(5)), r"attn_mask must be \[L, L\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()

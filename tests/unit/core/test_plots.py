@@ -1,0 +1,85 @@
+"""Pictures of attention, and the tiles that they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pascal_attn_core import attention_map, saved_by_band
+from pascal_attn_core.plots import plot_rows, plot_tiles, tile_states
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (70, 0)},
+        {"window": (3, 40), "alignment": "lower_right"},
+    ],
+    ids=str,
+)
+def test_the_states_are_those_of_every_single_score(rule: dict) -> None:
+    states = tile_states(150, 200, **rule, q_block=16, kv_block=24)
+    query, key = torch.zeros(1, 1, 150, 4), torch.zeros(1, 1, 200, 4)
+    seen = attention_map(query, key, rows=range(150), **rule)[0, 0] > 0
+    for i, row in enumerate(states.tolist()):
+        for j, state in enumerate(row):
+            tile = seen[16 * i : 16 * i + 16, 24 * j : 24 * j + 24]
+            assert state == (0 if not tile.any() else 1 if tile.all() else 2), (i, j)
+    saved = saved_by_band(150, 200, **rule, q_block=16, kv_block=24)
+    assert (states == 0).double().mean() == pytest.approx(saved.tiles)
+
+
+def test_masks_leave_tiles_out_too() -> None:
+    mask = torch.zeros(64, 64, dtype=torch.bool)
+    mask[:32, :32] = True
+    mask[40, 40] = True
+    assert tile_states(64, 64, attn_mask=mask, q_block=32, kv_block=32).tolist() == [[1, 0], [0, 2]]
+    added = torch.zeros(64, 64).masked_fill(~mask, -torch.inf)
+    assert tile_states(64, 64, attn_mask=added, q_block=32, kv_block=32).tolist() == [[1, 0], [0, 2]]
+
+
+def test_the_pictures_are_written_and_say_what_they_show(tmp_path: Path) -> None:
+    query = torch.randn(2, 3, 40, 8)
+    weights = attention_map(query, query, rows=[0, 17, -1], is_causal=True)
+    figure = weights.plot(tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    heads = [axis for axis in figure.axes if axis.get_ylabel().startswith("head")]
+    assert [axis.get_ylabel() for axis in heads] == [f"head {i}\nquery" for i in range(3)]
+    assert [label.get_text() for label in heads[0].get_yticklabels()] == ["0", "17", "39"]
+    torch.testing.assert_close(torch.as_tensor(heads[1].images[0].get_array().data), weights[0, 1])
+    figure = plot_tiles(256, 256, is_causal=True, path=tmp_path / "tiles.png")
+    assert (tmp_path / "tiles.png").exists()
+    assert figure.axes[0].get_title() == "75% of the tiles are computed"
+    words = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert words == ["skipped: 1", "computed: 1", "partly masked: 2"]
+
+
+def test_a_map_is_a_tensor_and_what_is_made_of_it_is_a_plain_one() -> None:
+    query = torch.randn(1, 2, 5, 4, requires_grad=True)
+    weights = attention_map(query, query, rows=[0, 1])
+    assert isinstance(weights, torch.Tensor)
+    assert weights.rows == [0, 1]
+    assert type(weights * 2) is torch.Tensor
+    (weights**2).sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((torch.ones(3),), r"weights must be \[\.\.\., heads, rows, keys\], got \[3\]"),
+        ((torch.ones(1, 2, 3), None, [1, 2, 3]), "rows must hold 2 numbers, one for each row, got 3"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(arguments: tuple, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        plot_rows(*arguments[:2], rows=arguments[2] if len(arguments) > 2 else None)
+    with pytest.raises(ValueError, match="q_block must be at least 1, got 0"):
+        tile_states(4, 4, q_block=0)
