@@ -170,9 +170,8 @@ def gradients(
     Raises:
         UnsupportedAttention: the config names a route that cannot.
     """
-    if (
-        call.has_bias and saved.log_sum is None and saved.lse is not None
-    ):  # routes count on it there; without it all of lse takes its part
+    if call.has_bias and saved.log_sum is None and saved.lse is not None:
+        # the gradients count on it beside a float mask; without it all of lse takes its part
         saved = saved._replace(log_sum=torch.zeros_like(saved.lse))
     request = Request(replace(call, needs_grad=True), config, with_lse=True)
     wanted = ("fused", "tiled") if config.route == "auto" else (config.route,)
