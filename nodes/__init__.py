@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attention_patch import PascalAttentionPatch
 from .ffn_chunking import PascalFFNChunking
+from .flash_attn_functions import PascalFlashAttnFunctions, install_if_asked
 from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
 from .text_encoder_attention import PascalTextEncoderAttention
@@ -18,6 +19,7 @@ NODE_CLASS_MAPPINGS = {
     "PascalFFNChunking": PascalFFNChunking,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
+    "PascalFlashAttnFunctions": PascalFlashAttnFunctions,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalAttentionPatch": "Pascal Attention Patch",
@@ -27,4 +29,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalFFNChunking": "Pascal FFN Chunking",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
+    "PascalFlashAttnFunctions": "Pascal Flash-Attn Functions",
 }
+
+install_if_asked()  # PASCAL_ATTN_FLASH=1: before the packs whose folders come later are imported

@@ -12,6 +12,7 @@ from ..pascal_attn_core.observe.machine import complaints, look_around
 from ..pascal_attn_core.selftest import Selftest, describe
 from ..pascal_attn_core.selftest import check as run_selftest
 from .comfy import host, inputs
+from .comfy.anything import ANY
 from .engine import runs
 from .reporting.chart import draw_report
 from .reporting.exactness import check
@@ -21,16 +22,6 @@ from .reporting.text import gained, report_text
 
 log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
-
-
-class AnyType(str):
-    """The type ``*``: it differs from no other, where a host compares the names of types."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-ANY = AnyType("*")
 
 
 class PascalAttentionReport:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from ..config import switched_on
 from ..patching import Patch
 from ..stand_in import StandIn, refuse_real_package
 from ..version import __version__
+
+log = logging.getLogger("pascal_attn")
 
 # The flash-attn version whose API we provide; the local label names this package.
 VERSION = f"2.8.4+pascal.{__version__}"
 _ROOT = "flash_attn"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
+_TURING_NAMES = ("fwd", "bwd", "varlen_fwd", "varlen_bwd")
 _FA3_RESULTS = ("out", "out_and_lse", None)
 _PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
 
@@ -114,7 +119,12 @@ _lock = threading.Lock()
 _installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
 
 
-def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse") -> Patch:
+def install_as_flash_attn(
+    *,
+    replace: bool = False,
+    fa3: str | None = "out_and_lse",
+    around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     Besides attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
@@ -137,6 +147,8 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
             FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs rely on it, Transformers and
             diffusers accept it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
             today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
+        around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
+            module: to count the calls, say. Of several installations the first one's is used.
     Returns:
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:
@@ -155,17 +167,33 @@ def install_as_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_l
                 if fa3:
                     refuse_real_package(_FA3, ", or fa3=None to leave it alone")
             left_alone = set() if replace or find_spec(_TURING) is None else {_TURING}
-            _installed[fa3] = _stand_in(fa3, left_alone if fa3 else left_alone | {_FA3})
+            _installed[fa3] = _stand_in(fa3, left_alone if fa3 else left_alone | {_FA3}, around)
         return _installed[fa3].install()
 
 
-def _stand_in(fa3: str | None, without: set[str]) -> StandIn:
+def install_if_asked(**options: Any) -> Patch | None:
+    """:func:`install_as_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
+    not, or has ``PASCAL_ATTN_DISABLE=1``, or a real package is installed, which stays and is named in the log."""
+    if not switched_on("PASCAL_ATTN_FLASH") or switched_on("PASCAL_ATTN_DISABLE"):
+        return None
+    try:
+        return install_as_flash_attn(**options)
+    except RuntimeError as error:
+        log.warning("PASCAL_ATTN_FLASH is ignored: %s", str(error).partition(";")[0])
+        return None
+
+
+def _stand_in(fa3: str | None, without: set[str], around: Callable[..., Any] | None) -> StandIn:
     modules = {name: sources for name, sources in _MODULES.items() if name not in without}
 
     def adapt(name: str, members: dict[str, Any]) -> None:
         if name == _FA3 and fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
                 members[member] = _with_lse(members[member])
+        if around is not None:
+            for member, value in members.items():
+                if member.startswith(("flash_attn_", *_TURING_NAMES)) and callable(value):
+                    members[member] = around(f"{name}.{member}", value)
 
     return StandIn(_ROOT, VERSION, modules, package=_PACKAGE, eager=_EAGER, adapt=adapt)
 

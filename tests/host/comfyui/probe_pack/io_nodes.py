@@ -116,3 +116,21 @@ class ProbeCapture:
             result = {"text": "", "tensors": _tensors(value)}
         torch.save({**result, "counts": RECORDS.pop(tag, {})}, path)
         return {"ui": {"text": [path]}}
+
+
+class ProbeFlash:
+    """What a pack does whose attention is flash_attn: it imports it when it is needed."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "probe"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"latent": ("LATENT",), "seed": ("INT", {"default": 0, "min": 0, "max": 1 << 30})}}
+
+    def make(self, latent, seed):
+        from flash_attn import flash_attn_func
+
+        query = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(seed))
+        return ({"samples": flash_attn_func(query, query, query, causal=True)},)

@@ -1,0 +1,138 @@
+"""Node: Pascal Flash-Attn Functions."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..pascal_attn_core.flash_attn import install as stand_in
+from ..pascal_attn_core.observe.report import CallKey, record
+from ..pascal_attn_core.patching import Patch
+from .comfy import host, inputs
+from .comfy.anything import ANY
+from .engine import runs
+
+SUBJECT = "flash_attn functions"
+_lock = threading.Lock()
+_installed: list[Patch] = []
+
+
+class PascalFlashAttnFunctions:
+    """Anything -> the same: node packs that import flash_attn find working functions from here on."""
+
+    DESCRIPTION = (
+        "For node packs that fail with 'No module named flash_attn' or 'FlashAttention only supports Ampere GPUs or "
+        "newer': while this is on, 'import flash_attn' finds exact functions of this pack that work on any card, with "
+        "float32 too. Put it before the nodes of that pack. Packs that import it while ComfyUI starts need "
+        "PASCAL_ATTN_FLASH=1 in the environment instead. A flash_attn that is installed is left alone."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("flash attention", "flash_attn", "ampere", "no module named", "import error", "pascal", "turing")
+    RETURN_TYPES = (ANY,)
+    RETURN_NAMES = ("value",)
+    OUTPUT_TOOLTIPS = ("What came in, unchanged.",)
+    FUNCTION = "switch"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        enabled = (
+            "On: for all of ComfyUI, until a run with this off, or the end of ComfyUI. What a pack has imported "
+            "meanwhile, it keeps."
+        )
+        replace = "Take the place of a flash_attn that is installed, such as one that does not know your card."
+        return {
+            "required": {
+                "value": (ANY, {"tooltip": "Anything that the other pack's nodes wait for: a model, a latent."}),
+                "enabled": ("BOOLEAN", {"default": True, "tooltip": enabled}),
+            },
+            "optional": {"replace": ("BOOLEAN", {"default": False, "tooltip": replace, **inputs.ADVANCED})},
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:
+        """Never the same: what is installed in the process is no part of the graph."""
+        return float("nan")
+
+    def switch(self, value: Any, enabled: bool, replace: bool = False, unique_id: str | None = None) -> tuple[Any]:
+        """``value`` as it came."""
+        if enabled:
+            host.say(_install(replace), unique_id)
+        else:
+            host.say(_remove(), unique_id)
+        return (value,)
+
+
+def install_if_asked() -> None:
+    """Install them if the environment has ``PASCAL_ATTN_FLASH=1``."""
+    with _lock:
+        patch = None if _installed else stand_in.install_if_asked(around=_counted)
+        if patch is not None:
+            _installed.append(patch)
+
+
+def _install(replace: bool) -> str:
+    with _lock:
+        if not _installed:
+            try:
+                _installed.append(stand_in.install_as_flash_attn(replace=replace, around=_counted))
+            except RuntimeError as error:
+                return f"flash_attn functions: nothing was changed: {str(error).partition(';')[0]}"
+        return "flash_attn functions: 'import flash_attn' finds those of this pack"
+
+
+def _remove() -> str:
+    with _lock:
+        if not _installed:
+            return "flash_attn functions: off"
+        _installed.pop().remove()
+    return "flash_attn functions: off; what packs have imported meanwhile, they keep"
+
+
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose calls the report shows."""
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        start = time.perf_counter()
+        with record() as seen:
+            out = function(*args, **kwargs)
+        _note(name, seen.calls, time.perf_counter() - start)
+        return out
+
+    return counted
+
+
+def _note(name: str, calls: dict[CallKey, Any], seconds: float) -> None:
+    """Add the calls that one function has made to the run of this prompt."""
+    with _lock:
+        run = _run()
+    for key, stats in calls.items():
+        kind = runs.CallKind(
+            name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, "flash_attn functions"
+        )
+        with run.lock:
+            tally = run.tally(kind)
+            tally.count += stats.count
+            tally.elapsed_ms += 1e3 * seconds / len(calls)
+            run.elapsed_s = time.time() - run.started
+
+
+def _run() -> runs.Run:
+    """This prompt's, a new one at its first call."""
+    prompt = host.prompt_id()
+    for run in runs.remembered():
+        if run.subject == SUBJECT and run.prompt_id == prompt:
+            return run
+    run = runs.Run(SUBJECT, "flash_attn", "exact, any card", str(host.compute_device()), prompt_id=prompt)
+    run.finished = True  # it has no end of its own
+    runs.remember(run)
+    return run

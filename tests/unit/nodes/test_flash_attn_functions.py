@@ -1,0 +1,96 @@
+"""The switch that lets other packs import flash_attn, without ComfyUI."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
+from attn_support.fresh import PLAIN, run
+
+NODE, RUNS = node_module("flash_attn_functions"), node_module("engine.runs")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash_attn is installed")
+
+
+@pytest.fixture(autouse=True)
+def _off(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
+    yield
+    NODE._remove()
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+def switch(enabled: bool, **options: Any) -> None:
+    value = object()
+    assert NODE.PascalFlashAttnFunctions().switch(value, enabled, unique_id="7", **options) == (value,)
+
+
+def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:  # noqa: F811
+    switch(True)
+    switch(True)
+    flash_attn = importlib.import_module("flash_attn")
+    query = torch.randn(1, 50, 2, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(*[query.transpose(1, 2)] * 3).transpose(1, 2)
+    torch.testing.assert_close(flash_attn.flash_attn_func(query, query, query), expected)
+    switch(False)
+    assert "flash_attn" not in sys.modules
+    assert importlib.util.find_spec("flash_attn") is None
+    switch(False)
+    assert stub_host.said == [
+        "flash_attn functions: 'import flash_attn' finds those of this pack",
+        "flash_attn functions: 'import flash_attn' finds those of this pack",
+        "flash_attn functions: off; what packs have imported meanwhile, they keep",
+        "flash_attn functions: off",
+    ]
+
+
+def test_the_report_counts_its_calls_by_function_and_route() -> None:
+    switch(True)
+    flash_attn = importlib.import_module("flash_attn")
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    query = torch.randn(1, 50, 2, 8)
+    for _ in range(3):
+        flash_attn.flash_attn_func(query, query, query)
+    interface.flash_attn_varlen_func(query[0], query[0], query[0], *[torch.tensor([0, 20, 50])] * 2, softcap=3.0)
+    (run_,) = RUNS.remembered()
+    assert (run_.subject, run_.prompt_id, run_.finished) == ("flash_attn functions", "prompt", True)
+    counts: dict[str, int] = {}
+    for kind, tally in run_.tallies.items():
+        counts[kind.block] = counts.get(kind.block, 0) + tally.count
+    assert counts == {"flash_attn.flash_attn_func": 3, "flash_attn.flash_attn_interface.flash_attn_varlen_func": 2}
+    assert run_.line().startswith("flash_attn functions: 5 calls, 5 taken (")
+
+
+def test_an_installed_flash_attn_is_left_alone_unless_told(
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    stub_host: StubHost,  # noqa: F811
+) -> None:
+    (tmp_path / "flash_attn.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    switch(True)
+    assert importlib.import_module("flash_attn").real
+    assert stub_host.said[-1].startswith("flash_attn functions: nothing was changed: flash_attn must not be installed")
+    switch(True, replace=True)
+    assert not hasattr(importlib.import_module("flash_attn"), "real")
+    switch(False)
+    assert importlib.import_module("flash_attn").real
+    monkeypatch.undo()
+    sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({}, False),
+        ({"PASCAL_ATTN_FLASH": "1"}, True),
+        ({"PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": "1"}, False),
+    ],
+)
+def test_the_environment_alone_turns_it_on_when_the_program_starts(flags: dict[str, str], found: bool) -> None:
+    text = "import importlib.util, pascal_attn_core.auto; print(importlib.util.find_spec('flash_attn') is not None)"
+    assert run(text, env={**PLAIN, **flags}) == str(found)
