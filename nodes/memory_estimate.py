@@ -12,31 +12,37 @@ from ..pascal_attn_core.device import MIB, device_info
 from .attention_patch import name_of_model
 from .comfy import host as _host
 from .estimate.arithmetic import arithmetic, dtype_of
+from .estimate.chart import draw_largest
 from .estimate.figures import Host, figures
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.text import Subject, text_of
+from .estimate.largest import Largest, Size, axes_of, find_largest, largest_decode, size_now, sizes_of
+from .estimate.text import Subject, largest_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
+from .reporting.preview import as_image
 
 log = logging.getLogger("pascal_attn")
 
 
 class PascalMemoryEstimate:
-    """MODEL, LATENT -> STRING, FLOAT: what sampling this latent will need, before it is sampled."""
+    """MODEL, LATENT -> STRING, FLOAT, IMAGE: what sampling this latent will need before it is sampled, and the largest
+    that would fit."""
 
     DESCRIPTION = (
         "Before the run: what attention and the feed-forward layers of this resolution and frame count will need, with "
-        "and without the patches, beside the memory of the card. One call of the model is followed without computing "
+        "and without the patches, beside the memory of the card; and the largest resolution, frame count and batch that "
+        "fit with each of them. One call of the model is followed without computing "
         "it: nothing is loaded, moved or changed, and it takes a second or so."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")
-    RETURN_TYPES = ("STRING", "FLOAT")
-    RETURN_NAMES = ("estimate", "saved_mib")
+    RETURN_TYPES = ("STRING", "FLOAT", "IMAGE")
+    RETURN_NAMES = ("estimate", "saved_mib", "largest")
     OUTPUT_TOOLTIPS = (
         "The estimate as text: what is needed, what is counted and what is not.",
         "How many MiB less the run needs at its peak with Pascal Attention Patch and Pascal FFN Chunking; 0 = they "
         "save nothing here.",
+        "The largest resolution, frame count and batch that fit, with and without each patch, as a picture.",
     )
     FUNCTION = "estimate"
 
@@ -47,6 +53,7 @@ class PascalMemoryEstimate:
             "Whether the sampler's cfg is above 1: the negative prompt then doubles the batch, if ComfyUI finds room."
         )
         tokens = "Length of the prompt in tokens if no conditioning is connected. 0 = 77 for UNets, 256 otherwise."
+        vae = "The VAE that will decode: the largest picture that it decodes in one piece is then named too."
         conditioning = "The prompt, for its exact length and for models that need more than a text."
         return {
             "required": {
@@ -57,6 +64,7 @@ class PascalMemoryEstimate:
             "optional": {
                 "conditioning": ("CONDITIONING", {"tooltip": conditioning}),
                 "text_tokens": ("INT", {"default": 0, "min": 0, "max": 65536, "tooltip": tokens}),
+                "vae": ("VAE", {"tooltip": vae}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -68,9 +76,10 @@ class PascalMemoryEstimate:
         guidance: bool = True,
         conditioning: Conditioning | None = None,
         text_tokens: int = 0,
+        vae: Any = None,
         unique_id: str | None = None,
-    ) -> tuple[str, float]:
-        """The estimate, and the MiB that the patches save."""
+    ) -> tuple[str, float, torch.Tensor]:
+        """The estimate, the MiB that the patches save, and the picture ``[1, height, width, 3]`` of what fits."""
         wanted = Latent.of(model, latent)
         device = model.load_device
         free, total = _host.free_and_total_bytes(device)
@@ -78,13 +87,75 @@ class PascalMemoryEstimate:
         tokens = text_tokens or (77 if _is_unet(model) else 256)
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
             call, copies, how = follow(model, wanted, conditioning, tokens, copies)
-        host = Host(device, device_info(device), _own_attention(), budget_from(total))
+            budget = budget_from(total)
+            host = Host(device, device_info(device), _own_attention(), budget)
+            taken = max(0, total - free - model.loaded_size())
+            largest = Fitting.of(model, wanted, conditioning, tokens, copies, host, total - taken, vae)
         found = figures(call, host)
         name = name_of_model(model.model)
         text = text_of(call, found, host, Subject(name, wanted.shapes, copies, how, model.model_size(), free, total))
+        if largest is not None:
+            text = f"{text}\n{largest.text()}"
+        picture = draw_largest(largest.found if largest else (), f"{name}: the largest that fits")
         need = f"{found.total_without / MIB:.0f} MiB besides its weights, {found.total_with / MIB:.0f} with the patches"
         _host.say(f"memory estimate: {name} needs {need}", unique_id, f"{name}: {need}")
-        return text, max(0.0, (found.total_without - found.total_with) / MIB)
+        return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
+
+
+class Fitting(NamedTuple):
+    """The largest that fits: along each axis, into so many bytes, with the weights streamed or beside them, and what
+    the VAE decodes in one piece."""
+
+    found: list[Largest]
+    room: int
+    is_streamed: bool
+    decode: Size | None
+    has_vae: bool
+
+    @staticmethod
+    def of(
+        model: Any,
+        latent: Latent,
+        conditioning: Conditioning | None,
+        tokens: int,
+        copies: int,
+        host: Host,
+        available: int,
+        vae: Any,
+    ) -> Fitting | None:
+        """None for latents of several streams, whose sizes depend on each other, and where the memory is not known."""
+        if len(latent.shapes) != 1 or len(latent.shapes[0]) not in (4, 5) or available <= 0:
+            return None
+        shape = tuple(int(size) for size in latent.shapes[0])
+        pixels, frames = _cell_of(model)
+
+        def at(size: Size) -> ModelCall:
+            samples = torch.zeros(size.shape)
+            return follow(model, Latent(samples, [samples.shape]), conditioning, tokens, copies).call
+
+        room = available - model.model_size()
+        is_streamed = room <= 0
+        room, found = available if is_streamed else room, []
+        for axis in axes_of(shape):
+            sizes = sizes_of(axis, shape, pixels, frames)
+            now = size_now(axis, shape, pixels, frames)
+            largest = find_largest(axis, sizes, now, at, host, room)
+            if largest is not None:
+                found.append(largest)
+        decode = None
+        if vae is not None:
+            sizes = sizes_of("resolution", shape, pixels, frames)
+            decode = largest_decode(sizes, lambda shape: int(vae.memory_used_decode(shape, vae.vae_dtype)), available)
+        return Fitting(found, room, is_streamed, decode, vae is not None)
+
+    def text(self) -> str:
+        return largest_text(self.found, self.room, self.is_streamed, self.decode, self.has_vae)
+
+
+def _cell_of(model: Any) -> tuple[int, int]:
+    """Pixels of a picture for each cell of the latent, and frames of a video for each but the first."""
+    form = getattr(model.model, "latent_format", None)
+    return getattr(form, "spacial_downscale_ratio", 8), getattr(form, "temporal_downscale_ratio", 4)
 
 
 class Followed(NamedTuple):

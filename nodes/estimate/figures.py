@@ -57,8 +57,6 @@ class Figures:
 def figures(call: ModelCall, host: Host) -> Figures:
     """What the calls of one model evaluation need."""
     needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-    before = [shape.live_bytes + needs[shape].without for shape in call.attention]
-    after = [shape.live_bytes + needs[shape].patched for shape in call.attention]
     attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
     return Figures(
         attention,
@@ -67,16 +65,33 @@ def figures(call: ModelCall, host: Host) -> Figures:
         max((need.patched for need in needs.values()), default=0),
         max((shape.extra_bytes for shape in call.ffn), default=0),
         max((chunked_bytes(shape, host) for shape in call.ffn), default=0),
-        max([call.other_bytes, *before, *_ffn_moments(call, None)]),
-        max([call.other_bytes, *after, *_ffn_moments(call, host)]),
+        peak_bytes(call, host, needs),
+        peak_bytes(call, host, needs, patched=True, chunked=True),
         "" if attention is None else needs[attention].why,
     )
 
 
-def _ffn_moments(call: ModelCall, host: Host | None) -> list[int]:
-    return [
-        shape.live_bytes + (shape.extra_bytes if host is None else chunked_bytes(shape, host)) for shape in call.ffn
-    ]
+def peak_bytes(
+    call: ModelCall,
+    host: Host,
+    needs: dict[AttentionShape, Need] | None = None,
+    *,
+    patched: bool = False,
+    chunked: bool = False,
+) -> int:
+    """The most bytes besides the weights at any moment of one model evaluation.
+
+    Args:
+        needs: what :func:`need_of` says of each attention call; None = it is asked.
+        patched, chunked: with Pascal Attention Patch, with Pascal FFN Chunking.
+    """
+    needs = needs or {shape: need_of(shape, host) for shape in set(call.attention)}
+    moments = [call.other_bytes]
+    for shape in call.attention:
+        moments.append(shape.live_bytes + (needs[shape].patched if patched else needs[shape].without))
+    for layer in call.ffn:
+        moments.append(layer.live_bytes + (chunked_bytes(layer, host) if chunked else layer.extra_bytes))
+    return max(moments)
 
 
 def chunked_bytes(shape: FfnShape, host: Host) -> int:

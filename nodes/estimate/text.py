@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...pascal_attn_core.device import MIB
 from ..tiles.choice import name_of
 from .figures import Figures, Host
+from .largest import WAYS, Largest, Size
 from .trace import AttentionShape, FfnShape, ModelCall
 
 GIB = 1 << 30
@@ -45,6 +46,29 @@ def text_of(call: ModelCall, found: Figures, host: Host, subject: Subject) -> st
         "encoder, previews, other programs, and memory lost to fragmentation.",
     ]
     return "\n".join(lines)
+
+
+def largest_text(found: Sequence[Largest], room: int, streamed: bool, decode: Size | None, asked_decode: bool) -> str:
+    """What fits, a line for each axis.
+
+    Args:
+        room: bytes besides what else is loaded, and besides the weights unless they are ``streamed``.
+        decode: the largest picture that the VAE decodes in one piece; None = none, where ``asked_decode``.
+    """
+    beside = "with the weights streamed from the computer's memory" if streamed else "beside all weights of the model"
+    lines = [f"The largest that fits into {_mib(max(0, room))} {beside}, everything else as it is:"]
+    for axis in found:
+        words = "; ".join(
+            f"{way} {_size(size, bounded)}" for (way, *_), size, bounded in zip(WAYS, axis.fits, axis.is_bounded)
+        )
+        lines.append(f"  {axis.axis} (now {axis.now.words}): {words}")
+    if asked_decode:
+        lines.append(f"  decoding in one piece, by ComfyUI's own estimate of its VAE: {_size(decode, True)}")
+    return "\n".join(lines)
+
+
+def _size(size: Size | None, is_bounded: bool) -> str:
+    return "nothing" if size is None else f"{size.words}{'' if is_bounded else ' or more'}"
 
 
 def _attention(call: ModelCall, found: Figures) -> list[str]:

@@ -117,11 +117,14 @@ StartServer = Callable[..., ComfyServer]
 def start_server(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServer]:
-    """``start_server("--flag", ..., packs=(PROBE_PACK,), folder=None)``: waits until it answers; stopped at the end."""
+    """``start_server("--flag", ..., packs=(PROBE_PACK,), folder=None, VARIABLE="1")``: waits until it answers; stopped
+    at the end."""
 
-    def start(*arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), folder: str | None = None) -> ComfyServer:
+    def start(
+        *arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), folder: str | None = None, **variables: str
+    ) -> ComfyServer:
         base = base_directory(tmp_path_factory.mktemp("comfyui"), tiny_models[0], packs, folder)
-        server = ComfyServer(comfy_host, base, arguments)
+        server = ComfyServer(comfy_host, base, arguments, variables)
         RUNNING.append(server)
         server.wait_until_up()
         return server

@@ -99,7 +99,9 @@ def command(host: Host, base: Path, *arguments: str) -> list[str]:
 class ComfyServer:
     """One running server. ``run`` posts a prompt and waits; ``log`` holds every line so far."""
 
-    def __init__(self, host: Host, base: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, host: Host, base: Path, arguments: Sequence[str] = (), variables: dict[str, str] | None = None
+    ) -> None:
         self.host, self.base, self.arguments = host, base, tuple(arguments)
         self.port = free_port()
         self.log_path = base / "server.log"
@@ -107,7 +109,7 @@ class ComfyServer:
             self.process = subprocess.Popen(
                 command(host, base, "--listen", "127.0.0.1", "--port", str(self.port), *arguments),
                 cwd=host.path,
-                env=host.environment(),
+                env=host.environment(**(variables or {})),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

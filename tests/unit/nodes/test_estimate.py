@@ -222,3 +222,89 @@ def test_a_unet_is_worked_out_from_its_first_level() -> None:
     assert call.attention[0].query == (2, 8, 4096, 40)
     rough = text_for(call)
     assert "the largest call about 2 x 8 heads" in rough
+
+
+# ---- the largest that fits ----
+
+largest = node_module("estimate.largest")
+
+
+def followed_at(size: Any) -> Any:
+    """A block on ``[B, C, H, W]`` cells: what following it at that size gives."""
+    batch, _, height, width = size.shape
+    return follow(Block(), torch.zeros(batch, height * width, 32))
+
+
+@pytest.mark.parametrize("axis", ["resolution", "batch"])
+def test_a_size_that_was_not_followed_is_known_to_the_byte(axis: str) -> None:
+    sizes = largest.sizes_of(axis, (1, 4, 16, 16), 8, 4)
+    one, two, third = sizes[1], sizes[3], sizes[5]
+    at = largest.line_through(one.amount, followed_at(one), two.amount, followed_at(two))
+    found, real = at(third.amount), followed_at(third)
+    assert [shape.query for shape in found.attention] == [shape.query for shape in real.attention]
+    assert [vars(layer) for layer in found.ffn] == [vars(layer) for layer in real.ffn]
+    assert found.other_bytes == real.other_bytes
+    assert estimate.peak_bytes(found, HOST) == estimate.peak_bytes(real, HOST)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
+    info = DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30)
+    card = dataclasses.replace(HOST, info=info, ffn_budget_mib=1, ffn_tokens=64)
+    shape, room = (1, 4, 32, 32), 8 * MIB
+    sizes = largest.sizes_of("resolution", shape, 8, 4)
+    now = largest.size_now("resolution", shape, 8, 4)
+    found = largest.find_largest("resolution", sizes, now, followed_at, card, room)
+    assert found.now.words == "256 x 256"
+    for (_, patched, chunked), size, bounded in zip(largest.WAYS, found.fits, found.is_bounded):
+        assert bounded
+        place = sizes.index(size)
+        inside, outside = (
+            estimate.peak_bytes(followed_at(s), card, patched=patched, chunked=chunked)
+            for s in sizes[place : place + 2]
+        )
+        assert inside <= room < outside
+    amounts = [size.amount for size in found.fits]
+    assert amounts[3] == max(amounts) > amounts[0]
+    assert (amounts[1] > amounts[0]) == (not takes)  # a score matrix that is not stored
+
+
+def test_where_nothing_fits_and_where_everything_does() -> None:
+    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
+    now = largest.size_now("batch", (1, 4, 8, 8), 8, 4)
+    assert largest.find_largest("batch", sizes, now, followed_at, HOST, 10).fits == (None,) * 4
+    found = largest.find_largest("batch", sizes, now, followed_at, HOST, 1 << 40)
+    assert (set(found.fits), set(found.is_bounded)) == ({sizes[-1]}, {False})
+    words = text.largest_text([found], 1 << 40, False, None, True)
+    assert "batch (now batch of 1): as ComfyUI is batch of 256 or more; with Pascal Attention Patch" in words
+    assert words.splitlines()[-1].endswith("ComfyUI's own estimate of its VAE: nothing")
+
+
+def test_a_model_that_calls_other_things_at_another_size_gives_no_answer() -> None:
+    calls = iter([call_of(attention_shape(64)), call_of(attention_shape(128), attention_shape(128))])
+    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
+    assert largest.find_largest("batch", sizes, sizes[0], lambda size: next(calls), HOST, MIB) is None
+
+
+def test_sizes_keep_the_form_of_the_latent() -> None:
+    wide = largest.sizes_of("resolution", (1, 16, 21, 60, 104), 8, 4)
+    assert all(h % 8 == w % 8 == 0 for *_, h, w in (size.shape for size in wide))
+    assert [size.amount for size in wide] == sorted({size.amount for size in wide})
+    assert all(abs(size.shape[-1] / size.shape[-2] - 104 / 60) < 0.7 for size in wide)
+    frames = largest.sizes_of("frames", (1, 16, 21, 60, 104), 8, 4)
+    assert [size.words for size in frames[:3]] == ["1 frames", "5 frames", "9 frames"]
+    assert largest.axes_of((1, 16, 21, 60, 104)) == ["resolution", "frames", "batch"]
+    assert largest.axes_of((1, 16, 60, 104)) == ["resolution", "batch"]
+
+
+def test_the_picture_shows_every_way() -> None:
+    chart = node_module("estimate.chart")
+    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
+    found = largest.Largest("batch", sizes[1], (sizes[2], sizes[3], None, sizes[9]), (True, True, True, False))
+    picture = chart.draw_largest([found], "Flux: the largest that fits")
+    assert picture.width == 1200
+    colours = {colour for _, colour in picture.getcolors(1 << 20)}
+    assert {(0xC3, 0xCA, 0xD2), (0x2F, 0x6F, 0xBA), (0x00, 0x9E, 0x73)} <= colours
+    assert (0xE0, 0x8A, 0x1E) not in colours  # nothing fits that way
+    assert chart.draw_largest([], "x").height > 50
