@@ -30,9 +30,9 @@ class PascalMemoryEstimate:
 
     DESCRIPTION = (
         "Before the run: what attention and the feed-forward layers of this resolution and frame count will need, with "
-        "and without the patches, beside the memory of the card; and the largest resolution, frame count and batch that "
-        "fit with each of them. One call of the model is followed without computing "
-        "it: nothing is loaded, moved or changed, and it takes a second or so."
+        "and without the patches, beside the memory of the card; and the largest resolution, frame count and batch "
+        "that fit with each of them. Calls of the model are followed without computing them: nothing is loaded, moved "
+        "or changed, and it takes some seconds."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")

@@ -252,7 +252,7 @@ def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: py
     monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
     info = DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30)
     card = dataclasses.replace(HOST, info=info, ffn_budget_mib=1, ffn_tokens=64)
-    shape, room = (1, 4, 32, 32), 8 * MIB
+    shape, room = (1, 4, 32, 32), 200 * MIB
     sizes = largest.sizes_of("resolution", shape, 8, 4)
     now = largest.size_now("resolution", shape, 8, 4)
     found = largest.find_largest("resolution", sizes, now, followed_at, card, room)
@@ -260,10 +260,8 @@ def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: py
     for (_, patched, chunked), size, bounded in zip(largest.WAYS, found.fits, found.is_bounded):
         assert bounded
         place = sizes.index(size)
-        inside, outside = (
-            estimate.peak_bytes(followed_at(s), card, patched=patched, chunked=chunked)
-            for s in sizes[place : place + 2]
-        )
+        around = [followed_at(s) for s in sizes[place : place + 2]]
+        inside, outside = (estimate.peak_bytes(call, card, patched=patched, chunked=chunked) for call in around)
         assert inside <= room < outside
     amounts = [size.amount for size in found.fits]
     assert amounts[3] == max(amounts) > amounts[0]
