@@ -51,7 +51,8 @@ class _Attention(TorchFunctionMode):
         if func is not TORCH_SDPA:
             return func(*args, **kwargs)
         query, key, value = (
-            args[number] if len(args) > number else kwargs[name] for number, name in enumerate(("query", "key", "value"))
+            args[number] if len(args) > number else kwargs[name]
+            for number, name in enumerate(("query", "key", "value"))
         )
         rows, keys = query.shape[:-1], key.shape[-2]
         self.flops += 2 * rows.numel() * keys * (query.shape[-1] + value.shape[-1])

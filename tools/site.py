@@ -92,7 +92,9 @@ def at_home(markdown: str, source: str) -> str:
             return link
         path, mark, anchor = link.partition("#")
         target = _in_site(posixpath.normpath(posixpath.join(posixpath.dirname(source), path)), there)
-        return None if target is None else posixpath.relpath(target, posixpath.dirname(home or "") or ".") + mark + anchor
+        return (
+            None if target is None else posixpath.relpath(target, posixpath.dirname(home or "") or ".") + mark + anchor
+        )
 
     def link(found: re.Match[str]) -> str:
         target, text = moved(found[3]), _LINK.sub(link, found[2])
@@ -102,9 +104,7 @@ def at_home(markdown: str, source: str) -> str:
         return f'{found[1]}="{moved(found[2]) or found[2]}"'
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(
-        part if part.startswith("```") else _SOURCE.sub(attribute, _LINK.sub(link, part)) for part in parts
-    )
+    return "".join(part if part.startswith("```") else _SOURCE.sub(attribute, _LINK.sub(link, part)) for part in parts)
 
 
 def _in_site(path: str, there: dict[str, str]) -> str | None:
@@ -116,7 +116,10 @@ def _in_site(path: str, there: dict[str, str]) -> str | None:
 
 def on_config(config: Any) -> Any:
     """The pages that are not in docs/ take their places in the navigation."""
-    pages = {"NODES": sorted(path for path in sources().values() if path.startswith("nodes/")), "API": list(api_pages())}
+    pages = {
+        "NODES": sorted(path for path in sources().values() if path.startswith("nodes/")),
+        "API": list(api_pages()),
+    }
     config.nav = [{name: pages.get(entry, entry) if isinstance(entry, str) else entry for name, entry in part.items()}
                   for part in config.nav]  # fmt: skip
     return config

@@ -20,7 +20,10 @@ PAGES = [page for page in documents() if blocks(page, "python")]
 COMING_FROM = ROOT / "docs" / "coming-from.md"
 ROWS = [row[-1] for row in table_rows(COMING_FROM) if row[-1].startswith("`")]
 # Rows whose command takes minutes, and where it is tested.
-ELSEWHERE = {"pascal-attn demo": "tests/unit/cli/test_demo.py", "pascal-attn bench --plot": "tests/unit/cli/test_bench_length.py"}
+ELSEWHERE = {
+    "pascal-attn demo": "tests/unit/cli/test_demo.py",
+    "pascal-attn bench --plot": "tests/unit/cli/test_bench_length.py",
+}
 EXPECTED = {
     "pytorch.md": ["route tiled"],
     "troubleshooting.md": ["attention calls", "needs a CUDA device"],

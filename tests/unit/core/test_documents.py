@@ -51,14 +51,16 @@ def _parses(command: str) -> bool:
 
 
 def _problem(command: str) -> str:
-    """"" if the command exists as the repository stands."""
+    """ "" if the command exists as the repository stands."""
     words = shlex.split(command, posix="\\" not in command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
     if any(command.startswith(known) for known in NOT_RUN):
         return ""
     if words[0] == "pascal-attn":
-        return "" if words[1] in {*COMMANDS, "--version"} and _parses(shlex.join(words)) else "no such command or option"
+        return (
+            "" if words[1] in {*COMMANDS, "--version"} and _parses(shlex.join(words)) else "no such command or option"
+        )
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return "" if words[1] in targets else "no such target of the Makefile"
@@ -94,7 +96,7 @@ def test_every_link_leads_to_a_file_or_heading_that_exists(page: Path) -> None:
 
 def test_links_and_anchors_that_are_broken_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One `two`: three\n\n[a](#one-two-three) <img src=\"b.png\"> `[c](d.md)`\n\n```\n[e](f.md)\n```\n")
+    page.write_text('# One `two`: three\n\n[a](#one-two-three) <img src="b.png"> `[c](d.md)`\n\n```\n[e](f.md)\n```\n')
     assert links(page) == ["#one-two-three", "b.png"]
     assert anchors(page) == {"one-two-three"}
 
