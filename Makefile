@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench docs clean
 
 setup: $(VENV)/.test
 
@@ -27,6 +27,10 @@ bench: $(VENV)/.test
 	$(BIN)/pip install -q -e ".[bench]"
 	$(BIN)/pascal-attn bench
 
+# The docs site with the API reference, in site/. A warning, such as a broken link, is an error.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
 # torch goes in first and alone, so that nothing else can choose another build of it.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -45,5 +49,11 @@ $(VENV)/.check: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install -q -e ".[check]"
 	touch $@
 
+# The reference is read from the source; torch is not needed.
+$(VENV)/.docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo_out bench_out build dist *.egg-info
+	rm -rf $(VENV) site demo_out bench_out build dist *.egg-info

@@ -29,6 +29,13 @@ _SMI_CLOCKS = (
     "--format=csv,noheader,nounits",
 )
 _WATCH_SECONDS = 1.0
+# What a call gets where our kernels do not run, and what it is spared.
+_GETS = "torch's kernel where torch has a fused one for the call, else tiles within the budget (our kernels need CUDA)"
+_SPARED = {
+    "hip": "without them: all scores are stored on cards that torch has no fused kernel for (RX 5000/6000, MI50)",
+    "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
+    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be had",
+}
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 
@@ -88,6 +95,8 @@ def device_names() -> list[str]:
     """What torch calls the devices it can use: every GPU, or else the CPU."""
     if torch.cuda.is_available():
         return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.xpu.is_available():
+        return [f"xpu:{index}" for index in range(torch.xpu.device_count())]
     return ["mps"] if torch.backends.mps.is_available() else ["cpu"]
 
 
@@ -242,7 +251,9 @@ def head_lines(machine: Machine) -> list[str]:
 
 def _torch_lines(machine: Machine) -> list[str]:
     build = machine.build
-    toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, "CPU only")
+    first = machine.devices[0].kind if machine.devices else ""
+    plain = {"mps": "Metal", "xpu": "XPU"}.get(first, "CPU only")
+    toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, plain)
     lines = [line("torch", f"{build.version}, {toolkit}")]
     if build.archs:
         lines.append(line("code for", " ".join(build.archs)))
@@ -265,16 +276,19 @@ def device_lines(machine: Machine, number: int) -> list[str]:
             line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
         ]
     else:
-        units = "compute units" if info.kind == "hip" else "SMs"
+        units = {"hip": "compute units", "xpu": "Xe cores"}.get(info.kind, "SMs")
         lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
         facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
-        facts += [f"{info.num_sms} {units}", f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+        facts += [f"{info.num_sms} {units}"] if info.kind != "mps" else []  # which does not tell
+        facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
         lines.append(line("", ", ".join(facts)))
         lines.append(line("memory", _memory(info.total_bytes, free)))
         verdict = judge(info, machine.build)
         lines.append(line("wheel", verdict.why))
         if verdict.install:
             lines.append(line("install", verdict.install))
+        if info.kind in _SPARED:
+            lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
     return lines
 
 

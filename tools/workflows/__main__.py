@@ -3,9 +3,9 @@
     COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python python tools/workflows [steps] [names]
 
 needs Chromium with its driver, and Pillow. The steps: ``files``; ``pictures``, those of the template browser;
-``readme``, the README's, after a run on random weights; ``look``, what a user sees when a template opens, in both
-themes, into the folder ``PICTURES`` (not part of the repository). Without a word it does the first three on the ComfyUI
-given.
+``readme``, those of docs/comfyui.md, after a run on random weights; ``look``, what a user sees when a template opens,
+in both themes, into the folder ``PICTURES`` (not part of the repository). Without a word it does the first three on the
+ComfyUI given.
 
 ``COMFYUI_PACKS=/path/to/ComfyUI-GGUF:...`` are packs of other authors whose nodes some workflows need; a workflow whose
 pack is not among them is left as it is, and named.

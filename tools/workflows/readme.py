@@ -1,4 +1,4 @@
-"""The pictures in the README: a workflow after its run, and its report."""
+"""The pictures in docs/comfyui.md: a workflow after its run, and its report."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+import torch
 
 from pascal_attn_core.cli.info import Info, describe, gather
 from pascal_attn_core.config import ROUTES, AttentionConfig
@@ -76,6 +77,31 @@ def test_amd_cards_are_named_by_their_architecture():
     assert "60 compute units" in text
     assert "ROCm 6.3" in text
     assert "compute capability" not in text
+
+
+@pytest.mark.parametrize(
+    ("card", "spared"),
+    [
+        (MI50, "RX 5000/6000, MI50"),
+        (DeviceInfo("mps", "mps"), "beyond 2^31"),
+        (DeviceInfo("xpu", "Intel(R) Arc(TM) A770 Graphics", num_sms=32, total_bytes=16 << 30), "above 4 GiB"),
+    ],
+    ids=["AMD", "Apple", "Intel"],
+)
+def test_cards_without_our_kernels_are_told_what_they_get(card, spared):
+    text = block(card, TorchBuild("2.13.0", "cpu"))
+    (gets,) = [line for line in text.splitlines() if line.startswith("gets ")]
+    assert "tiles within the budget" in gets
+    assert spared in text
+    assert "CPU only" not in text or card.kind == "hip"
+    assert "gets " not in block(CARDS["P100"], CU126)
+
+
+def test_intel_cards_are_found_as_torch_names_them(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine_facts.device_names() == ["xpu:0", "xpu:1"]
 
 
 def test_unknown_cache_and_memory_are_said_to_be_unknown():

@@ -1,17 +1,22 @@
-"""What the registry reads: ``[tool.comfy]``, ``.comfyignore``, the requirements."""
+"""What is published: wheel, sdist, and what the registry reads: ``[tool.comfy]``, ``.comfyignore``, requirements."""
 
 from __future__ import annotations
 
 import base64
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attn_support.comfy.archive import ROOT, archive_files, unpack_archive
 from attn_support.fresh import run
+from attn_support.markdown import links
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +41,28 @@ def test_the_version_is_the_one_in_the_code() -> None:
     from pascal_attn_core.version import __version__
 
     assert f'__version__ = "{__version__}"' in text
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)
+    assert released[0] == __version__
+
+
+def test_the_badges_say_what_the_package_says() -> None:
+    said = {
+        name: re.findall(
+            r"<title>(.*?)</title>", (ROOT / "docs" / "badges" / f"{name}.svg").read_text(encoding="utf-8")
+        )
+        for name in ("python", "torch", "comfyui", "license")
+    }
+    needs = " ".join(PROJECT["project"]["dependencies"])
+    torch_version = re.search(r"torch>=([\d.]+)", needs)
+    assert torch_version is not None
+    assert said == {
+        "python": [f"python: {PROJECT['project']['requires-python'].removeprefix('>=')}+"],
+        "torch": [f"torch: {torch_version[1]}+"],
+        "comfyui": [f"ComfyUI: {COMFY['requires-comfyui'].removeprefix('>=')}+"],
+        "license": [f"licence: {PROJECT['project']['license']}"],
+    }
+    assert {f"docs/badges/{name}.svg" for name in said} <= set(links(ROOT / "README.md"))
 
 
 def test_the_icon_is_the_drawing_in_docs() -> None:
@@ -55,7 +82,7 @@ def test_the_archive_holds_the_pack_and_not_its_workshop() -> None:
         assert needed in files
     assert any(path.startswith("nodes/web/docs/") for path in files)
     assert any(re.fullmatch(r"workflows/[^/]+\.json", path) for path in files)
-    for left_out in ("tests/", "tools/", "docs/", ".ci/", ".github/", "workflows/api/", "Makefile"):
+    for left_out in ("tests/", "tools/", "docs/", "notebooks/", ".ci/", ".github/", "workflows/api/", "Makefile"):
         assert not any(path.startswith(left_out) for path in files), left_out
     assert sum((ROOT / path).stat().st_size for path in files) < 6 << 20
 
@@ -81,6 +108,74 @@ def test_the_library_does_not_come_with_the_nodes() -> None:
 
     found = find_packages(str(ROOT), include=["pascal_attn_core*"])
     assert {name.partition(".")[0] for name in found} == {"pascal_attn_core"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist of this checkout and the wheel that is made of that sdist, as publishing makes them."""
+    pytest.importorskip("setuptools", minversion="77")  # what pyproject.toml asks for; nothing is fetched here
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    for path in archive_files():
+        if path.startswith("pascal_attn_core/") or "/" not in path:
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, source / path)
+    _backend("build_sdist", source, folder)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    _backend("build_wheel", unpacked, folder)
+    return folder
+
+
+def _backend(step: str, source: Path, folder: Path) -> None:
+    code = f"from setuptools import build_meta; build_meta.{step}({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"pascal_attention-{_version()}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    assert names == {path for path in archive_files() if path.startswith("pascal_attn_core/")}
+    assert "License-Expression: MIT" in metadata
+    assert "Requires-Dist: torch>=2.4\n" in metadata
+    assert "# Pascal" not in metadata.partition("\n\n")[0]  # the README is the description, not a field
+    assert "## Quick start" in metadata
+
+
+def test_the_wheel_alone_runs_beside_torch(built: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    subprocess.run([*pip, *map(str, built.glob("*.whl"))], check=True, capture_output=True)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="pascal-attn", module="pascal_attn_core.cli")
+sys.argv[1:] = ["info"]
+main = command.load()
+assert sys.modules["pascal_attn_core"].__file__.startswith({str(tmp_path)!r})
+sys.exit(main())
+"""
+    assert run(code, cwd=tmp_path).startswith(f"Pascal Attention {_version()}, Python ")
+
+
+def test_what_was_built_passes_the_check_of_the_index(built: Path) -> None:
+    pytest.importorskip("twine", reason="`.ci/package` has it")
+    files = [str(file) for file in (*built.glob("*.whl"), *built.glob("*.tar.gz"))]
+    assert len(files) == 2
+    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def _version() -> str:
+    from pascal_attn_core.version import __version__
+
+    return __version__
 
 
 def test_the_package_is_typed_and_licensed_in_the_form_that_indexes_read() -> None:
@@ -111,6 +206,18 @@ def test_actions_are_pinned_by_hash(file: Path) -> None:
     uses = re.findall(r"uses: (\S+)(.*)", file.read_text(encoding="utf-8"))
     assert uses
     assert [name for name, note in uses if not (re.search(r"@[0-9a-f]{40}$", name) and re.search(r"# v\d", note))] == []
+
+
+def test_a_tag_publishes_what_ci_has_checked_and_no_token_is_needed_for_the_index() -> None:
+    (publish,) = (file.read_text(encoding="utf-8") for file in WORKFLOWS if file.stem == "publish")
+    (ci,) = (file.read_text(encoding="utf-8") for file in WORKFLOWS if file.stem == "ci")
+    assert re.search(r"^on:\n  push:\n    tags: ", publish, re.MULTILINE)
+    assert "bash .ci/package" in publish
+    assert "bash .ci/package" in ci
+    assert publish.count("id-token: write") == 1  # in the one job that needs it
+    assert "password" not in publish
+    assert publish.count("environment: ") == 2
+    assert publish.index("needs: build") < publish.index("gh-action-pypi-publish")
 
 
 def test_random_examples_are_drawn_every_night() -> None:

@@ -1,0 +1,77 @@
+"""The notebooks run from top to bottom on a CPU, with nothing downloaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.markdown import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# A kernel that finds this package here, and neither a card nor a network.
+START = """
+import os, socket, sys
+sys.path.insert(0, {root!r})
+
+connect = socket.socket.connect
+
+def refuse(self, address):
+    if address[0] not in ("127.0.0.1", "localhost"):
+        raise AssertionError(f"nothing may be downloaded here, got {{address}}")
+    return connect(self, address)
+
+socket.socket.connect = refuse
+"""
+
+
+def load(file: Path) -> Any:
+    return pytest.importorskip("nbformat").read(file, as_version=4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card the notebook downloads models")
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_a_notebook_runs_on_a_cpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = load(file)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(START.format(root=str(ROOT))))
+    for name, value in {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = "".join(
+        output.get("text", "")
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output["output_type"] == "stream"
+    )
+    assert "PASS" in printed
+    assert printed.count("torch's own") == 2
+    assert printed.count("attention calls") == 2
+    assert (tmp_path / "video.gif").stat().st_size > 0
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_a_notebook_is_stored_without_outputs(file: Path) -> None:
+    cells = [cell for cell in load(file).cells if cell.cell_type == "code"]
+    assert [cell["id"] for cell in cells if cell.outputs or cell.execution_count] == []
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
+def test_the_wheel_comes_first(file: Path) -> None:
+    first = next(cell for cell in load(file).cells if cell.cell_type == "code")
+    assert "https://download.pytorch.org/whl/cu126" in first.source
+    assert "import torch\n" not in first.source

@@ -1,0 +1,112 @@
+"""Documents are programs too: every Python block of README and docs/ runs, page by page and in order, and so does every
+row of docs/coming-from.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fresh import run
+from attn_support.markdown import ROOT, blocks, documents, table_rows
+
+from pascal_attn_core.cli import main
+
+PAGES = [page for page in documents() if blocks(page, "python")]
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+ROWS = [row[-1] for row in table_rows(COMING_FROM) if row[-1].startswith("`")]
+# Rows whose command takes minutes, and where it is tested.
+ELSEWHERE = {
+    "pascal-attn demo": "tests/unit/cli/test_demo.py",
+    "pascal-attn bench --plot": "tests/unit/cli/test_bench_length.py",
+}
+EXPECTED = {
+    "pytorch.md": ["route tiled"],
+    "troubleshooting.md": ["attention calls", "needs a CUDA device"],
+    "algorithm.md": ["Saved(scores=0.49"],
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny: Any) -> dict[str, Any]:
+    """The names that the documents take for granted. The tiny pipeline has no text encoder: it gets embeddings instead
+    of the prompt."""
+    pytest.importorskip("safetensors")
+    pytest.importorskip("transformers", minversion="4.53")
+    pipeline = tiny.BUILD["sd15"]()
+
+    def generate(prompt: str, num_inference_steps: int) -> Any:
+        return pipeline.pipe(**pipeline.arguments, **pipeline.text, output_type="pil")
+
+    return {"pipe": pipeline.pipe, "generate": generate, "torch": torch}
+
+
+def execute(code: str, page: Path, names: dict[str, Any]) -> None:
+    exec(compile(re.sub(r"\bpipe\(", "generate(", code), page.name, "exec"), names)  # noqa: S102
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_of_a_page_runs(
+    page: Path, prepared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    stock = torch.nn.functional.scaled_dot_product_attention
+    names = dict(prepared)
+    try:
+        for block in blocks(page, "python"):
+            execute(block.text, page, names)
+    finally:
+        prepared["pipe"].set_attn_processor(None)
+    printed = capsys.readouterr().out
+    assert [text for text in EXPECTED.get(page.name, []) if text not in printed] == []
+    assert torch.nn.functional.scaled_dot_product_attention is stock
+    if page.name == "troubleshooting.md":
+        assert (tmp_path / "calls.safetensors").stat().st_size > 0
+
+
+def test_the_pages_with_blocks_are_those_we_know() -> None:
+    assert {"README.md", "diffusers.md", "pytorch.md", "troubleshooting.md", "algorithm.md", "coming-from.md"} <= {
+        page.name for page in PAGES
+    }
+    assert set(EXPECTED) <= {page.name for page in PAGES}
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What the first block of docs/coming-from.md defines."""
+    found: dict[str, Any] = {}
+    for block in blocks(COMING_FROM, "python"):
+        execute(block.text, COMING_FROM, found)
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_reader_of_another_project_looks_for_runs(
+    row: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = row.strip("`")
+    monkeypatch.chdir(tmp_path)
+    if any(code.startswith(command) for command in ELSEWHERE):
+        assert all((ROOT / file).exists() for file in ELSEWHERE.values())
+    elif code.startswith("pascal-attn "):
+        assert main(shlex.split(code)[1:]) == 0
+        assert capsys.readouterr().out
+    elif " python -c " in code:
+        variable, _, program = code.partition(" python -c ")
+        name, _, value = variable.partition("=")
+        run(shlex.split(program)[0], env={**os.environ, name: value})
+    else:
+        execute(code, COMING_FROM, dict(names))
+
+
+def test_all_four_projects_have_rows() -> None:
+    assert len(ROWS) >= 20
+    headings = re.findall(r"^## (.*)$", COMING_FROM.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [heading.split()[0] for heading in headings] == [
+        "pascal-attn", "noflash-attention", "flash-attention-turing", "FlashTile",
+    ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""Documents: links lead somewhere, commands exist, nothing is said twice or too long."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attn_support.markdown import ROOT, anchors, blocks, documents, inline_code, links, pages
+
+from pascal_attn_core.cli import COMMANDS, _parser
+
+# Commands of the documents that no test runs, each with the reason.
+NOT_RUN = {
+    "git clone": "needs the address of the repository",
+    "pip install": "installs something",
+    ".venv\\Scripts\\pip install": "installs something",
+    "py -m venv": "Windows",
+    ".venv\\Scripts\\pascal-attn": "Windows; `pascal-attn` is tested by tests/unit/cli",
+    ".venv\\Scripts\\python -m pytest": "Windows; it is this very test run",
+    "cd": "a folder of the reader",
+    "ruff": "part of `make check`",
+    "mypy": "part of `make check`",
+    "OMP_NUM_THREADS=1 python -m pytest": "it is this very test run",
+}
+
+
+def _commands(page: Path) -> Iterator[str]:
+    """The lines of the console blocks of a page, without comments, and the inline code that is a command of ours."""
+    for block in blocks(page, "console"):
+        for line in block.text.splitlines():
+            yield from (part.strip() for part in line.partition("  #")[0].split("&&"))
+    for code in inline_code(page):
+        if re.match(r"(pascal-attn|python|make) ", code) and "..." not in code:
+            yield code
+
+
+def _parses(command: str) -> bool:
+    """Whether our command line knows the command and all its options; FILE and the like stand for values."""
+    arguments = shlex.split(command)[1:]
+    if arguments == ["--version"]:
+        return True
+    try:
+        _parser(arguments[0]).parse_args(arguments)
+    except (SystemExit, argparse.ArgumentError):
+        return False
+    return True
+
+
+def _problem(command: str) -> str:
+    """ "" if the command exists as the repository stands."""
+    words = shlex.split(command, posix="\\" not in command)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    if any(command.startswith(known) for known in NOT_RUN):
+        return ""
+    if words[0] == "pascal-attn":
+        return (
+            "" if words[1] in {*COMMANDS, "--version"} and _parses(shlex.join(words)) else "no such command or option"
+        )
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return "" if words[1] in targets else "no such target of the Makefile"
+    if words[0] == "python":
+        return _python_problem(words[1:])
+    return "neither ours, nor in NOT_RUN"
+
+
+def _python_problem(words: list[str]) -> str:
+    if words[0] == "-m" and words[1] == "pascal_attn_core":
+        return "" if len(words) == 2 or _parses(shlex.join(words[1:])) else "no such command or option"
+    if words[0] == "-m" and words[1] != "pytest":
+        path = ROOT / words[1].replace(".", "/")
+        return "" if path.with_suffix(".py").exists() or (path / "__main__.py").exists() else "no such module"
+    files = [word for word in words if word.startswith(("tests/", "tools/"))]
+    missing = [file for file in files if not (ROOT / file.partition("::")[0]).exists()]
+    return f"{missing} do not exist" if missing else ""
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file_or_heading_that_exists(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        known = target.exists() and target.is_relative_to(ROOT)
+        if not known or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_links_and_anchors_that_are_broken_are_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('# One `two`: three\n\n[a](#one-two-three) <img src="b.png"> `[c](d.md)`\n\n```\n[e](f.md)\n```\n')
+    assert links(page) == ["#one-two-three", "b.png"]
+    assert anchors(page) == {"one-two-three"}
+
+
+@pytest.mark.parametrize("page", [*documents(), ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_command_of_a_document_exists(page: Path) -> None:
+    problems = {command: problem for command in _commands(page) if (problem := _problem(command))}
+    assert problems == {}
+
+
+def test_commands_that_do_not_exist_are_noticed() -> None:
+    for command in ("pascal-attn dance", "pascal-attn info --colour", "make tea", "python tools/none.py", "sudo ls",
+                    "python -m tools.none", "python -m pytest tests/unit/none"):  # fmt: skip
+        assert _problem(command), command
+
+
+def test_every_reason_for_not_running_a_command_is_needed() -> None:
+    found = [command for page in (*documents(), ROOT / "CONTRIBUTING.md") for command in _commands(page)]
+    assert [known for known in NOT_RUN if not any(command.startswith(known) for command in found)] == []
+
+
+def test_the_readme_is_short_and_leads_to_every_document() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 150
+    named = {(ROOT / link.partition("#")[0]).resolve() for link in links(readme) if "://" not in link}
+    assert [page.name for page in documents() if page not in named and page != readme] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_fenced_blocks_are_closed_and_python_is_called_python(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("\n```") % 2 == 0
+    assert {block.language for block in blocks(page)} <= {"", "python", "console", "text"}
