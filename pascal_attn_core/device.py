@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 
 MIB = 1 << 20
+# No buffer of ours is larger, whatever the budget: Intel's drivers allocate no more at once, and Apple's compute wrong
+# numbers in one with more than 2^31 elements. Scores have 4 bytes at least.
+LARGEST_BUFFER = 4 << 30
 # Compute capability, or its major version -> float32 units of a multiprocessor.
 _FP32_UNITS: dict[tuple[int, ...], int] = {
     (5,): 128, (6,): 128, (6, 0): 64, (7,): 64, (8,): 128, (8, 0): 64, (9,): 128, (10,): 128, (12,): 128,

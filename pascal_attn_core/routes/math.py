@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results
 from ..config import AttentionConfig
-from ..device import MIB
+from ..device import LARGEST_BUFFER, MIB
 from ..lazy_mask import LazyMask
 from ..reference import allowed_keys
 from .route import Choice, Request, Route
@@ -25,7 +25,9 @@ class MathRoute(Route):
         call, limit = request.call, request.config.math_limit_mib
         reasons = []
         score_mib = call.num_scores * max(4, call.query.element_size()) / MIB
-        if score_mib > limit:
+        if score_mib > LARGEST_BUFFER / MIB:
+            reasons.append(f"its score matrix of {score_mib:,.0f} MiB is above 4 GiB, the largest buffer there may be")
+        elif score_mib > limit:
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if request.with_lse:
             reasons.append("torch's function does not return lse")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
 from ..config import AttentionConfig
-from ..device import MIB
+from ..device import LARGEST_BUFFER, MIB
 from ..lazy_mask import LazyMask
 from ..runtime import Runtime, runtime_of
 from .first_order import Grads, first_order
@@ -47,7 +47,7 @@ class Request:
         """Extra memory that the call may use."""
         if self.config.budget_mib is None:
             return self.runtime.info.default_budget_bytes()
-        return int(self.config.budget_mib * MIB)
+        return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)
 
     def plan(self, route: Route) -> Any:
         """What ``route.plan`` answers, asked once."""

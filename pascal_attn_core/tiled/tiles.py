@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..device import MIB, DeviceInfo
+from ..device import LARGEST_BUFFER, MIB, DeviceInfo
 from .dropout import BYTES_PER_SCORE
 
 Ranges = list[tuple[int, int]]  # first and one-past-last of each
@@ -129,12 +129,13 @@ def plan_tiles(
     Args:
         info: the device, real or made by hand.
         work: the call's sizes.
-        budget_bytes: upper bound of the extra memory; None = the device's default.
+        budget_bytes: upper bound of the extra memory; None = the device's default. Above 4 GiB it counts as 4 GiB.
         q_block, kv_block: tokens per tile if the caller wants to decide them.
     Raises:
         ValueError: not even the smallest tile, or not the tile asked for, fits the budget.
     """
     budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
+    budget = min(budget, LARGEST_BUFFER)
     scan = scan_bytes(work)
     scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
     if scans_mask:

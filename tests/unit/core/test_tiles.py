@@ -5,8 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from attn_support.profile import examples
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pascal_attn_core.device import MIB, DeviceInfo
+from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import LARGEST_BUFFER, MIB, DeviceInfo
+from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.tiles import (
     Workload,
     describe_plan,
@@ -180,3 +187,46 @@ def test_a_plan_in_words() -> None:
     )
     assert "4 query heads" in words
     assert words.endswith("MiB")
+
+
+SIZES = st.integers(1, 1 << 20)
+
+
+@examples(300)
+@given(
+    card=st.sampled_from(sorted(CARDS)),
+    units=st.integers(1, 4096),
+    groups=st.sampled_from([1, 4, 32]),
+    lengths=st.tuples(SIZES, SIZES),
+    head_dim=st.sampled_from([8, 64, 128, 512]),
+    acc_size=st.sampled_from([4, 8]),
+    flags=st.tuples(*[st.booleans()] * 5),
+    budget_mib=st.sampled_from([None, 64, 4096, 1 << 20, 1 << 40]),
+)
+def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib(
+    card: str,
+    units: int,
+    groups: int,
+    lengths: tuple[int, int],
+    head_dim: int,
+    acc_size: int,
+    flags: tuple[bool, ...],
+    budget_mib: int | None,
+) -> None:
+    copies, backward, dropout, band, causal = flags
+    work = Workload(
+        units, groups, *lengths, head_dim, head_dim, acc_size, copies_query=copies, copies_kv=copies, copies_out=copies,
+        writes_mask=band, has_band=band, causal=causal, dropout=dropout, backward=backward,
+    )  # fmt: skip
+    plan = plan_tiles(CARDS[card], work, None if budget_mib is None else budget_mib * MIB)
+    scores = plan.units * plan.rows(groups) * plan.kv_block
+    assert scores * acc_size <= plan.extra_bytes <= LARGEST_BUFFER == 4 << 30
+    assert scores < 1 << 31
+
+
+def test_plain_attention_stores_no_larger_matrix_either() -> None:
+    query = torch.empty(1, 1, 40_000, 8, device="meta")
+    generous = AttentionConfig(route="math", math_limit_mib=1e6)
+    (reason,) = why_not("math", check_call(query, query, query), generous)
+    assert reason == "its score matrix of 6,104 MiB is above 4 GiB, the largest buffer there may be"
+    assert sdpa(query, query, query).shape == query.shape
