@@ -154,7 +154,7 @@ def without_a_prompt_its_kind_is_guessed():
             model = load_model(name)
         except FileNotFoundError:
             continue
-        text, saved = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
+        text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
         assert "Found by following one call" in text, (name, text)
         assert saved >= 0.0
         unload()
@@ -170,7 +170,7 @@ def latents_of_video_and_sound_are_packed():
         raise Skip("this host does not know MiniMax-H3") from None
     asyncio.run(nodes.init_builtin_extra_nodes())
     latent = nodes.NODE_CLASS_MAPPINGS["EmptyMiniMaxH3LatentAV"].execute(width=128, height=128, length=22)[0]
-    text, _ = NODE().estimate(model, latent)
+    text, *_ = NODE().estimate(model, latent)
     assert "Found by following one call" in text, text
     assert "one prompt at a time" in text, text
 
@@ -179,7 +179,7 @@ def latents_of_video_and_sound_are_packed():
 def where_it_cannot_be_followed_arithmetic_says_so():
     model = load_model("sd15")
     with replaced(type(model.model.diffusion_model), "forward", lambda *args, **kwargs: 1 / 0):
-        text, _ = NODE().estimate(model, {"samples": torch.zeros(1, 4, 64, 64)})
+        text, *_ = NODE().estimate(model, {"samples": torch.zeros(1, 4, 64, 64)})
     assert "rough estimate" in text, text
     assert "ZeroDivisionError" in text, text
     assert "4096 queries x 4096 keys" in text, text
@@ -197,10 +197,62 @@ def a_large_model_that_is_nowhere_is_followed():
         raise Skip(f"this host makes it of other arguments: {error}") from None
     model.model_sampling = comfy.model_base.model_sampling(model.model_config, model.model_type)
     patcher = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"), size=24 << 30)
-    text, _ = NODE().estimate(patcher, {"samples": torch.zeros(1, 16, 128, 128)}, guidance=False)
+    text, *_ = NODE().estimate(patcher, {"samples": torch.zeros(1, 16, 128, 128)}, guidance=False)
     assert "57 calls, 1 different; the largest 1 x 24 heads x 4352 queries x 4352 keys of 128 in float32" in text, text
     assert "Its score matrix is 1734 MiB" in text, text
     assert "38 calls; the largest double_blocks.0.img_mlp (Sequential) on 1 x 4096 x 3072" in text, text
+    assert "with the weights streamed from the computer's memory" in text or "beside all weights" in text, text
+    assert "resolution (now 1024 x 1024): as ComfyUI is" in text, text
+
+
+@check
+def sizes_lie_on_a_line_through_two_of_them():
+    node, inputs, largest = pack("memory_estimate"), pack("estimate.inputs"), pack("estimate.largest")
+    for name in ("sd15", "flux", "wan_t2v"):
+        try:
+            model = load_model(name)
+        except FileNotFoundError:
+            continue
+        shape = (1, *LATENTS[name])
+
+        def at(size, name=name, model=model):
+            latent = inputs.Latent(torch.zeros(size.shape), [torch.Size(size.shape)])
+            found = node.follow(model, latent, texts(name)[0], 16, 1)
+            assert not found.call.is_rough, found.how
+            return found.call
+
+        for axis in largest.axes_of(shape):
+            sizes = largest.sizes_of(axis, shape, 8, 4)
+            one, two, third = sizes[1], sizes[3], sizes[6]
+            line = largest.line_through(one.amount, at(one), two.amount, at(two))
+            found, real = line(third.amount), at(third)
+            assert found.attention == real.attention, (name, axis)
+            assert found.ffn == real.ffn, (name, axis)
+            for ours, theirs in (
+                (found.other_bytes, real.other_bytes),
+                *zip([a.live_bytes for a in found.attention], [a.live_bytes for a in real.attention]),
+            ):
+                assert abs(ours - theirs) <= 0.01 * theirs + 65536, (name, axis, ours, theirs)
+        unload()
+
+
+@check
+def the_largest_is_named_with_the_vae_and_drawn():
+    model = load_model("sd15")
+
+    class Vae:
+        vae_dtype = torch.float32
+
+        @staticmethod
+        def memory_used_decode(shape, dtype):
+            return 2178 * shape[2] * shape[3] * 64 * 4
+
+    text, _, picture = NODE().estimate(model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=Vae())
+    assert "The largest that fits into" in text, text
+    assert "resolution (now 128 x 128): as ComfyUI is" in text, text
+    assert "batch (now batch of 1):" in text, text
+    assert "decoding in one piece, by ComfyUI's own estimate of its VAE: " in text, text
+    assert (picture.shape[0], *picture.shape[2:]) == (1, 1200, 3), picture.shape
 
 
 @check
