@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import AttentionConfig, UnsupportedAttention, __version__
+from ... import AttentionConfig, UnsupportedAttention, __version__, patch_ffn
 from ...interception import TORCH_SDPA, SdpaMode
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
@@ -40,11 +40,12 @@ EXTRAS = {name: name for name in ("diffusers", "transformers", "safetensors", "n
 EXTRAS["PIL"] = "pillow"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "attention calls")
-STOCK, MATH, OURS = "stock", "torch math", "Pascal Attention"
-RUNS = (STOCK, MATH, OURS)
+STOCK, MATH, OURS, SLICED = "stock", "torch math", "Pascal Attention", "... and FFN in slices"
+RUNS = (STOCK, MATH, OURS, SLICED)
+_FFN_BUDGET_MIB = 8.0
 NOTES = """\
 stock: whatever torch chooses here.  torch math: what torch falls back to where it has no fused kernel for the call.
-Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).
+Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).  ... and FFN in slices: with patch_ffn(pipe.unet) too.
 peak extra: most bytes {memory}.
 largest difference: of the final latents, against stock."""
 _FOLLOWED = "of tensors alive at once, beyond those before the run (not the scratch inside torch's fused CPU kernel)"
@@ -162,16 +163,18 @@ def _run_case(
 @contextmanager
 def _attention(pipe: Any, name: str) -> Iterator[None]:
     """The pipeline with the attention of this run."""
-    kernels: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
+    around: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
+    if name == SLICED:
+        around = patch_ffn(getattr(pipe, "unet", None) or pipe.transformer, budget_mib=_FFN_BUDGET_MIB)
     if name not in (STOCK, MATH):
         from ...diffusers import PascalAttnProcessor
 
-        if name == OURS:
+        if name in (OURS, SLICED):
             pipe.set_attn_processor(PascalAttnProcessor())
         else:
             config = AttentionConfig(route=name.removeprefix("route "))
             pipe.set_attn_processor(PascalAttnProcessor(config))
-    with kernels:
+    with around:
         yield
 
 
@@ -283,6 +286,23 @@ def _print(document: dict[str, Any]) -> None:
         f"{document['num_heads']} heads of {document['head_dim']}"
     )
     print_table(title, COLUMNS, [_cells(row) for row in document["rows"]])
+    sentence = taken_away({row["name"]: row["peak_bytes"] for row in document["rows"]})
+    if sentence:
+        print(sentence, end="\n\n")
+
+
+def taken_away(peaks: dict[str, int | None]) -> str:
+    """What each step took away of the peak memory, in one sentence; "" where a run did not take place."""
+    before, ours, sliced = (peaks.get(name) for name in (MATH, OURS, SLICED))
+    stock = peaks.get(STOCK)
+    if before is None or ours is None or sliced is None or stock is None:
+        return ""
+    fused = "torch has a fused kernel here" if stock < 2 * ours else "this device falls to torch math"
+    return (
+        f"{fused}; of the {before / MIB:,.0f} MiB of a device without one, attention took away "
+        f"{(before - ours) / MIB:,.0f} MiB, and feed-forward layers in slices {(ours - sliced) / MIB:,.0f} of the "
+        f"{ours / MIB:,.0f} MiB left."
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
