@@ -356,7 +356,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     (args.out / "results.json").write_text(json.dumps(report, indent=2) + "\n")
     panels = []
     for case in documents:
-        for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak extra memory", "MiB", "peak_bytes", MIB)):
+        for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak memory", "MiB", "peak_bytes", MIB)):
             bars = [
                 charts.Bar(row["name"], None if row[key] is None else row[key] / scale, row["note"])
                 for row in case["rows"]
