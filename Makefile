@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench gpu clean
 
 setup: $(VENV)/.test
 
@@ -26,6 +26,11 @@ check: $(VENV)/.check
 bench: $(VENV)/.test
 	$(BIN)/pip install -q -e ".[bench]"
 	$(BIN)/pascal-attn bench
+
+# All that is worth running on a card, in nine minutes at most; GPU="--parts sweep --seconds 3000" for other things. The
+# test extra has the peers, so nothing is installed beside it.
+gpu: $(VENV)/.test
+	$(BIN)/python -m tools.gpu $(GPU)
 
 # torch goes in first and alone, so that nothing else can choose another build of it.
 $(VENV)/.torch:
