@@ -307,11 +307,11 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
-    Part("tests", 150, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
-    Part("selftest", 85, _CORE, _selftest),
-    Part("bench-forward", 80, _CORE, _forward),
+    Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
+    Part("selftest", 80, _CORE, _selftest),
+    Part("bench-forward", 75, _CORE, _forward),
     Part("bench-backward", 60, _CORE, _backward),
     Part("demo", 40, _CORE, _demo),
-    Part("sanitizer", 45, _TOOL, _sanitizer),
+    Part("sanitizer", 75, _TOOL, _sanitizer),
     Part("sweep", 80, _TOOL, _sweep),
 )

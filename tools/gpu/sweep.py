@@ -35,7 +35,7 @@ from pascal_attn_core.fused import nvrtc, verify
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, num_splits, variants_of
+from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, variants_of
 from pascal_attn_core.fused.source import HEAD_DIMS, Geometry, Variant, source
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
@@ -197,13 +197,15 @@ class Work:
         self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
         self.grad_out = torch.ones_like(self.out)
 
-    def launches(self, candidate: Variant, num_sms: int) -> list[Launch]:
+    def launches(self, candidate: Variant, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
         """Those of the candidate's kernels, and pa_delta, which the gradients' kernels read from."""
         variants = variants_of(self.call)
         if not candidate.kind.startswith("grad"):
             splits = 0
             if candidate.kind == "split":
-                splits = max(1, num_splits(self.call, variants.forward.geometry, candidate.geometry, num_sms))
+                places = num_sms * resident_blocks(candidate, capability)
+                plain = variants.forward.geometry
+                splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
             return forward_launches(self.call, Plan(candidate, splits), self.out)
         pair = variants.grad_query, variants.grad_key_value
         chosen = tuple(candidate if candidate.kind == variant.kind else variant for variant in pair)
@@ -352,7 +354,7 @@ class Job:
                 return _line(error)
         if not lane.error <= verify.tolerance(candidate):
             return "wrong"
-        launches = self.work.launches(candidate, self.kernels.info.num_sms)
+        launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
         self.kernels.run(launches)
         timed = [launch for launch in launches if launch.function != "pa_delta"]
         self.attempts[lane.name] = lambda: self.kernels.run(timed)

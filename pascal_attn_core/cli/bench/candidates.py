@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 BASELINE = "torch-fused"
 PASCAL_ATTN_TILES = (64, 128, 256)
 NOFLASH_TIERS = (1, 2, 3)
-_BACKENDS = {
+_BACKENDS: dict[str, Any] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
