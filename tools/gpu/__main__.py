@@ -63,8 +63,8 @@ def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
             continue
         weight = sum(each.weight for each in todo[todo.index(part) :])
         seconds = max(0.0, run.end - time.monotonic()) * part.weight / weight
-        before = known[part.name].get("figures", {}) if known[part.name].get("state") == UNFINISHED else {}
-        found[part.name] = run_part(run, part, seconds, held[part.name], {} if run.again else before)
+        before = {} if run.again else known[part.name].get("figures", {})
+        found[part.name] = run_part(run, part, seconds, held[part.name], before)
     return found
 
 
@@ -77,24 +77,34 @@ def run_part(
     began, moment = time.monotonic(), datetime.now(timezone.utc)
     with tempfile.TemporaryDirectory(prefix="pascal-attn-gpu-") as scratch:
         job = Job(run.python, run.device, run.sizes, began + seconds, Path(scratch), before, run.env)
+
+        def write(outcome: Outcome) -> dict[str, Any]:
+            content = {
+                "part": part.name,
+                "state": outcome.state,
+                "summary": outcome.summary,
+                "command": job.commands,
+                "began": moment.isoformat(timespec="seconds"),
+                "seconds": round(time.monotonic() - began, 1),
+                "limit": round(seconds, 1),
+                **run.facts,
+                "commit": results.commit(),
+                "conditions": conditions,
+                "figures": outcome.figures,
+            }
+            results.write(run.folder / f"{part.name}.json", content, _private(scratch))
+            return content
+
         try:
             outcome = part.run(job)
+        except KeyboardInterrupt:
+            figures = results.read(job.progress) if job.progress else {}
+            if figures:
+                write(Outcome(UNFINISHED, "interrupted", figures))
+            raise
         except Exception as error:  # the next parts go on; whatever it is belongs into the file
             outcome = Outcome(FAILED, f"{type(error).__name__}: {error}"[:200], {})
-    content = {
-        "part": part.name,
-        "state": outcome.state,
-        "summary": outcome.summary,
-        "command": job.commands,
-        "began": moment.isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - began, 1),
-        "limit": round(seconds, 1),
-        **run.facts,
-        "commit": results.commit(),
-        "conditions": conditions,
-        "figures": outcome.figures,
-    }
-    results.write(run.folder / f"{part.name}.json", content, _private(scratch))
+        content = write(outcome)
     say(part.name, f"{outcome.state}: {outcome.summary}", content["seconds"])
     for line in outcome.table:
         print("  " + line)
@@ -104,7 +114,9 @@ def run_part(
 def _private(scratch: str) -> dict[str, str]:
     words = {scratch: "OUT", str(results.ROOT): "."}
     with contextlib.suppress(RuntimeError):  # no home
-        words[str(Path.home())] = "~"
+        home = Path.home()
+        if home != Path(home.anchor):
+            words[str(home)] = "~"
     return words
 
 
@@ -126,7 +138,7 @@ def conclude(found: dict[str, dict[str, Any]], folder: Path) -> int:
     if unfinished:
         print(f"to be continued: {', '.join(unfinished)}")
     words = ", ".join(f"{name} ({found[name]['state']})" for name in bad)
-    print(f"WRONG: {words}" if bad else "all right")
+    print(f"WRONG: {words}" if bad else "all that was run is right")
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(results.ROOT)
     print("commit these files: " + " ".join(f"{(folder / name).as_posix()}.json" for name in found))
@@ -149,11 +161,12 @@ def environment(device: str) -> tuple[str, dict[str, str]]:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(results.ROOT), env.get("PYTHONPATH"))))
     kind, _, index = device.partition(":")
-    if kind != "cuda" or not index:
+    if kind != "cuda" or not index.isdigit():
         return device, env
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else []
-    env["CUDA_VISIBLE_DEVICES"] = names[int(index)] if int(index) < len(names) else index
+    if visible is not None:  # torch counts those
+        index = next(iter(visible.split(",")[int(index) :]), "")
+    env["CUDA_VISIBLE_DEVICES"] = index
     return "cuda", env
 
 

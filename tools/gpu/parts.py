@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -96,9 +97,10 @@ class Job:
         python: the command that runs Python.
         end: the moment, of ``time.monotonic``, at which the part is stopped.
         scratch: an empty folder.
-        before: the figures of an earlier run that was not finished.
+        before: the figures of an earlier run that did not come to its end.
         env: the environment of its processes.
         commands: what has been run, for the reader.
+        progress: the file in which the figures grow, where an interrupt shall leave those so far.
     """
 
     python: tuple[str, ...]
@@ -109,6 +111,7 @@ class Job:
     before: dict[str, Any]
     env: dict[str, str]
     commands: list[str] = field(default_factory=list)
+    progress: Path | None = None
 
     @property
     def left(self) -> float:
@@ -145,7 +148,7 @@ def _tests(job: Job) -> Outcome:
     path = job.scratch / "tests.jsonl"
     given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--record", str(path))
     ended = job.run("-m", "pytest", "-m", "gpu", "tests/gpu", *given, *job.sizes.tests)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = _lines_of(path)
     tests = [line for line in lines if "test" in line]
     collected = next((line["collected"] for line in lines if "collected" in line), 0)
     # A test may be told of twice: its call, and what failed when it was put away.
@@ -153,7 +156,7 @@ def _tests(job: Job) -> Outcome:
     for line in tests:
         outcomes[line["test"]] = max(line["outcome"], outcomes.get(line["test"], ""), key=_severity)
     counts = Counter(outcomes.values())
-    figures = {
+    figures: dict[str, Any] = {
         "collected": collected,
         "counts": dict(counts),
         "failures": [line for line in tests if line["outcome"] == "failed"],
@@ -172,6 +175,15 @@ def _tests(job: Job) -> Outcome:
     if not ran:
         return Outcome(NOT_RUN, next(iter(figures["skipped"]), "no test was found"), figures)
     return Outcome(RIGHT, said, figures)
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    """What the tests wrote; the last line may be cut."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _severity(outcome: str) -> int:
@@ -269,8 +281,9 @@ def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
 def _sweep(job: Job) -> Outcome:
     """A candidate may end its process; the next process goes on behind it."""
     path = job.scratch / "sweep.json"
+    job.progress = path
     if job.before:
-        path.write_text(json.dumps(job.before))
+        path.write_text(json.dumps({name: value for name, value in job.before.items() if name != "output"}))
     while True:
         trying = read(path).get("trying", "")
         seconds = max(0.0, job.left - _MARGIN)
@@ -284,7 +297,7 @@ def _sweep(job: Job) -> Outcome:
     left, total = len(figures.get("not_reached", [])), len(jobs) + len(figures.get("not_reached", []))
     wrong = [each["job"] for each in jobs if each["shipped_note"]]
     lost = figures.get("lost", {})
-    said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} candidates ended their process" if lost else "")
+    said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} ended their process" if lost else "")
     shown = table(jobs) if jobs else []
     if wrong:
         return Outcome(WRONG, f"{said}; the shipped geometry does not run: {', '.join(wrong)}", figures, shown)

@@ -168,7 +168,8 @@ def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) 
         return check_call(numbers(heads, q_heads, 1, dim), key, value, enable_gqa=True)
     mask = numbers(tokens, tokens) if variant.mask != "none" else None
     mask = mask > 0 if variant.mask == "bool" and mask is not None else mask
-    return check_call(*(numbers(1, heads, tokens, dim) for _ in range(3)), mask)
+    query, key, value = (numbers(1, heads, tokens, dim) for _ in range(3))
+    return check_call(query, key, value, mask)
 
 
 def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -> int:
@@ -249,20 +250,21 @@ def error_of(candidate: Candidate, kernels: Kernels) -> float:
 
 def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[[], Any]]:
     """What torch's own kernels take for the same: the forward pass, or both gradients at once."""
-    tensors = call.query, call.key, call.value
+    tensors, mask = (call.query, call.key, call.value), call.attn_mask
+    assert mask is None or isinstance(mask, Tensor)
     is_grouped = call.num_heads != call.num_kv_heads
 
-    def attend(backend: SDPBackend, *inputs: Tensor) -> Tensor:
+    def attend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*inputs, call.attn_mask, enable_gqa=is_grouped)
+            return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped)
 
     def forward(backend: SDPBackend) -> Callable[[], Any]:
         return lambda: attend(backend, *tensors)
 
     def gradients(backend: SDPBackend) -> Callable[[], Any]:
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in tensors]
-            out = attend(backend, *leaves)
+            query, key, value = leaves = [t.detach().requires_grad_() for t in tensors]
+            out = attend(backend, query, key, value)
         grad_out = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
@@ -280,15 +282,16 @@ class Settings:
     tokens: int = 2048
     waves: int = _WAVES
     rounds: int = 5
-    most: int = 48
+    most: int = 64
 
 
 class Job:
     """The sweep over one variant.
 
     Args:
-        begin: called with a candidate's name before it runs for the first time.
-        lost: candidates that have ended their process before.
+        begin: called with a candidate's name before it runs for the first time, with the variant's before all are
+            timed, and with "" behind that.
+        lost: what has ended its process before -> a sentence.
     """
 
     def __init__(
@@ -374,6 +377,7 @@ class Job:
 
     def time(self) -> None:
         """Rounds in which each of those that have not been timed is called, and the shipped one."""
+        self.begin(self.variant.name)
         own = self.lanes[self.variant.geometry]
         ready = [lane for lane in (*self.lanes.values(), *self.torch) if lane.name in self.attempts]
         new = [lane for lane in ready if lane is not own and not lane.times]
@@ -390,6 +394,7 @@ class Job:
             lane.seconds = statistics.median(lane.times)
             if own.name in rounds:
                 lane.over_shipped = statistics.median(a / b for a, b in zip(times, rounds[own.name], strict=True))
+        self.begin("")
 
     def _calls(self, lane: Lane) -> int:
         first = self.clock.seconds(self.attempts[lane.name])
@@ -481,7 +486,7 @@ def sweep(
     capability = kernels.info.capability or (0, 0)
     compilations = Compilations(kernels, 10 * capability[0] + capability[1], processes)
     longest = 0.0
-    known = {job["job"] for job in found["jobs"]}
+    known = {*(job["job"] for job in found["jobs"]), *found["lost"]}
     todo = [variant for variant in jobs if variant.name not in known]
     try:
         for number, variant in enumerate(todo):

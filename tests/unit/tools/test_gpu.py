@@ -4,6 +4,7 @@ processes; ``test_gpu_whole.py`` runs the real ones."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -129,6 +130,7 @@ def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatc
     assert (device, env["CUDA_VISIBLE_DEVICES"]) == ("cuda", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert environment("cuda:1")[1]["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment("cuda:2")[1]["CUDA_VISIBLE_DEVICES"] == ""
     assert environment("cpu")[0] == "cpu"
 
 
@@ -197,7 +199,7 @@ def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path
 
 
 def _interrupted(folder: str, number: str) -> None:
-    """The command, of which the second of three parts hangs, gets a signal."""
+    """The command, of which the second of three parts hangs, gets a signal; the figures of that part grow in a file."""
     noted, said = Path(folder) / "process", io.StringIO()
 
     def interrupt() -> None:
@@ -206,9 +208,15 @@ def _interrupted(folder: str, number: str) -> None:
         os.kill(os.getpid(), int(number))
 
     hangs = part("second", HANGS.replace("sys.argv[1]", repr(str(noted))))
+
+    def grows(job: Job) -> Outcome:
+        job.progress = job.scratch / "figures.json"
+        job.progress.write_text('{"jobs": ["one"]}')
+        return hangs.run(job)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "ask_facts", lambda *arguments: facts())
-        patch.setattr(command, "PARTS", [part("first"), hangs, part("third")])
+        patch.setattr(command, "PARTS", [part("first"), dataclasses.replace(hangs, run=grows), part("third")])
         threading.Thread(target=interrupt, daemon=True).start()
         with contextlib.redirect_stderr(said):
             assert main(["--out", str(Path(folder) / "out")], (sys.executable, "-S")) == 130
@@ -217,11 +225,15 @@ def _interrupted(folder: str, number: str) -> None:
 
 @posix_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_what_is_done_and_nothing_in_part(tmp_path: Path, number: int) -> None:
+def test_an_interrupt_leaves_what_is_done_and_no_file_in_part(tmp_path: Path, number: int) -> None:
     fresh.call(_interrupted, str(tmp_path), str(int(number)))
     assert _is_gone(int((tmp_path / "process").read_text()))
-    assert [path.name for path in (tmp_path / "out" / "nvidia-geforce-gtx-1080-ti").iterdir()] == ["first.json"]
+    written = sorted(path.name for path in (tmp_path / "out" / "nvidia-geforce-gtx-1080-ti").iterdir())
+    assert written == ["first.json", "second.json"]
     assert stored(tmp_path / "out", "first")["state"] == RIGHT
+    second = stored(tmp_path / "out", "second")
+    assert (second["state"], second["summary"]) == (UNFINISHED, "interrupted")
+    assert second["figures"] == {"jobs": ["one"]}
 
 
 # ---- what is said and written --------------------------------------------------------------------------------------

@@ -101,6 +101,15 @@ def test_a_candidate_that_has_ended_its_process_is_left_alone(compiler: AnyGeome
     assert found["jobs"][0]["best"] is None
 
 
+def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    write_object(path, {"jobs": [], "trying": OTHER.name})
+    assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
+    assert read_object(path)["jobs"] == []
+    assert list(read_object(path)["lost"]) == [OTHER.name]
+    assert card.queued == []
+
+
 def test_a_wrong_candidate_is_not_timed(compiler: AnyGeometry, tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler):
