@@ -20,7 +20,7 @@ from . import child, results
 from .parts import BAD, FAILED, FULL, LASTING, NOT_RUN, PARTS, TINY, UNFINISHED, Job, Outcome, Part, Sizes
 
 SECONDS = 540.0
-_FACTS_SECONDS = 60.0
+_FACTS_SECONDS = 120.0
 
 
 class Run(NamedTuple):

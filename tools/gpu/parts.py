@@ -72,20 +72,7 @@ TINY = Sizes(
     backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
     demo=("--quick", "--only", "image", "--steps", "1"),
     sanitized=("--most", "1"),
-    sweep=(
-        "--jobs",
-        "forward-32-float32-none",
-        "--tokens",
-        "70",
-        "--waves",
-        "0",
-        "--rounds",
-        "1",
-        "--most",
-        "1",
-        "--processes",
-        "1",
-    ),
+    sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
 )
 
 
@@ -264,7 +251,7 @@ def _sanitizer(job: Job) -> Outcome:
         said.append(f"{tool}: {words}")
         figures[tool] = {"state": state, "errors": errors, "ended": ended.words, "seconds": ended.seconds}
         figures[tool]["output"] = ended.output.splitlines()
-    worst = next((state for state in (WRONG, FAILED, STOPPED) if state in states), RIGHT)
+    worst = next((state for state in (FAILED, STOPPED, WRONG) if state in states), RIGHT)  # the first two: run again
     return Outcome(worst, ", ".join(said), figures)
 
 
@@ -284,7 +271,7 @@ def _sweep(job: Job) -> Outcome:
     job.progress = path
     if job.before:
         path.write_text(json.dumps({name: value for name, value in job.before.items() if name != "output"}))
-    while True:
+    while True:  # until a process ends in order, or twice at the same place
         trying = read(path).get("trying", "")
         seconds = max(0.0, job.left - _MARGIN)
         given = ("--device", job.device, "--json", str(path), "--seconds", f"{seconds:.0f}", *job.sizes.sweep)
@@ -300,7 +287,8 @@ def _sweep(job: Job) -> Outcome:
     said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} ended their process" if lost else "")
     shown = table(jobs) if jobs else []
     if wrong:
-        return Outcome(WRONG, f"{said}; the shipped geometry does not run: {', '.join(wrong)}", figures, shown)
+        said += f"; the shipped geometry does not run: {', '.join(wrong)}"
+        return Outcome(FAILED if left else WRONG, said, figures, shown)  # failed: the others are still to be run
     if ended.status == 0:
         return Outcome(RIGHT, said, figures, shown)
     if ended.status == 2:

@@ -327,6 +327,7 @@ class Job:
             self.compilations.ask(next_candidates)
             self.enter(candidates)
             self.time()
+        self.attempts.clear()  # which hold this object, and so its tensors
         return self.report()
 
     def enter(self, candidates: Sequence[Candidate]) -> None:
@@ -352,10 +353,11 @@ class Job:
         """Make a candidate ready to be timed; "" or why it is not."""
         with giving(self.kernels, candidate, cubin):
             try:
-                lane.error = error_of(candidate, self.kernels)
-            except (KernelUnavailable, torch.cuda.OutOfMemoryError) as error:
-                return _line(error)
-        if not lane.error <= verify.tolerance(candidate):
+                error = error_of(candidate, self.kernels)
+            except (KernelUnavailable, torch.cuda.OutOfMemoryError) as failure:
+                return _line(failure)
+        lane.error = error if math.isfinite(error) else None
+        if not error <= verify.tolerance(candidate):
             return "wrong"
         launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
         self.kernels.run(launches)
@@ -496,9 +498,7 @@ def sweep(
             if began - start + longest > seconds:
                 return False
             coming = first_candidates(todo[number + 1], settings) if number + 1 < len(todo) else []
-            job = Job(variant, kernels, compilations, settings, begin, found["lost"])
-            found["jobs"].append(job.run(coming))
-            del job  # and its tensors
+            found["jobs"].append(Job(variant, kernels, compilations, settings, begin, found["lost"]).run(coming))
             longest = max(0.8 * longest, time.monotonic() - began)
         found["not_reached"] = []
         begin("")

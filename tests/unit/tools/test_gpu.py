@@ -337,6 +337,18 @@ if found["trying"]:
     assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
 
 
+def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
+    job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
+    job |= {"best_over_shipped": None, "torch": []}
+    for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
+        folder = tmp_path / state
+        folder.mkdir()
+        found = {"jobs": [job], "trying": "", "not_reached": left}
+        outcome = _part("sweep").run(_job(folder, f"sys.exit({status})", before=found))
+        assert outcome.state == state
+        assert outcome.summary == f"1 of {1 + len(left)} kernels; the shipped geometry does not run: a"
+
+
 def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: Path) -> None:
     program = "raise SystemError('a fault')"
     outcome = _part("sweep").run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
