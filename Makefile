@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test check bench gpu docs clean
 
 setup: $(VENV)/.test
 
@@ -30,6 +30,11 @@ bench: $(VENV)/.test
 # The docs site with the API reference, in site/. A warning, such as a broken link, is an error.
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
+
+# All that is worth running on a card, in nine minutes at most; GPU="--parts sweep --seconds 3000" for other things. The
+# test extra has the peers, so nothing is installed beside it.
+gpu: $(VENV)/.test
+	$(BIN)/python -m tools.gpu $(GPU)
 
 # torch goes in first and alone, so that nothing else can choose another build of it.
 $(VENV)/.torch:

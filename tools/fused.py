@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import lzma
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
 from pascal_attn_core.fused import nvrtc as _nvrtc
 from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused.nvrtc import usage
 from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,14 +68,6 @@ def compiled(variant: Variant, arch: int) -> _nvrtc.Compiled:
         cubin.write_bytes(result.cubin)
         log.write_text(result.log)
     return _nvrtc.Compiled(cubin.read_bytes(), log.read_text())
-
-
-def usage(log: str) -> tuple[list[tuple[int, int]], int]:
-    """([(registers, spilled bytes) of each function], largest shared memory) that a log reports."""
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
-    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
-    return list(zip(registers, spills, strict=True)), max(shared, default=0)
 
 
 def cell(arch: int, log: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,15 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     log: str
+
+
+def usage(log: str) -> tuple[list[tuple[int, int]], int]:
+    """([(registers per thread, spilled bytes) of each function], largest shared memory of a block in bytes) that the
+    log of a compilation reports."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", log)]
+    return list(zip(registers, spills, strict=True)), max(shared, default=0)
 
 
 class Nvrtc:

@@ -17,6 +17,12 @@ from .source import HEAD_DIMS, Geometry, Variant
 MAX_SPLITS = 64
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
 _SPLIT_SPEED = 0.6
+# Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
+# technical specifications. From 8.0 on each block takes 1 KiB beside its own.
+_SHARED_KIB: dict[tuple[int, ...], int] = {
+    (5,): 64, (5, 2): 96, (6,): 64, (6, 1): 96, (7,): 96, (7, 5): 64, (8,): 100, (8, 0): 164, (8, 7): 164, (9,): 228,
+    (10,): 228, (12,): 100,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +79,19 @@ class Plan(NamedTuple):
 
 
 def plan_call(
-    call: AttentionCall, num_sms: int, *, int8: bool = False, for_grad: bool = False, packed: Packed | None = None
+    call: AttentionCall,
+    num_sms: int,
+    capability: tuple[int, int] | None = None,
+    *,
+    int8: bool = False,
+    for_grad: bool = False,
+    packed: Packed | None = None,
 ) -> Plan:
     """The plan of a call that the kernels can take.
 
     Args:
         num_sms: multiprocessors of the device.
+        capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
         for_grad: gradients will be wanted.
     """
     variants = variants_of(call)
@@ -86,7 +99,8 @@ def plan_call(
         return Plan(variants.int8)
     gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
     if packed is None:
-        splits = num_splits(call, variants.forward.geometry, variants.split.geometry, num_sms)
+        places = num_sms * resident_blocks(variants.split, capability)
+        splits = num_splits(call, variants.forward.geometry, variants.split.geometry, num_sms, places)
         if splits:
             return Plan(variants.split, splits, gradients)
     return Plan(variants.forward, 0, gradients, packed)
@@ -126,12 +140,29 @@ def table_dim(head_dim: int, head_dim_v: int) -> int | None:
     return next((d for d in HEAD_DIMS if max(head_dim, head_dim_v) <= d), None)
 
 
-def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int:
+    """Blocks of a kernel that a multiprocessor of this compute capability holds: those that it is compiled for, as far
+    as shared memory suffices. None = that is not known, and suffices."""
+    if capability is None:
+        return variant.geometry.blocks
+    found = _SHARED_KIB.get(capability, _SHARED_KIB.get(capability[:1]))
+    if found is None:
+        return variant.geometry.blocks
+    of_block = -(-variant.tile_bytes // 256) * 256 + (1024 if capability >= (8, 0) else 0)
+    return max(1, min(variant.geometry.blocks, (found << 10) // of_block))
+
+
+def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: int, places: int) -> int:
     """Into how many ranges the keys are cut by the kernel for few query rows, so that they still fill the device; 0 =
     the plain kernel takes the call.
 
     A tile of that kernel is small and holds the queries of all heads of a group, one of the plain kernel those of one
     head: the one that has less of its tiles empty wins, at the speed that a full tile has.
+
+    Args:
+        plain, split: of the two kernels.
+        places: blocks of the kernel for few query rows that the device holds at a time.
     """
     tokens, groups = call.seq_len_q, call.groups
     is_small = _SPLIT_SPEED * _fullness(groups * tokens, split.rows) > _fullness(tokens, plain.rows)
@@ -140,7 +171,7 @@ def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: i
     if 2 * blocks > num_sms and not is_small:
         return 0
     units = batch_size * call.num_kv_heads * -(-groups * tokens // split.rows)
-    wanted = -(-split.blocks * num_sms // max(1, units))
+    wanted = -(-places // max(1, units))
     splits = max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
     return splits if is_small or splits > 1 else 0
 

@@ -169,6 +169,15 @@ class Variant:
         return 512 // self.geometry.cols
 
     @property
+    def tile_bytes(self) -> int:
+        """Shared memory of a block for the tiles of its products: SMEM_TILE of ``product.cuh``. Some kernels have some
+        more."""
+        g = self.geometry
+        rows = 2 * g.depth * (g.rows + g.cols)
+        cols = g.cols // g.parts * g.rows + 2 * g.staged * self.head_dim
+        return 4 * max(rows, cols)
+
+    @property
     def functions(self) -> tuple[str, ...]:
         return _KINDS[self.kind][2]
 

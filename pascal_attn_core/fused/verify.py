@@ -45,11 +45,13 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
     return _difference([out], [_reference(call, wide)[0]])
 
 
-def sample_call(variant: Variant, device: torch.device) -> AttentionCall:
-    """A causal call with two query heads per key head that needs exactly this variant."""
+def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
+    """A causal call with two query heads per key head that needs exactly this variant. keys: instead of those of a tile
+    and some of the next one's."""
     geometry, dim = variant.geometry, variant.head_dim - (4 if variant.padded else 0)
     rows = 3 if variant.kind == "split" else geometry.rows + 5
-    keys = 5 * geometry.cols if variant.kind == "split" else geometry.cols + 9
+    if keys is None:
+        keys = 5 * geometry.cols if variant.kind == "split" else geometry.cols + 9
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, variant.dtype)
 

@@ -184,7 +184,7 @@ def find_plan(
     reasons = call_reasons(call, int8=int8, with_lse=with_lse)
     if reasons:
         return reasons
-    plan = plan_call(call, info.num_sms, int8=int8, for_grad=call.needs_grad, packed=packed)
+    plan = plan_call(call, info.num_sms, info.capability, int8=int8, for_grad=call.needs_grad, packed=packed)
     reasons = kernels_of(call).reasons((plan.forward, *plan.gradients))
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import platform
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from ...config import AttentionConfig
 from ...device import device_info
 from ...observe.memory import available_bytes
+from ...storage import write_object
 from .. import CommandError, check_numbers
 from ..tables import print_table
 from .candidates import BASELINE, Candidate, all_candidates, choose_candidates
@@ -79,9 +79,10 @@ def run(options: argparse.Namespace) -> int:
         print(_heading(device, clock, options), end="\n\n")
         for shape in shapes:
             reports.append(_bench_shape(shape, device, candidates, clock, settings))
-    document = _document(options, device, clock, settings, reports)
+            document = _document(options, device, clock, settings, reports)
+            _write_figures(document, options)  # of a run that is cut short the shapes so far remain
     _print_summary(document["geometric_means"], len(shapes))
-    _write(document, options)
+    _finish(document, options)
     return 0
 
 
@@ -110,7 +111,7 @@ def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[
         torch.empty(0, device=device)
         config = AttentionConfig(budget_mib=options.budget_mib)
         shapes = _shapes(options, device)
-        found, missing = all_candidates(config)
+        found, missing = all_candidates(config, device.type)
         candidates = choose_candidates(found, options.candidates)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
@@ -220,15 +221,22 @@ def _check_outputs(options: argparse.Namespace) -> None:
             raise CommandError(f"{name} must name a .png, .svg or .pdf file, got {path}")
 
 
-def _write(document: dict[str, Any], options: argparse.Namespace) -> None:
-    try:
-        if options.json:
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
-            print(f"figures: {options.json}")
-        if options.png:
-            from .chart import draw  # matplotlib is optional, and slow to import
+def _write_figures(document: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        try:
+            write_object(options.json, document)
+        except OSError as error:
+            raise CommandError(f"cannot write: {error}") from error
 
+
+def _finish(document: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        print(f"figures: {options.json}")
+    if options.png:
+        from .chart import draw  # matplotlib is optional, and slow to import
+
+        try:
             draw(document, options.png)
-            print(f"chart: {options.png}")
-    except OSError as error:
-        raise CommandError(f"cannot write: {error}") from error
+        except OSError as error:
+            raise CommandError(f"cannot write: {error}") from error
+        print(f"chart: {options.png}")

@@ -25,6 +25,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 BASELINE = "torch-fused"
 PASCAL_ATTN_TILES = (64, 128, 256)
 NOFLASH_TIERS = (1, 2, 3)
+_BACKENDS: dict[str, Any] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,12 @@ class Candidate:
     is_ours: bool = False
 
 
-def all_candidates(config: AttentionConfig) -> tuple[list[Candidate], list[str]]:
-    """Everything that can run in this installation, and one sentence for each peer that cannot."""
+def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> tuple[list[Candidate], list[str]]:
+    """Everything that can run in this installation, and one sentence for each peer that cannot. On ``"cuda"`` each of
+    torch's kernels by name too: on a CPU its own function has no choice."""
     found = route_candidates(config)
+    if device_type == "cuda":
+        found += [Candidate(f"torch-{name}", _torch_backend(backend)) for name, backend in _BACKENDS.items()]
     found.append(_ours("ours-tiled-online", replace(config, route="tiled", softmax="online")))
     missing = []
     for name, make in (("pascal_attn", _pascal_attn), ("noflash_attention", _noflash)):
@@ -63,7 +71,7 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
     """Torch's own function, its math kernel, our choice and each of our routes by name."""
     found = [
         Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
-        Candidate("torch-math", _torch_math, extra_bytes=_score_bytes),
+        Candidate("torch-math", _torch_backend(SDPBackend.MATH), extra_bytes=_score_bytes),
     ]
     found.append(_ours("ours-auto", config))
     for route in ROUTES:
@@ -112,8 +120,7 @@ def torch_kernel(call: CapturedCall) -> str:
         )
     except (AttributeError, TypeError, RuntimeError, NotImplementedError):  # private: may change, or lack a device
         return "?"
-    names = {"FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "CUDNN_ATTENTION": "cudnn"}
-    return next((name for key, name in names.items() if int(getattr(SDPBackend, key)) == choice), "math")
+    return next((name for name, backend in _BACKENDS.items() if int(backend) == choice), "math")
 
 
 def _torch_fused(call: CapturedCall) -> Attend:
@@ -121,14 +128,17 @@ def _torch_fused(call: CapturedCall) -> Attend:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, call.attn_mask, **options)
 
 
-def _torch_math(call: CapturedCall) -> Attend:
-    options = _options(call)
+def _torch_backend(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
+    def prepare(call: CapturedCall) -> Attend:
+        options = _options(call)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **options)
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **options)
 
-    return attend
+        return attend
+
+    return prepare
 
 
 def _ours(name: str, config: AttentionConfig) -> Candidate:

@@ -155,6 +155,16 @@ def test_importing_the_peer_that_patches_torch_leaves_torch_alone():
     assert F.scaled_dot_product_attention is original
 
 
+@pytest.mark.filterwarnings("ignore")  # torch says why it has no kernel
+def test_on_cuda_each_of_torchs_kernels_has_a_name():
+    assert not any(c.name == "torch-efficient" for c in CANDIDATES)
+    found, _ = all_candidates(AttentionConfig(), "cuda")
+    results = named(race(TINY["plain"].make(), choose_candidates(found, "torch-*"), CLOCK, QUICK))
+    assert results.keys() >= {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math"}
+    assert results["torch-flash"].error < 1e-5
+    assert results["torch-cudnn"].note  # which a CPU does not have
+
+
 def test_missing_peers_are_said_to_be_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found, missing = all_candidates(AttentionConfig())
@@ -266,6 +276,23 @@ def test_the_command_prints_tables_and_writes_figures_and_a_chart(tmp_path, caps
     assert [report["shape"]["name"] for report in document["shapes"]] == ["plain", "grouped"]
     assert document["geometric_means"][BASELINE] == {"ratio": 1.0, "shapes": 2}
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_path, monkeypatch):
+    figures, begun = tmp_path / "run.json", []
+
+    def interrupted(*args):
+        begun.append(args)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return race(*args)
+
+    monkeypatch.setattr(bench, "race", interrupted)
+    command = ["bench", "--device", "cpu", "--shapes", "plain,grouped", "--rounds", "1", "--candidates", "tiled"]
+    assert cli.main([*command, "--json", str(figures)]) == 130
+    document = json.loads(figures.read_text())
+    assert [report["shape"]["name"] for report in document["shapes"]] == ["plain"]
+    assert document["geometric_means"]["ours-tiled"]["shapes"] == 1
 
 
 @pytest.mark.parametrize(

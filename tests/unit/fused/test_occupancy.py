@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import fused as tool  # noqa: E402
 
+from pascal_attn_core.fused.plan import resident_blocks  # noqa: E402
 from pascal_attn_core.fused.source import Variant  # noqa: E402
 
 
@@ -99,3 +100,22 @@ def test_the_arithmetic_is_that_of_the_occupancy_calculator() -> None:
     assert [blocks_per_sm(plain, arch) for arch in (60, 61)] == [2, 2]
     split = Variant("split", 128, "float32")  # 20,480 bytes, 64 threads
     assert [blocks_per_sm(split, arch) for arch in (60, 61)] == [3, 4]
+
+
+def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: dict[tuple[Variant, int], int]) -> None:
+    fewer = set()
+    for (variant, arch), blocks in found.items():
+        if variant.kind == "split":
+            planned = resident_blocks(variant, (arch // 10, arch % 10))
+            assert planned == min(blocks, variant.geometry.blocks), f"{variant.name} sm_{arch}"
+            fewer |= {(variant.head_dim, arch)} if planned < variant.geometry.blocks else set()
+    assert fewer >= {(128, 60), (128, 61), (64, 60)}
+    assert resident_blocks(Variant("split", 128, "float32"), None) == 6
+
+
+def test_the_tiles_of_a_kernel_for_few_queries_are_all_of_its_shared_memory(
+    found: dict[tuple[Variant, int], int],
+) -> None:
+    for variant, arch in found:
+        if variant.kind == "split":
+            assert variant.tile_bytes == tool.read_cell(_table()[variant.name][arch])[1]

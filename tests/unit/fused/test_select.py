@@ -93,6 +93,14 @@ def test_few_query_rows_are_spread_over_the_device() -> None:
     assert _splits(_call((1, 1, 1, 64), (1, 1, 64, 64))) == 1
 
 
+def test_one_query_fills_the_places_of_a_card_once() -> None:
+    decode = _call((1, 32, 1, 128), (1, 8, 65536, 128), enable_gqa=True)
+    plan = plan_call(decode, CARD.num_sms, CARD.capability)
+    units, places = 8, 4 * CARD.num_sms  # a GTX 1080 Ti holds four blocks on a multiprocessor, not six
+    assert plan.splits == -(-places // units)
+    assert plan_call(decode, CARD.num_sms).splits == -(-6 * CARD.num_sms // units)
+
+
 @pytest.mark.parametrize(
     ("queries", "heads", "kv_heads", "head_dim", "packs"),
     [

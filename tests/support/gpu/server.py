@@ -1,0 +1,87 @@
+"""Runs modules in forks of a process in which torch has been imported, on a card that is not here.
+
+Each connection to the socket brings ``{"arguments", "env", "cwd"}`` and the sender's stdout and stderr; it is answered
+with the exit status. Where the kernels run, the CPU is the card of the strict stand-in for the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import socket
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401
+
+import pascal_attn_core.cli.bench
+import pascal_attn_core.cli.selftest  # noqa: F401
+
+SUPPORT = Path(__file__).resolve().parents[1]
+ON_THE_CARD = ("tools.gpu.machine", "tools.gpu.sanitized", "tools.gpu.sweep")
+
+
+def child(job: dict[str, Any]) -> int:
+    os.environ.clear()
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    sys.path[0] = job["cwd"]
+    option, module, *arguments = job["arguments"]
+    assert option == "-m"
+    sys.argv = [module, *arguments]
+    is_on_card = module in ON_THE_CARD or arguments[:1] == ["bench"]
+    try:
+        with card() if is_on_card else contextlib.nullcontext():
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def card() -> contextlib.AbstractContextManager[Any]:
+    shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
+    shared.__path__ = [str(SUPPORT)]
+    from attn_support.fused.device import CardKernels, emulated_card
+    from attn_support.gpu.compiler import AnyGeometry
+
+    compiler = AnyGeometry()
+    return emulated_card(kind=CardKernels, find_compiler=lambda arch: compiler)
+
+
+def main() -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(sys.argv[1])
+        server.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                message, (out, err), _, _ = socket.recv_fds(connection, 1 << 20, 2)
+                if not message:
+                    return
+                process = os.fork()
+                if process == 0:
+                    os.dup2(out, 1)
+                    os.dup2(err, 2)
+                    status = 1
+                    try:
+                        status = child(json.loads(message))
+                        sys.stdout.flush()
+                        sys.stderr.flush()
+                    finally:
+                        os._exit(status)
+                os.close(out)
+                os.close(err)
+                _, status = os.waitpid(process, 0)
+                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+main()

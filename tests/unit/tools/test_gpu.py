@@ -1,0 +1,378 @@
+"""The frame of ``python -m tools.gpu``: which parts are run, what stops them, what is written. Its parts here are small
+processes; ``test_gpu_whole.py`` runs the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support import fresh
+
+from tools.gpu import __main__ as command
+from tools.gpu import child, results, sanitizer
+from tools.gpu.__main__ import Run, conclude, environment, main, run_parts
+from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, STOPPED, UNFINISHED, WRONG, Job, Outcome, Part
+
+ROOT = Path(__file__).resolve().parents[3]
+CARD = "NVIDIA GeForce GTX 1080 Ti"
+HANGS = """
+import subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(other.pid))
+print("waiting", flush=True)
+time.sleep(600)
+"""
+posix_only = pytest.mark.skipif(os.name != "posix", reason="looks for processes as POSIX does")
+
+
+def facts(card: str = CARD, **versions: str) -> dict[str, Any]:
+    known = {"torch": "2.13.0+cu126", "driver": "560.35", "pascal-attention": "1.0"}
+    return {"card": {"name": card}, "versions": {**known, **versions}}
+
+
+def part(name: str, code: str = "print('done')", *, weight: float = 1.0, made_from: str = "tools/gpu/table.py") -> Part:
+    """A part that runs a program, which is right if it ends with status 0."""
+
+    def run(job: Job) -> Outcome:
+        ended = job.run("-c", code, str(job.scratch / "file"))
+        states = {0: RIGHT, None: STOPPED, 3: UNFINISHED, 1: WRONG}
+        return Outcome(states.get(ended.status, FAILED), ended.last_line or ended.words, {"before": job.before})
+
+    return Part(name, weight, (made_from,), run)
+
+
+def runs(folder: Path, *, seconds: float = 20.0, again: bool = False, **of_facts: str) -> Run:
+    found = facts(**of_facts)
+    card = results.folder_for(found["card"]["name"], folder)
+    python = sys.executable, "-S"
+    return Run(found, card, "cuda", FULL, time.monotonic() + seconds, python, dict(os.environ), again)
+
+
+def stored(folder: Path, name: str, card: str = "nvidia-geforce-gtx-1080-ti") -> dict[str, Any]:
+    return json.loads((folder / card / f"{name}.json").read_text())
+
+
+# ---- which parts are run -------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_run_once_for_a_card_its_driver_torch_package_and_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def began(**of_facts: Any) -> str:
+        run_parts(runs(tmp_path, **of_facts), [part("one")])
+        content = stored(tmp_path, "one")
+        return content["began"] + str(content["seconds"]) + str(content["limit"]) + str(content["versions"])
+
+    first = began()
+    assert began() == first
+    assert "right (before): done" in capsys.readouterr().out
+    for change in ({"driver": "570.1"}, {"torch": "2.14"}, {"pascal-attention": "1.1"}):
+        assert began(**change) != first
+        first = began(**change)
+        assert began(**change) == first
+
+
+def test_another_source_is_another_result(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("1")
+
+    def code() -> str:
+        return results.conditions(facts(), ["code"], "full", tmp_path)["code"]
+
+    first = code()
+    (tmp_path / "code" / "__pycache__").mkdir()
+    (tmp_path / "code" / "__pycache__" / "a.pyc").write_text("x")
+    assert code() == first
+    (tmp_path / "code" / "a.py").write_text("2")
+    assert code() != first
+    second = code()
+    (tmp_path / "code" / "a.py").rename(tmp_path / "code" / "b.py")
+    assert code() not in (first, second)
+
+
+def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_path: Path) -> None:
+    parts = [part("wrong", "raise SystemExit(1)"), part("broken", "raise SystemExit(9)")]
+    assert [content["state"] for content in run_parts(runs(tmp_path), parts).values()] == [WRONG, FAILED]
+    mended = [part("wrong"), part("broken")]
+    assert [content["state"] for content in run_parts(runs(tmp_path), mended).values()] == [WRONG, RIGHT]
+    assert run_parts(runs(tmp_path, again=True), mended)["wrong"]["state"] == RIGHT
+
+
+def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
+    parts = [part("long", "raise SystemExit(3)")]
+    run_parts(runs(tmp_path), parts)
+    assert run_parts(runs(tmp_path), parts)["long"]["figures"] == {"before": {"before": {}}}
+    changed = runs(tmp_path, driver="570.1")
+    assert run_parts(changed, parts)["long"]["figures"] == {"before": {}}
+
+
+def test_two_cards_have_two_folders(tmp_path: Path) -> None:
+    for card in (CARD, "Tesla P100-PCIE-16GB"):
+        run_parts(runs(tmp_path, card=card), [part("one")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nvidia-geforce-gtx-1080-ti", "tesla-p100-pcie-16gb"]
+    assert stored(tmp_path, "one", "tesla-p100-pcie-16gb")["card"]["name"] == "Tesla P100-PCIE-16GB"
+
+
+def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in environment("cuda")[1]
+    device, env = environment("cuda:1")
+    assert (device, env["CUDA_VISIBLE_DEVICES"]) == ("cuda", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert environment("cuda:1")[1]["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment("cuda:2")[1]["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment("cpu")[0] == "cpu"
+
+
+# ---- what stops them -----------------------------------------------------------------------------------------------
+
+
+def _is_gone(process: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+            # An orphan that nobody has waited for is a zombie, which the kernel's table still lists.
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@posix_only
+def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tmp_path: Path) -> None:
+    noted = tmp_path / "process"
+    hangs = part("hangs", HANGS.replace("sys.argv[1]", repr(str(noted))))
+    found = run_parts(runs(tmp_path / "out", seconds=3.0), [hangs, part("next")])
+    assert [content["state"] for content in found.values()] == [STOPPED, RIGHT]
+    assert 1.0 <= found["hangs"]["seconds"] < 2.5
+    assert found["hangs"]["summary"] == "waiting"
+    assert _is_gone(int(noted.read_text()))
+
+
+@posix_only
+def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "GRACE", 0.3)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+    )
+    ended = child.run([sys.executable, "-S", "-c", code], 0.5)
+    assert ended.status is None
+    assert not ended.remains
+    assert ended.words.startswith("stopped after")
+    assert ended.last_line == "on"
+
+
+@posix_only
+def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = HANGS.rpartition("time.sleep")[0]
+    ended = child.run([sys.executable, "-S", "-c", code, str(tmp_path / "process")], 20.0)
+    assert ended.status == 0
+    assert _is_gone(int((tmp_path / "process").read_text()))
+
+
+def test_time_that_a_part_does_not_need_is_the_next_ones(tmp_path: Path) -> None:
+    found = run_parts(runs(tmp_path, seconds=100.0), [part("first", weight=3.0), part("second")])
+    assert 73 < found["first"]["limit"] <= 75
+    assert 95 < found["second"]["limit"] <= 100
+
+
+def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
+    def broken(job: Job) -> Outcome:
+        raise OSError("no such program")
+
+    found = run_parts(runs(tmp_path), [Part("broken", 1.0, ("tools/gpu",), broken), part("next")])
+    assert found["broken"]["state"] == FAILED
+    assert found["broken"]["summary"] == "OSError: no such program"
+    assert found["next"]["state"] == RIGHT
+
+
+def _interrupted(folder: str, number: str) -> None:
+    """The command, of which the second of three parts hangs, gets a signal; the figures of that part grow in a file."""
+    noted, said = Path(folder) / "process", io.StringIO()
+
+    def interrupt() -> None:
+        while not (noted.exists() and noted.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), int(number))
+
+    hangs = part("second", HANGS.replace("sys.argv[1]", repr(str(noted))))
+
+    def grows(job: Job) -> Outcome:
+        job.progress = job.scratch / "figures.json"
+        job.progress.write_text('{"jobs": ["one"]}')
+        return hangs.run(job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "ask_facts", lambda *arguments: facts())
+        patch.setattr(command, "PARTS", [part("first"), dataclasses.replace(hangs, run=grows), part("third")])
+        threading.Thread(target=interrupt, daemon=True).start()
+        with contextlib.redirect_stderr(said):
+            assert main(["--out", str(Path(folder) / "out")], (sys.executable, "-S")) == 130
+    assert "interrupted; what was done stays" in said.getvalue()
+
+
+@posix_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_what_is_done_and_no_file_in_part(tmp_path: Path, number: int) -> None:
+    fresh.call(_interrupted, str(tmp_path), str(int(number)))
+    assert _is_gone(int((tmp_path / "process").read_text()))
+    written = sorted(path.name for path in (tmp_path / "out" / "nvidia-geforce-gtx-1080-ti").iterdir())
+    assert written == ["first.json", "second.json"]
+    assert stored(tmp_path / "out", "first")["state"] == RIGHT
+    second = stored(tmp_path / "out", "second")
+    assert (second["state"], second["summary"]) == (UNFINISHED, "interrupted")
+    assert second["figures"] == {"jobs": ["one"]}
+
+
+# ---- what is said and written --------------------------------------------------------------------------------------
+
+
+def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [part("one"), part("two", "raise SystemExit(1)"), part("three", "raise SystemExit(3)")]
+    run = runs(tmp_path)
+    found = run_parts(run, parts)
+    capsys.readouterr()
+    assert conclude(found, run.folder) == 1
+    *_, continued, wrong, files = capsys.readouterr().out.splitlines()
+    assert continued == "to be continued: three"
+    assert wrong == "WRONG: two (wrong)"
+    assert files == "commit these files: " + " ".join(str(run.folder / f"{name}.json") for name in found)
+    assert conclude({"one": found["one"], "three": found["three"]}, run.folder) == 0
+
+
+def test_no_path_of_the_machine_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    code = f"import sys; print(sys.argv[1], {str(ROOT)!r} + '/tools', '/home/somebody/x')"
+    content = run_parts(runs(tmp_path), [part("one", code)])["one"]
+    assert str(ROOT) in content["summary"]
+    assert stored(tmp_path, "one")["summary"] == "OUT/file ./tools ~/x"
+    assert stored(tmp_path, "one")["command"][0].startswith("python -c")
+
+
+def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--parts", "tests,swep"]) == 2
+    assert "got swep" in capsys.readouterr().err
+    assert main(["--seconds", "0"]) == 2
+
+
+def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; print('RuntimeError: no NVIDIA driver'); sys.exit(1)"
+    assert main(["--out", str(tmp_path)], (sys.executable, "-S", "-c", code)) == 2
+    assert "torch cannot use the device cuda: RuntimeError: no NVIDIA driver" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- how outcomes are judged ---------------------------------------------------------------------------------------
+
+
+def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
+    """Of a part whose processes are this program."""
+    program_file = tmp_path / "program.py"
+    program_file.write_text("import json, sys\narguments = sys.argv[1:]\n" + program)
+    (tmp_path / "scratch").mkdir()
+    given = {"before": {}, "env": dict(os.environ), "end": time.monotonic() + 60.0, **changed}
+    return Job((sys.executable, "-S", str(program_file)), "cuda", FULL, scratch=tmp_path / "scratch", **given)
+
+
+def _part(name: str) -> Part:
+    return next(part for part in PARTS if part.name == name)
+
+
+def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
+    lines = [
+        {"collected": 3},
+        {"test": "a", "outcome": "passed", "seconds": 0.1},
+        {"test": "b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
+        {"test": "a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
+    ]
+    program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
+    outcome = _part("tests").run(_job(tmp_path, program + "sys.exit(1)"))
+    assert (outcome.state, outcome.summary) == (WRONG, "2 failed")
+    assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
+    assert outcome.figures["counts"] == {"failed": 2}
+
+
+def test_a_run_of_tests_that_cannot_begin_is_a_failure(tmp_path: Path) -> None:
+    outcome = _part("tests").run(_job(tmp_path, "print('ImportError: no attn_support')\nsys.exit(4)"))
+    assert (outcome.state, outcome.summary) == (FAILED, "exit status 4: ImportError: no attn_support")
+
+
+def test_a_benchmark_that_is_stopped_keeps_its_shapes(tmp_path: Path) -> None:
+    content = {"shapes": [{}], "baseline": "torch-fused", "geometric_means": {"ours-auto": {"ratio": 0.8}}}
+    program = f"""
+json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
+import time; time.sleep(600)
+"""
+    outcome = _part("bench-forward").run(_job(tmp_path, program, end=time.monotonic() + 1.0))
+    assert outcome.state == STOPPED
+    assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
+    assert outcome.figures == content
+
+
+def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
+    program = """
+path = arguments[arguments.index("--json") + 1]
+found = json.load(open(path))
+found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
+                      "shipped_seconds": 1.0, "best_over_shipped": 1.0, "torch": []})
+found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
+json.dump(found, open(path, "w"))
+if found["trying"]:
+    raise SystemError("a fault")
+"""
+    outcome = _part("sweep").run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
+    assert outcome.state == RIGHT
+    assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
+
+
+def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
+    job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
+    job |= {"best_over_shipped": None, "torch": []}
+    for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
+        folder = tmp_path / state
+        folder.mkdir()
+        found = {"jobs": [job], "trying": "", "not_reached": left}
+        outcome = _part("sweep").run(_job(folder, f"sys.exit({status})", before=found))
+        assert outcome.state == state
+        assert outcome.summary == f"1 of {1 + len(left)} kernels; the shipped geometry does not run: a"
+
+
+def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: Path) -> None:
+    program = "raise SystemError('a fault')"
+    outcome = _part("sweep").run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
+    assert outcome.state == FAILED
+    assert outcome.summary == "exit status 1: SystemError: a fault"
+
+
+# ---- the sanitizer -------------------------------------------------------------------------------------------------
+
+
+def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "compute-sanitizer"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
+    found = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path)})
+    assert found.path == str(program)
+    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
+    assert str(tmp_path / "other" / "bin") in nothing.looked_in
+
+
+def test_its_last_line_is_read() -> None:
+    assert sanitizer.errors_in("========= ERROR SUMMARY: 0 errors\n") == 0
+    assert sanitizer.errors_in("x\n========= ERROR SUMMARY: 1 error\n") == 1
+    assert sanitizer.errors_in("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n") == 3
+    assert sanitizer.errors_in("Segmentation fault\n") is None

@@ -1,0 +1,149 @@
+"""The sweep over geometries, with the strict stand-in for the driver in place of the card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import CardKernels, emulated_card, execute
+from attn_support.fused.driver import fails_once
+from attn_support.gpu.compiler import AnyGeometry
+
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.source import KINDS, Geometry, Variant, source
+from pascal_attn_core.storage import read_object, write_object
+from tools.gpu.geometries import Candidate, details, shapes, words
+from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
+from tools.gpu.table import table
+
+CPU = torch.device("cpu")
+SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
+FORWARD = Variant("forward", 32, "float32")
+OTHER = Variant("split", 32, "float32")
+_BESIDE = ("pa_delta", "pa_combine")
+
+
+@pytest.fixture
+def compiler() -> AnyGeometry:
+    return AnyGeometry()
+
+
+@pytest.fixture
+def card(compiler: AnyGeometry) -> Iterator[Any]:
+    with emulated_card(execute, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+        yield kernels
+
+
+def _idle(launch: Launch) -> None:
+    """A card on which kernels write nothing."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        (Variant("split", 32, "float16"), {"rows": 32, "tx": 8, "ty": 8}),
+        (Variant("grad_query", 32, "float32", "float"), {"cols": 32, "tx": 8}),
+    ],
+    ids=str,
+)
+def test_another_geometry_is_compared_with_float64(
+    card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]
+) -> None:
+    tiles = Geometry(**{**vars(variant.geometry), **change})
+    candidate = Candidate.of(variant, tiles)
+    cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
+    with giving(card, candidate, cubin):
+        error = error_of(candidate, card)
+    assert 0 < error < (1e-5 if variant.dtype == "float32" else 1e-2)
+    own = [launch for launch in card.queued if launch.variant.geometry == tiles and launch.function not in _BESIDE]
+    assert [launch.threads for launch in own] == [tiles.threads]
+
+
+def test_all_that_was_measured_is_taken_over(card: Any, compiler: AnyGeometry, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    assert sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
+    first = read_object(path)
+    [job] = first["jobs"]
+    assert job["shipped"] == words(FORWARD.geometry)
+    tried = {lane["name"]: lane for lane in job["candidates"]}
+    assert len(tried) == 2
+    assert all(lane["error"] < 1e-5 and lane["seconds"] > 0 and lane["registers"] for lane in tried.values())
+    assert tried[job["shipped"]]["over_shipped"] == 1.0
+    assert {lane["name"] for lane in job["torch"] if "seconds" in lane} >= {"torch-math"}
+    assert "torch-cudnn" in {lane["name"] for lane in job["torch"] if "note" in lane}
+    launched = len(card.queued)
+    assert sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
+    assert read_object(path) == first
+    assert len(card.queued) == launched
+    assert len(table(first["jobs"])) == 2
+
+
+def test_no_job_is_begun_without_time(card: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    assert not sweep(CPU, [FORWARD, OTHER], SMALL, path, -1.0, 1)
+    assert read_object(path)["not_reached"] == [FORWARD.name, OTHER.name]
+    assert card.queued == []
+
+
+def test_a_candidate_that_has_ended_its_process_is_left_alone(compiler: AnyGeometry, tmp_path: Path) -> None:
+    path, shipped = tmp_path / "sweep.json", Candidate.of(OTHER, OTHER.geometry)
+    write_object(path, {"jobs": [], "trying": shipped.name})
+    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
+        assert kernels.queued == []
+    found = read_object(path)
+    assert list(found["lost"]) == [shipped.name]
+    assert found["jobs"][0]["shipped_note"] == "its process ended while this was tried"
+    assert found["jobs"][0]["best"] is None
+
+
+def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    write_object(path, {"jobs": [], "trying": OTHER.name})
+    assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
+    assert read_object(path)["jobs"] == []
+    assert list(read_object(path)["lost"]) == [OTHER.name]
+    assert card.queued == []
+
+
+def test_a_wrong_candidate_is_not_timed(compiler: AnyGeometry, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler):
+        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
+    [job] = read_object(path)["jobs"]
+    [lane] = job["candidates"]
+    assert lane["note"] == job["shipped_note"] == "wrong"
+    assert "seconds" not in lane
+
+
+def test_one_that_cannot_be_launched_is_noted_and_one_that_loses_the_card_ends_the_process(
+    compiler: AnyGeometry, tmp_path: Path
+) -> None:
+    path = tmp_path / "sweep.json"
+    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+        kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
+        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
+        assert "too many resources" in read_object(path)["jobs"][0]["shipped_note"]
+        kernels.driver.faults["cuLaunchKernel"] = fails_once(700)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
+    assert read_object(path)["trying"] == Candidate.of(FORWARD, FORWARD.geometry).name
+
+
+def test_what_the_source_refuses_is_counted(card: Any, compiler: AnyGeometry) -> None:
+    refused = Candidate.of(FORWARD, Geometry(128, 64, 32, 8))
+    assert "unsupported tile geometry" in str(Compilations(card, 61, 1).get(refused))
+
+
+def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
+    for variant in all_jobs():
+        found = shapes(variant)
+        assert found[0] == variant.geometry
+        assert len(found) == len(set(found)) > 3, variant.name
+        assert all(tiles.threads % 32 == 0 and tiles.threads * tiles.blocks <= 2048 for tiles in found)
+        assert variant.geometry not in details(variant.geometry)
+    assert {variant.kind for variant in all_jobs()} == set(KINDS) - {"int8"}

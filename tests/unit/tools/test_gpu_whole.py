@@ -1,0 +1,145 @@
+"""``python -m tools.gpu`` as a whole on a CPU, with the strict stand-in for the driver in place of the card: every part
+is really run, at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.emulation import GXX
+
+from tools.gpu.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support" / "gpu"
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork") or GXX is None, reason="needs fork, and g++ to build the stand-in for the driver"
+)
+# Runs the command that it is given, as the real one does, and writes the lines that the real one ends with.
+SANITIZER = """#!{python} -S
+import subprocess, sys
+tool, command = sys.argv[2], sys.argv[7:]
+assert sys.argv[1] == "--tool" and sys.argv[3] == "--error-exitcode", sys.argv
+status = subprocess.run(command).returncode
+if tool == "racecheck":
+    print("========= Error: Race reported between Write access at pa_forward+0x120 and Read access at pa_forward+0x80")
+    print("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)")
+    sys.exit(int(sys.argv[4]))
+print("========= ERROR SUMMARY: 0 errors")
+sys.exit(status)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """In the place of Python: forks of one process that has imported torch."""
+    path = tmp_path_factory.mktemp("server") / "socket"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([sys.executable, SUPPORT / "server.py", path], env=env, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    yield sys.executable, "-S", str(SUPPORT / "client.py"), str(path)
+    server.kill()
+    server.wait()
+    server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def ran(python: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of all parts but the demo wrote: part -> its file."""
+    folder = tmp_path_factory.mktemp("gpu")
+    sanitizer = folder / "bin" / "compute-sanitizer"
+    sanitizer.parent.mkdir()
+    sanitizer.write_text(SANITIZER.format(python=sys.executable))
+    sanitizer.chmod(sanitizer.stat().st_mode | stat.S_IXUSR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(sanitizer.parent), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        names = "tests,selftest,bench-forward,bench-backward,sanitizer,sweep"
+        given = ["--device", "cpu", "--tiny", "--parts", names, "--out", str(folder / "out")]
+        status = main(given, python)
+    card = folder / "out" / "gtx-1080-ti"
+    return {"status": status, **{path.stem: json.loads(path.read_text()) for path in card.iterdir()}}
+
+
+def test_every_part_was_run_and_written(ran: dict[str, Any]) -> None:
+    states = {name: content["state"] for name, content in ran.items() if name != "status"}
+    assert states == {
+        "tests": "not run",
+        "selftest": "right",
+        "bench-forward": "right",
+        "bench-backward": "right",
+        "sanitizer": "wrong",
+        "sweep": "right",
+    }
+    assert ran["status"] == 1
+    for name in states:
+        content = ran[name]
+        assert content["card"]["name"] == "GTX 1080 Ti"
+        assert content["versions"]["torch"] == torch.__version__
+        assert all("python -m " in command for command in content["command"])
+        assert 0 < content["seconds"] < content["limit"] + 10
+        assert str(ROOT) not in json.dumps(content)
+
+
+def test_without_a_card_the_tests_say_so(ran: dict[str, Any]) -> None:
+    figures = ran["tests"]["figures"]
+    assert ran["tests"]["summary"] == "needs a CUDA GPU, and torch.cuda.is_available() is False"
+    assert figures["counts"] == {"skipped": len(list((ROOT / "tests" / "gpu").glob("test_*.py")))}
+
+
+def test_the_selftest_and_the_benchmarks_have_their_figures(ran: dict[str, Any]) -> None:
+    assert ran["selftest"]["figures"]["verdict"].startswith("PASS")
+    for name, candidates in (("bench-forward", {"ours-fused", "ours-tiled"}), ("bench-backward", {"ours-tiled"})):
+        [shape] = ran[name]["figures"]["shapes"]
+        found = {result["name"]: result for result in shape["results"]}
+        assert found.keys() >= candidates
+        assert all(found[each]["seconds"] > 0 and found[each]["error"] < 1e-5 for each in candidates)
+        assert ran[name]["figures"]["settings"]["backward"] == (name == "bench-backward")
+        ran_by = {each["name"]: each["ran"] for each in shape["results"]}
+        assert ran_by["ours-tiled"] == "tiled"
+        assert ran_by.get("ours-fused", "fused") == "fused"
+
+
+def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any]) -> None:
+    figures = ran["sanitizer"]["figures"]
+    assert {tool: (found["state"], found["errors"]) for tool, found in figures.items()} == {
+        "memcheck": ("right", 0),
+        "racecheck": ("wrong", 1),
+        "synccheck": ("right", 0),
+    }
+    assert all("forward-64-float32-none" in found["output"][0] for found in figures.values())
+    assert all(command.startswith("compute-sanitizer --tool") for command in ran["sanitizer"]["command"])
+
+
+def test_the_sweep_tells_what_each_geometry_takes(ran: dict[str, Any]) -> None:
+    [job] = ran["sweep"]["figures"]["jobs"]
+    assert job["job"] == "forward-32-float32-none"
+    assert len(job["candidates"]) == 2
+    for lane in job["candidates"]:
+        assert lane["error"] < 1e-5
+        assert lane["seconds"] > 0
+        assert lane["registers"] > 0
+        assert lane["shared_bytes"] > 0
+        assert lane["spilled"] == 0
+    assert ran["sweep"]["figures"]["not_reached"] == []
+
+
+@pytest.mark.slow
+def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
+    content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
+    assert content["state"] == "right"
+    assert [row["name"] for row in content["figures"]["cases"][0]["rows"]] == [
+        "stock",
+        "torch math",
+        "Pascal Attention",
+    ]

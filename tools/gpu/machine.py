@@ -1,0 +1,54 @@
+"""``python -m tools.gpu.machine``: the facts that results hold for, as one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from typing import Any
+
+import torch
+
+from pascal_attn_core.cli.bench.report import machine_name, versions
+from pascal_attn_core.fused import nvrtc
+from pascal_attn_core.fused.source import kernels_digest
+from pascal_attn_core.observe.machine import ask_driver, torch_build
+from pascal_attn_core.runtime import runtime_of
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """``card`` and ``versions``, plain values.
+
+    Raises:
+        RuntimeError, AssertionError: torch cannot use the device.
+    """
+    torch.empty(0, device=device)
+    info, build = runtime_of(device).info, torch_build()
+    found = nvrtc.find(10 * info.capability[0] + info.capability[1]) if info.capability else None
+    card = {
+        "name": info.name if info.is_gpu else machine_name(device),
+        "kind": info.kind,
+        "arch": info.arch,
+        "capability": info.capability and list(info.capability),
+        "num_sms": info.num_sms,
+        "memory_mib": info.total_bytes >> 20,
+    }
+    others = {
+        "cuda": build.toolkit,
+        "driver": ask_driver() if info.kind == "cuda" else "",
+        "nvrtc": "" if found is None else ".".join(map(str, found.version)),
+        "system": platform.platform(),
+        "kernels": kernels_digest(),
+    }
+    return {"card": card, "versions": {**versions(), **others}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    options = parser.parse_args()
+    print(json.dumps(facts(torch.device(options.device))))
+
+
+if __name__ == "__main__":
+    main()

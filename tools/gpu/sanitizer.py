@@ -1,0 +1,53 @@
+"""compute-sanitizer, where it is installed: it checks each access to memory of a kernel while it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+NAME = "compute-sanitizer"
+ERRORS_STATUS = 86  # the exit status that it is asked for where it finds something
+_SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+
+
+class Found(NamedTuple):
+    """path: of the program, None: there is none; looked_in: where it was looked for."""
+
+    path: str | None
+    looked_in: list[str]
+
+
+def find(env: Mapping[str, str] = os.environ) -> Found:
+    """Look for it in PATH, in CUDA's folders and in NVIDIA's wheels."""
+    looked_in = ["PATH"]
+    found = shutil.which(NAME, path=env.get("PATH", ""))
+    for folder in () if found else _folders(env):
+        looked_in.append(str(folder))
+        found = found or shutil.which(NAME, path=str(folder))
+    return Found(found, looked_in)
+
+
+def _folders(env: Mapping[str, str]) -> Iterator[Path]:
+    toolkits = [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
+    for toolkit in [*toolkits, *sorted(Path("/usr/local").glob("cuda*"), reverse=True)]:
+        yield from (toolkit / "bin", toolkit / "compute-sanitizer")
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        yield from sorted(Path(root).glob("*/bin"))
+
+
+def command(path: str, tool: str) -> list[str]:
+    """What stands before the command that is to be checked."""
+    return [path, "--tool", tool, "--error-exitcode", str(ERRORS_STATUS), "--print-limit", "20"]
+
+
+def errors_in(output: str) -> int | None:
+    """How many it found, by the last line of what it wrote; None: that line is not there."""
+    counts = _SUMMARY.findall(output)
+    return int(counts[-1]) if counts else None

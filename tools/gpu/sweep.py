@@ -1,0 +1,541 @@
+"""``python -m tools.gpu.sweep``: other geometries than the table's, compiled on the spot, compared with float64, then
+timed in turns with the shipped one and torch's own kernels.
+
+What has been measured is written after every job (a kernel kind, head_dim, dtype and kind of mask), and taken over by
+the next run: a run that is cut short goes on where it was. A candidate that ended its process is not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import fnmatch
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pascal_attn_core.call import AttentionCall, check_call, empty_output
+from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
+from pascal_attn_core.fused import nvrtc, verify
+from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.launches import Launch, forward_launches
+from pascal_attn_core.fused.launches_backward import backward_launches
+from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, variants_of
+from pascal_attn_core.fused.source import HEAD_DIMS, Geometry, Variant, source
+from pascal_attn_core.observe.memory import available_bytes
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.runtime import runtime_of
+from pascal_attn_core.storage import read_object, write_object
+
+from .geometries import Candidate, details, shapes, words
+from .table import table
+
+_COMMON = (64, 128, 40, 80)
+_DTYPES = ("float32", "float16")
+_TORCH = {
+    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch-flash": SDPBackend.FLASH_ATTENTION,
+    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch-math": SDPBackend.MATH,
+}
+# Blocks for each place on the card: the last, partly filled round of blocks is a small share of the time.
+_WAVES = 24
+_SHARE_OF_MEMORY = 0.1
+_SECONDS_OF_ROUND = 0.01
+# What the check call has beyond one flush of float32 sums (512 keys).
+_CHECKED_KEYS = 512
+_MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
+_DECODE = (32, 8)  # query heads, key and value heads of the call with one query
+
+
+@dataclass
+class Lane:
+    """One candidate, or one of torch's kernels, of a job. None = not known; ``note`` says why.
+
+    Attributes:
+        registers, spilled: of the thread of its kernel that needs most, in registers and bytes; shared_bytes: of a
+            block.
+        error: largest difference from float64 relative to the largest value.
+        seconds: the median over rounds; times: each; over_shipped: the median over rounds of its time divided by the
+            shipped geometry's in the same round.
+    """
+
+    name: str
+    tiles: dict[str, int] | None = None
+    registers: int | None = None
+    spilled: int | None = None
+    shared_bytes: int | None = None
+    error: float | None = None
+    seconds: float | None = None
+    over_shipped: float | None = None
+    times: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+# ---- compilation -----------------------------------------------------------------------------------------------------
+
+
+def compile_one(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled | str:
+    """Machine code by this machine's NVRTC, or why there is none."""
+    library = nvrtc.find(arch)
+    return "no NVRTC" if library is None else _compiled(library, text, arch, macros)
+
+
+def _compiled(library: Any, text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled | str:
+    try:
+        return library.compile(text, arch, macros)
+    except nvrtc.CompileError as error:
+        lines = str(error).strip().splitlines()
+        return next((line for line in lines if "error" in line), lines[0])[:200]
+
+
+class Compilations:
+    """Compiles ahead, in processes of its own: NVRTC compiles one text at a time."""
+
+    def __init__(self, kernels: Kernels, arch: int, processes: int):
+        self.kernels, self.arch = kernels, arch
+        self.pool = None
+        if processes > 1:
+            context = multiprocessing.get_context("spawn")
+            self.pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
+        self.asked: dict[Candidate, concurrent.futures.Future[nvrtc.Compiled | str]] = {}
+
+    def ask(self, candidates: Iterable[Candidate]) -> None:
+        """Begin to compile these, after all that has been asked for before."""
+        for candidate in candidates:
+            if self.pool is not None and candidate not in self.asked:
+                task = source(candidate.kind), self.arch, candidate.macros()
+                self.asked[candidate] = self.pool.submit(compile_one, *task)
+
+    def get(self, candidate: Candidate) -> nvrtc.Compiled | str:
+        """The machine code, or why there is none."""
+        if self.pool is not None:
+            self.ask([candidate])
+            return self.asked[candidate].result()
+        library = self.kernels.find_compiler(self.arch)
+        return _compiled(library, source(candidate.kind), self.arch, candidate.macros())
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def all_jobs() -> list[Variant]:
+    """What is swept, the most used first."""
+    found = [Variant("forward", dim, dtype) for dim in _COMMON for dtype in _DTYPES]
+    found += [Variant(kind, dim, "float32") for dim in (64, 128) for kind in ("grad_query", "grad_key_value")]
+    found += [Variant("split", dim, dtype) for dim in (64, 128) for dtype in _DTYPES]
+    found += [Variant("forward", dim, dtype, "bool") for dim in _COMMON for dtype in _DTYPES]
+    found += [Variant("forward", dim, dtype) for dim in HEAD_DIMS for dtype in _DTYPES]
+    gradients = [dim for dim in HEAD_DIMS if dim <= 256]
+    found += [Variant(kind, dim, "float32") for dim in gradients for kind in ("grad_query", "grad_key_value")]
+    found += [Variant("forward", dim, "float32", padded=True) for dim in _COMMON]
+    found += [Variant("split", dim, "float16") for dim in HEAD_DIMS]
+    return list(dict.fromkeys(found))
+
+
+def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) -> AttentionCall:
+    """A call of random numbers that the variant takes: ``[1, heads, tokens, D]``, or for ``split`` one query with
+    ``heads`` batch elements and grouped heads."""
+    dim = variant.head_dim - (4 if variant.padded else 0)
+    dtype = getattr(torch, variant.dtype)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    if variant.kind == "split":
+        q_heads, kv_heads = _DECODE
+        key, value = numbers(heads, kv_heads, tokens, dim), numbers(heads, kv_heads, tokens, dim)
+        return check_call(numbers(heads, q_heads, 1, dim), key, value, enable_gqa=True)
+    mask = numbers(tokens, tokens) if variant.mask != "none" else None
+    mask = mask > 0 if variant.mask == "bool" and mask is not None else mask
+    query, key, value = (numbers(1, heads, tokens, dim) for _ in range(3))
+    return check_call(query, key, value, mask)
+
+
+def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -> int:
+    """As many as fill the card some times over, within a share of its memory."""
+    own, info = variant.geometry, runtime_of(device).info
+    size = getattr(torch, variant.dtype).itemsize
+    if variant.kind == "split":
+        wanted, each = 1, 2 * _DECODE[1] * tokens * variant.head_dim * size
+    else:
+        wanted = math.ceil(waves * info.num_sms * own.blocks * own.rows / tokens)
+        tensors = 4 if variant.kind == "forward" else 8
+        each = tensors * tokens * variant.head_dim * size
+    free = available_bytes(device)
+    return max(1, wanted if free is None else min(wanted, int(_SHARE_OF_MEMORY * free / each)))
+
+
+class Work:
+    """A call with what its kernels write to, and the results that the gradients need."""
+
+    def __init__(self, variant: Variant, call: AttentionCall, results: tuple[Tensor, Tensor] | None = None):
+        self.variant, self.call = variant, call
+        self.out = empty_output(call).fill_(float("nan"))
+        self.grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
+        shape = self.out.shape
+        self.results = results or (torch.zeros_like(self.out), self.out.new_zeros(shape[:-1], dtype=torch.float32))
+        self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
+        self.grad_out = torch.ones_like(self.out)
+
+    def launches(self, candidate: Variant, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
+        """Those of the candidate's kernels, and pa_delta, which the gradients' kernels read from."""
+        variants = variants_of(self.call)
+        if not candidate.kind.startswith("grad"):
+            splits = 0
+            if candidate.kind == "split":
+                places = num_sms * resident_blocks(candidate, capability)
+                plain = variants.forward.geometry
+                splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
+            return forward_launches(self.call, Plan(candidate, splits), self.out)
+        pair = variants.grad_query, variants.grad_key_value
+        chosen = tuple(candidate if candidate.kind == variant.kind else variant for variant in pair)
+        query, key, value = self.grads
+        launches = backward_launches(
+            self.call,
+            Plan(variants.forward, 0, chosen),
+            self.grad_out,
+            *self.results,
+            self.log_sum,
+            None,
+            (query, key, value),
+        )
+        return [launch for launch in launches if launch.function in ("pa_delta", f"pa_{candidate.kind}")]
+
+    def written(self) -> list[Tensor]:
+        """What the kernels of this kind write."""
+        return {"grad_query": self.grads[:1], "grad_key_value": self.grads[1:]}.get(self.variant.kind, [self.out])
+
+
+def error_of(candidate: Candidate, kernels: Kernels) -> float:
+    """Largest difference from the definition in float64 relative to its largest value, on a causal call with tiles that
+    are filled in part and more keys than float32 sums are flushed after."""
+    call = verify.sample_call(candidate, kernels.device, keys=_CHECKED_KEYS + candidate.geometry.cols + 9)
+    wide = [t.double() for t in (call.query, call.key, call.value)]
+    mask = call.attn_mask
+    assert mask is None or isinstance(mask, Tensor)
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    query, key, value = wide
+    out, lse = reference_sdpa(query, key, value, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
+    expected = [out]
+    if candidate.kind.startswith("grad"):
+        gradients = verify.expected_gradients(call, wide, out, lse)
+        expected = gradients[:1] if candidate.kind == "grad_query" else gradients[1:]
+    work = Work(candidate, call, (out.to(call.query.dtype), lse.float()))
+    kernels.run(work.launches(candidate, _MANY_SMS))
+    largest = max(e.abs().max().item() for e in expected)
+    errors = [(a.double() - e).abs().max().item() for a, e in zip(work.written(), expected, strict=True)]
+    return max(math.inf if math.isnan(error) else error for error in errors) / largest
+
+
+def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[[], Any]]:
+    """What torch's own kernels take for the same: the forward pass, or both gradients at once."""
+    tensors, mask = (call.query, call.key, call.value), call.attn_mask
+    assert mask is None or isinstance(mask, Tensor)
+    is_grouped = call.num_heads != call.num_kv_heads
+
+    def attend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped)
+
+    def forward(backend: SDPBackend) -> Callable[[], Any]:
+        return lambda: attend(backend, *tensors)
+
+    def gradients(backend: SDPBackend) -> Callable[[], Any]:
+        with torch.enable_grad():
+            query, key, value = leaves = [t.detach().requires_grad_() for t in tensors]
+            out = attend(backend, query, key, value)
+        grad_out = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    make = gradients if variant.kind.startswith("grad") else forward
+    return {name: (lambda backend=backend: make(backend)) for name, backend in _TORCH.items()}  # type: ignore[misc]
+
+
+# ---- one job ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """tokens: of a timed call; waves: how often it fills the card; rounds: timed; most: candidates of a job."""
+
+    tokens: int = 2048
+    waves: int = _WAVES
+    rounds: int = 5
+    most: int = 64
+
+
+class Job:
+    """The sweep over one variant.
+
+    Args:
+        begin: called with a candidate's name before it runs for the first time, with the variant's before all are
+            timed, and with "" behind that.
+        lost: what has ended its process before -> a sentence.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        kernels: Kernels,
+        compilations: Compilations,
+        settings: Settings,
+        begin: Callable[[str], None],
+        lost: dict[str, str],
+    ):
+        self.variant, self.kernels, self.compilations, self.settings = variant, kernels, compilations, settings
+        self.begin, self.lost = begin, lost
+        self.clock = Clock(kernels.device, 1)
+        tokens = settings.tokens * (4 if variant.kind == "split" else 1)
+        heads = num_heads(variant, kernels.device, tokens, settings.waves)
+        self.call = timed_call(variant, kernels.device, tokens, heads)
+        self.work = Work(variant, self.call)
+        self.lanes: dict[Geometry, Lane] = {}
+        self.torch: list[Lane] = []
+        self.attempts: dict[str, Callable[[], Any]] = {}
+
+    def run(self, next_candidates: Sequence[Candidate]) -> dict[str, Any]:
+        """Measure. ``next_candidates``: of the job behind this one, compiled while this one is timed."""
+        self.enter(first_candidates(self.variant, self.settings))
+        self.enter_torch()
+        self.time()
+        best = self.best()
+        if best is not None:
+            more = [tiles for tiles in details(best) if tiles not in self.lanes]
+            candidates = [Candidate.of(self.variant, tiles) for tiles in more[: self.settings.most]]
+            self.compilations.ask(candidates)
+            self.compilations.ask(next_candidates)
+            self.enter(candidates)
+            self.time()
+        self.attempts.clear()  # which hold this object, and so its tensors
+        return self.report()
+
+    def enter(self, candidates: Sequence[Candidate]) -> None:
+        """Load candidates and compare each with the definition."""
+        self.compilations.ask(candidates)
+        for candidate in candidates:
+            lane = Lane(words(candidate.tiles), asdict(candidate.tiles))
+            self.lanes[candidate.tiles] = lane
+            if candidate.name in self.lost:
+                lane.note = self.lost[candidate.name]
+                continue
+            compiled = self.compilations.get(candidate)
+            if isinstance(compiled, str):
+                lane.note = compiled
+                continue
+            functions, lane.shared_bytes = nvrtc.usage(compiled.log)
+            lane.registers, lane.spilled = max(functions, default=(None, None))
+            self.begin(candidate.name)
+            lane.note = self.load(candidate, compiled.cubin, lane)
+            self.begin("")
+
+    def load(self, candidate: Candidate, cubin: bytes, lane: Lane) -> str:
+        """Make a candidate ready to be timed; "" or why it is not."""
+        with giving(self.kernels, candidate, cubin):
+            try:
+                error = error_of(candidate, self.kernels)
+            except (KernelUnavailable, torch.cuda.OutOfMemoryError) as failure:
+                return _line(failure)
+        lane.error = error if math.isfinite(error) else None
+        if not error <= verify.tolerance(candidate):
+            return "wrong"
+        launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
+        self.kernels.run(launches)
+        timed = [launch for launch in launches if launch.function != "pa_delta"]
+        self.attempts[lane.name] = lambda: self.kernels.run(timed)
+        return ""
+
+    def enter_torch(self) -> None:
+        for name, make in torch_attempts(self.variant, self.call).items():
+            lane = Lane(name)
+            self.torch.append(lane)
+            try:
+                attempt = make()
+                attempt()
+            except (RuntimeError, torch.cuda.OutOfMemoryError, MemoryError) as error:
+                lane.note = _line(error)
+            else:
+                self.attempts[name] = attempt
+
+    def time(self) -> None:
+        """Rounds in which each of those that have not been timed is called, and the shipped one."""
+        self.begin(self.variant.name)
+        own = self.lanes[self.variant.geometry]
+        ready = [lane for lane in (*self.lanes.values(), *self.torch) if lane.name in self.attempts]
+        new = [lane for lane in ready if lane is not own and not lane.times]
+        lanes = [own, *new] if own in ready else new
+        calls = {lane.name: self._calls(lane) for lane in lanes}
+        rounds: dict[str, list[float]] = {lane.name: [] for lane in lanes}
+        for number in range(self.settings.rounds):
+            shift = number % max(1, len(lanes))  # none always runs after the same one
+            for lane in lanes[shift:] + lanes[:shift]:
+                rounds[lane.name].append(self.clock.seconds(self.attempts[lane.name], calls[lane.name]))
+        for lane in lanes:
+            times = rounds[lane.name]
+            lane.times = lane.times + times
+            lane.seconds = statistics.median(lane.times)
+            if own.name in rounds:
+                lane.over_shipped = statistics.median(a / b for a, b in zip(times, rounds[own.name], strict=True))
+        self.begin("")
+
+    def _calls(self, lane: Lane) -> int:
+        first = self.clock.seconds(self.attempts[lane.name])
+        return max(1, min(50, math.ceil(_SECONDS_OF_ROUND / max(first, 1e-6))))
+
+    def best(self) -> Geometry | None:
+        """The fastest so far, by its ratio to the shipped one."""
+        timed = {tiles: lane.over_shipped or lane.seconds for tiles, lane in self.lanes.items() if lane.seconds}
+        return min(timed, key=lambda tiles: timed[tiles] or math.inf, default=None)
+
+    def report(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        own, best = self.lanes[self.variant.geometry], self.best()
+        tried = sorted(self.lanes.values(), key=lambda lane: lane.over_shipped or math.inf)
+        refused = Counter(lane.note for lane in tried if lane.registers is None)
+        return {
+            "job": self.variant.name,
+            "call": _text(self.call),
+            "shipped": own.name,
+            "shipped_seconds": own.seconds,
+            "shipped_note": own.note,
+            "best": None if best is None else self.lanes[best].name,
+            "best_over_shipped": None if best is None else self.lanes[best].over_shipped,
+            "candidates": [_row(lane) for lane in tried if lane.registers is not None],
+            "refused": dict(refused),
+            "torch": [_row(lane) for lane in self.torch],
+        }
+
+
+def first_candidates(variant: Variant, settings: Settings) -> list[Candidate]:
+    """The shipped geometry and those of other shapes."""
+    return [Candidate.of(variant, tiles) for tiles in shapes(variant)[: settings.most]]
+
+
+@contextlib.contextmanager
+def giving(kernels: Kernels, candidate: Candidate, cubin: bytes) -> Iterator[None]:
+    """While the block runs, this machine code is what ships for the candidate."""
+    before = kernels.shipped
+    kernels.shipped = lambda variant, capability: cubin if variant == candidate else before(variant, capability)
+    try:
+        yield
+    finally:
+        kernels.shipped = before
+
+
+def _row(lane: Lane) -> dict[str, Any]:
+    """What is known of it."""
+    return {name: _short(value) for name, value in asdict(lane).items() if value not in (None, [], "")}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+
+
+def _text(call: AttentionCall) -> str:
+    query, key = ("x".join(map(str, t.shape)) for t in (call.query, call.key))
+    return f"query {query}, key {key}, {str(call.query.dtype).removeprefix('torch.')}"
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def sweep(
+    device: torch.device, jobs: list[Variant], settings: Settings, path: Path, seconds: float, processes: int
+) -> bool:
+    """Go through the jobs that ``path`` has no results of, and write them there; whether all have been measured.
+
+    Args:
+        seconds: no job is begun that would take longer than what is left of them, by what the last ones took.
+    """
+    start = time.monotonic()
+    found = {"jobs": [], "lost": {}, "trying": "", "not_reached": [], **read_object(path)}
+    if found["trying"]:
+        found["lost"][found["trying"]] = "its process ended while this was tried"
+    found["settings"] = asdict(settings)
+
+    def begin(name: str) -> None:
+        found["trying"] = name
+        write_object(path, found)
+
+    kernels = runtime_of(device).part(Kernels)
+    capability = kernels.info.capability or (0, 0)
+    compilations = Compilations(kernels, 10 * capability[0] + capability[1], processes)
+    longest = 0.0
+    known = {*(job["job"] for job in found["jobs"]), *found["lost"]}
+    todo = [variant for variant in jobs if variant.name not in known]
+    try:
+        for number, variant in enumerate(todo):
+            found["not_reached"] = [each.name for each in todo[number:]]
+            begin("")
+            began = time.monotonic()
+            if began - start + longest > seconds:
+                return False
+            coming = first_candidates(todo[number + 1], settings) if number + 1 < len(todo) else []
+            found["jobs"].append(Job(variant, kernels, compilations, settings, begin, found["lost"]).run(coming))
+            longest = max(0.8 * longest, time.monotonic() - began)
+        found["not_reached"] = []
+        begin("")
+        return True
+    finally:
+        compilations.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all jobs have been measured, 3: some are left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, also of earlier runs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job beyond them")
+    parser.add_argument("--jobs", default="*", help="patterns, comma-separated: forward-64-*,split-*")
+    defaults = Settings()
+    for name, value in asdict(defaults).items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that compile")
+    options = parser.parse_args(arguments)
+    patterns = options.jobs.split(",")
+    jobs = [variant for variant in all_jobs() if any(fnmatch.fnmatch(variant.name, each) for each in patterns)]
+    device, settings = (
+        torch.device(options.device),
+        Settings(**{name: getattr(options, name) for name in asdict(defaults)}),
+    )
+    kernels = runtime_of(device).part(Kernels)
+    capability = kernels.info.capability or (0, 0)
+    if kernels.machine_reasons or kernels.find_compiler(10 * capability[0] + capability[1]) is None:
+        print("; ".join(kernels.machine_reasons) or f"no NVRTC for sm_{capability[0]}{capability[1]}")
+        return 2
+    with quiet_torch(1), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        is_complete = sweep(device, jobs, settings, options.json, options.seconds, options.processes)
+    print("\n".join(table(read_object(options.json)["jobs"])))
+    return 0 if is_complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
