@@ -19,8 +19,9 @@ ROUTES = ("fused", "torch", "tiled", "math")
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
-# Read by pascal_attn_core.auto and pascal_attn_core.fused.trial, not fields of a config.
-SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE", "PASCAL_ATTN_TRUST")
+# Read by pascal_attn_core.auto, pascal_attn_core.fused.trial and pascal_attn_core.routes.timing_table, not fields of a
+# config.
+SWITCHES = ("PASCAL_ATTN_ENABLE", "PASCAL_ATTN_DISABLE", "PASCAL_ATTN_TRUST", "PASCAL_ATTN_NO_TIMING")
 _MIN_BUDGET_MIB = 1 / 16
 _MAX_MIB = 1 << 40  # in bytes still a number of 64 bits
 _MAX_TOKENS = (1 << 31) - 1

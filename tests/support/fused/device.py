@@ -130,7 +130,7 @@ def fresh_card(
     """
 
     def timings(runtime: Runtime) -> Timings:
-        return Timings(runtime, clock=timing or passing_time, folder=folder)
+        return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
     with _card(driver, CardKernels, timings, folder=folder, **options) as kernels:
         yield kernels
