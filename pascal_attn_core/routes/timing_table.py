@@ -97,11 +97,11 @@ class TimingTable(Generic[Kind, Found]):
             waiting, self._postponed = {**self._postponed, kind: measure}, {}
             for each, work in waiting.items():
                 if each not in known:
-                    known[each] = self._measured(each, work)
+                    known[each] = self._found(each, work)
                     self.save()
             return known[kind]
 
-    def _measured(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
+    def _found(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
         try:
             return in_own_thread(measure, self.device)
         except (RouteUnavailable, torch.cuda.OutOfMemoryError):

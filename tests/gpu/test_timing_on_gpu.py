@@ -10,9 +10,8 @@ import torch
 
 from pascal_attn_core import explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.device import device_info
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import fused, route_named, timing
+from pascal_attn_core.routes import fused, route_named
 from pascal_attn_core.routes.timing import Timings
 from pascal_attn_core.runtime import Runtime, using
 
