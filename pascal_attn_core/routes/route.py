@@ -64,7 +64,7 @@ class Choice:
 
     Attributes:
         plan: what ``route.plan`` answered.
-        over_torch: this route's time in units of that of torch's kernel, where both were timed on this card.
+        over_torch: this route's time in units of that of torch's kernel, where both were timed on this device.
         torch_stores: whether torch's own function would store the score matrix of the call, having no fused kernel that
             takes it as it is; None where that is not known.
     """
