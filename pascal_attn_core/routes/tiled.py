@@ -28,6 +28,8 @@ log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
 _TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
 
+# A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
+_SHORT_SCORES = 1 << 18
 _PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
 _MOST_PATIENCE = 1024
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
@@ -53,8 +55,11 @@ class TiledRoute(Route):
         return None if timing is None else timing.basis
 
     def timing(self, request: Request) -> TileTiming | None:
-        """What is known of tiles for calls of this kind on the call's device."""
-        return request.runtime.part(TileTimings).of(self, request)
+        """What is known of tiles for calls of this kind on the call's device; nothing of short ones."""
+        call = request.call
+        if call.num_heads * call.seq_len_q * call.seq_len_kv <= _SHORT_SCORES and call.seq_len_q > 1:
+            return None
+        return runtime_of(call.query.device).part(TileTimings).of(self, request)
 
     def claim(self, request: Request) -> Choice | None:
         plan = request.plan(self)
