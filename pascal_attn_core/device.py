@@ -85,7 +85,7 @@ def device_info(device: torch.device | str) -> DeviceInfo:
             cpu_name(),
             num_sms=os.cpu_count() or 1,
             l2_bytes=max((cache.num_bytes for cache in caches), default=0),
-            core_l2_bytes=_core_l2_bytes(caches),
+            core_l2_bytes=core_l2_bytes(caches),
         )
     if device.type == "cuda":
         return _cuda_info(torch.cuda.current_device() if device.index is None else device.index)
@@ -155,7 +155,7 @@ def _count(processors: str) -> int:
     return sum(int(part[-1]) - int(part[0]) + 1 for part in ranges)
 
 
-def _core_l2_bytes(caches: list[Cache]) -> int:
+def core_l2_bytes(caches: list[Cache]) -> int:
     """A core's share: threads of one core share its first-level cache too, so they are not counted."""
     by_level = {cache.level: cache for cache in caches}
     if 2 not in by_level:

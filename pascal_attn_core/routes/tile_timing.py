@@ -31,10 +31,11 @@ from ..runtime import Runtime
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import ROUNDS, Attempt, Clock, TimingTable, fastest, log, median_times, power_of_two
+from .timing_table import Attempt, Clock, TimingTable, fastest, least_times, log, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
+_ROUNDS = 6
 CLEARLY = (
     0.97  # of torch's time: tiles that take more of it are not worth the change, since a timing errs by some percent
 )
@@ -121,7 +122,9 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
     section, file_kind = "tiles_over_torch", "tiles"
 
     def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
-        super().__init__(runtime, clock=clock or functools.partial(median_times, seconds=SECONDS), **options)
+        super().__init__(
+            runtime, clock=clock or functools.partial(least_times, rounds=_ROUNDS, seconds=SECONDS), **options
+        )
         self._is_off = not self.is_on or self.info.kind != "cpu" or self.device.type != "cpu"
         self._seen: dict[tuple, Any] = {}  # what is final for calls of the same sizes
         self._last_mask: tuple[weakref.ref, tuple] | None = None
@@ -168,7 +171,7 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
         else:
             bases = self._bases(slice_of(call))
             self._spent[kind] = self._spent.get(kind, 0) + _cost(call)
-            if self._spent[kind] < _cost(slice_of(call)) * (1 + ROUNDS) * (1 + len(bases)):
+            if self._spent[kind] < _cost(slice_of(call)) * _ROUNDS * (1 + len(bases)):
                 return None
             found = self.find(kind, lambda: self._timed(kind, ours, call, request.budget_bytes))
         if kind is None or (kind in self.known and kind not in self._again):

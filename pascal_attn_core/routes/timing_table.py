@@ -172,22 +172,30 @@ class TimingTable(Generic[Kind, Found]):
 
 
 def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
-    """Median milliseconds of each, timed in turn, after one run of each that warms up.
+    """Median milliseconds of each, timed in turn, after one run of each that warms up. ``seconds``: see :func:`_turns`;
+    inf for an attempt that had no time. Where there was none for a whole round, the warming runs count."""
+    times = _turns(attempts, device, 1 + ROUNDS, seconds)
+    whole = min(map(len, times)) > 1
+    return [statistics.median(each[1:] if whole else each[:1] or [float("inf")]) for each in times]
 
-    Args:
-        seconds: no run begins after so long; inf for an attempt that had none. Where there was no time for a whole
-            round, the warming runs count. None = without an end.
-    """
+
+def least_times(attempts: list[Attempt], device: torch.device, *, rounds: int, seconds: float) -> list[float]:
+    """Least milliseconds of each, timed in turn: on a CPU that others use too, what disturbs a run only adds to its time.
+    inf for an attempt that had no time within ``seconds``."""
+    return [min(each, default=float("inf")) for each in _turns(attempts, device, rounds, seconds)]
+
+
+def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: float | None) -> list[list[float]]:
+    """Milliseconds of each attempt in each round; no run begins after so many seconds, None = without an end."""
     times: list[list[float]] = [[] for _ in attempts]
     spent = 0.0
-    for _ in range(1 + ROUNDS):
+    for _ in range(rounds):
         for attempt, its_times in zip(attempts, times):
             if seconds is not None and spent >= seconds:
                 break
             its_times.append(_milliseconds(attempt, device))
             spent += its_times[-1] / 1e3
-    whole = min(map(len, times)) > 1
-    return [statistics.median(each[1:] if whole else each[:1] or [float("inf")]) for each in times]
+    return times
 
 
 def _milliseconds(attempt: Attempt, device: torch.device) -> float:

@@ -204,9 +204,9 @@ def test_other_processors_threads_and_tiles_are_timed_anew(tmp_path: Path) -> No
 
 
 def test_a_timing_comes_when_the_calls_of_a_kind_have_taken_as_long(tmp_path: Path) -> None:
-    small, large = check_call(*_tensors((1, 1, 700, 64))), check_call(*_tensors((8, 8, 1200, 64)))
+    small, large = check_call(*_tensors((1, 1, 700, 64))), check_call(*_tensors((10, 8, 1200, 64)))
     with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)) as timings:
-        for call, first in ((small, 12), (large, 1)):  # torch's kernel and two shapes of tiles, four times each
+        for call, first in ((small, 18), (large, 1)):  # torch's kernel and two shapes of tiles, six times each
             routes = [choose(call, AUTO).route for _ in range(first)]
             assert routes == ["torch"] * (first - 1) + ["tiled"]
         assert timings.clock.runs == 2
@@ -329,6 +329,20 @@ def test_threads_that_ask_together_time_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert clock.runs == 1
+
+
+def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([200.0, 150.0, 9.0])
+    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    attempts: list[Callable[[], Any]] = [list, list, list]
+    cpu = torch.device("cpu")
+    assert timing_table.least_times(attempts, cpu, rounds=6, seconds=0.3) == [200.0, 150.0, float("inf")]
+
+
+def test_the_least_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([9.0, 2.0, 3.0, 7.0, 4.0, 5.0])
+    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    assert timing_table.least_times([list, list], torch.device("cpu"), rounds=3, seconds=1.0) == [3.0, 2.0]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
