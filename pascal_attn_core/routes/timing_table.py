@@ -180,8 +180,8 @@ def median_times(attempts: list[Attempt], device: torch.device, *, seconds: floa
 
 
 def least_times(attempts: list[Attempt], device: torch.device, *, rounds: int, seconds: float) -> list[float]:
-    """Least milliseconds of each, timed in turn: on a CPU that others use too, what disturbs a run only adds to its time.
-    inf for an attempt that had no time within ``seconds``."""
+    """Least milliseconds of each, timed in turn: on a CPU that others use too, a disturbance only adds to a time. inf
+    for an attempt that had no time within ``seconds``."""
     return [min(each, default=float("inf")) for each in _turns(attempts, device, rounds, seconds)]
 
 
