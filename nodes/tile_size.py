@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..pascal_attn_core.device import device_info
+from ..pascal_attn_core.runtime import runtime_of
 from .comfy import host
 from .tiles.choice import Card, Shape, plan_for, sentence
-from .tiles.measure import AUTO, CannotMeasure, measure
-from .tiles.store import FILE_NAME, TileStore
+from .tiles.measure import AUTO, CannotMeasure, TileSizes
 
 FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _AS_COMFYUI = "as ComfyUI computes"
-_WORTH = 0.97  # a fixed tile must take at most this part of the time that the route's own choice takes
 
 
 class PascalTileSize:
@@ -44,7 +41,7 @@ class PascalTileSize:
         """The node's inputs, as ComfyUI asks for them."""
         mode = (
             f"{FROM_CARD}: by arithmetic, at once. {MEASURE}: times a few sizes on the card, four seconds at most, and "
-            f"remembers the result in {FILE_NAME} in ComfyUI's user folder. {AGAIN}: forgets what was remembered."
+            f"remembers the result in ComfyUI's user folder. {AGAIN}: forgets what was remembered."
         )
         dtype = f"Number format of attention. {_AS_COMFYUI}: what ComfyUI picks on this card for a float16 model."
         tokens = "Tokens of the largest attention call: 4096 for 1024 x 1024 in most models, 32760 for 5 s of 480p Wan."
@@ -87,35 +84,20 @@ def _from_card(card: Card, shape: Shape, remark: str = "") -> tuple[int, str]:
 
 
 def _measured(card: Card, shape: Shape, device: torch.device, again: bool) -> tuple[int, str]:
-    store, key = TileStore(Path(host.user_directory()) / FILE_NAME), shape.key(card.info.name or card.info.kind)
-    entry = None if again else store.get(key)
-    if entry is None:
-        try:
-            entry = _measure_now(card, shape, device)
-        except CannotMeasure as reason:
-            return _from_card(card, shape, f" It could not be measured: {reason}.")
-        store.put(key, entry)
-    size, times = entry["tile_size"], entry.get("milliseconds")
-    words = "the tiled route is fastest with its own choice" if size == AUTO else f"{size} keys per tile are fastest"
-    shown = f" ({_listed(times)})" if isinstance(times, dict) else ""
-    with_what = f" with {entry['timed']}" if entry.get("timed", shape.text()) != shape.text() else ""
-    measured = f"{words}, as measured on {entry.get('measured', 'an unknown day')}{with_what}{shown}"
-    return size, sentence(card, shape, plan_for(card, shape), measured)
+    planned = plan_for(card, shape)
+    try:
+        found = runtime_of(device).part(TileSizes).of(card, shape, planned.kv_block, again=again)
+    except CannotMeasure as reason:
+        return _from_card(card, shape, f" It could not be measured: {reason}.")
+    words = (
+        "the tiled route is fastest with its own choice"
+        if found.keys == AUTO
+        else f"{found.keys} keys per tile are fastest"
+    )
+    with_what = f" with {found.timed}" if found.timed != shape.text() else ""
+    measured = f"{words}, as measured on {found.measured}{with_what} ({_listed(found.milliseconds)})"
+    return found.keys, sentence(card, shape, planned, measured)
 
 
-def _measure_now(card: Card, shape: Shape, device: torch.device) -> dict[str, Any]:
-    times, timed = measure(card, shape, plan_for(card, shape).kv_block, device)
-    best = min(times, key=lambda size: times[size])
-    if AUTO in times and times[best] > _WORTH * times[AUTO]:
-        best = AUTO
-    return {
-        "tile_size": best,
-        "milliseconds": {"own choice" if size == AUTO else str(size): round(ms, 3) for size, ms in times.items()},
-        "timed": timed.text(),
-        "measured": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-    }
-
-
-def _listed(times: dict[str, Any]) -> str:
+def _listed(times: dict[str, float]) -> str:
     return ", ".join(f"{size}: {ms} ms" for size, ms in times.items())

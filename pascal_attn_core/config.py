@@ -19,13 +19,15 @@ ROUTES = ("fused", "torch", "tiled", "math")
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
-# Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trial, ffn.
+# Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trial,
+# routes.timing_table, ffn.
 SWITCHES = (
     "PASCAL_ATTN_FLASH",
     "PASCAL_ATTN_ENABLE",
     "PASCAL_ATTN_DISABLE",
     "PASCAL_ATTN_MIN_KEYS",
     "PASCAL_ATTN_TRUST",
+    "PASCAL_ATTN_NO_TIMING",
     "PASCAL_ATTN_FFN_CHUNKS",
 )
 _MIN_BUDGET_MIB = 1 / 16

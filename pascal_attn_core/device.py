@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +33,7 @@ class DeviceInfo:
         capability: CUDA compute capability (major, minor), None elsewhere.
         num_sms: streaming multiprocessors (AMD: compute units; CPU: cores that torch may use).
         l2_bytes: size of the cache that all of them share in bytes, 0 if unknown.
+        core_l2_bytes: a CPU core's own share of the second-level cache in bytes, 0 if unknown.
         total_bytes: device memory in bytes, 0 if unknown.
         arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown.
         clock_hz: highest clock of the multiprocessors in Hz, 0 if unknown.
@@ -42,6 +47,7 @@ class DeviceInfo:
     total_bytes: int = 0
     arch: str = ""
     clock_hz: int = 0
+    core_l2_bytes: int = 0
 
     @property
     def fp32_flops(self) -> float:
@@ -76,7 +82,14 @@ def device_info(device: torch.device | str) -> DeviceInfo:
     """
     device = torch.device(device)
     if device.type in CPU_LIKE:
-        return DeviceInfo("cpu", "CPU", num_sms=os.cpu_count() or 1, l2_bytes=_cpu_shared_cache_bytes())
+        caches = cpu_caches()
+        return DeviceInfo(
+            "cpu",
+            cpu_name(),
+            num_sms=os.cpu_count() or 1,
+            l2_bytes=max((cache.num_bytes for cache in caches), default=0),
+            core_l2_bytes=core_l2_bytes(caches),
+        )
     if device.type == "cuda":
         return _cuda_info(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "xpu":
@@ -103,18 +116,56 @@ def _cuda_info(index: int) -> DeviceInfo:
     )
 
 
-def _cpu_shared_cache_bytes() -> int:
-    """The largest cache that Linux lists for the first core, 0 where there is no such list."""
-    largest = 0
+def cpu_name() -> str:
+    """What the processor is called; "CPU" where nobody says."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    return platform.processor() or platform.machine() or "CPU"
+
+
+class Cache(NamedTuple):
+    """One cache of the first core: its level, size, and how many of the system's processors share it."""
+
+    level: int
+    num_bytes: int
+    sharing: int
+
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def cpu_caches(folder: Path = _CACHES) -> list[Cache]:
+    """The caches for data that Linux lists for the first core; empty where there is no such list."""
+    found = []
     for index in range(8):
+        where = folder / f"index{index}"
         try:
-            with open(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size") as file:
-                text = file.read().strip()
+            kind, level, size, sharing = ((where / name).read_text().strip() for name in _CACHE_FACTS)
         except OSError:
             continue
-        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-        largest = max(largest, int(text.rstrip("KM") or 0) * unit)
-    return largest
+        if kind != "Instruction" and size.rstrip("KM").isdigit():
+            unit = {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
+            found.append(Cache(int(level), int(size.rstrip("KM")) * unit, max(1, _count(sharing))))
+    return found
+
+
+_CACHE_FACTS = ("type", "level", "size", "shared_cpu_list")
+
+
+def _count(processors: str) -> int:
+    """How many a list like ``"0-3,8"`` names."""
+    ranges = (part.split("-") for part in processors.split(",") if part)
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in ranges)
+
+
+def core_l2_bytes(caches: list[Cache]) -> int:
+    """A core's share: threads of one core share its first-level cache too, so they are not counted."""
+    by_level = {cache.level: cache for cache in caches}
+    if 2 not in by_level:
+        size = getattr(torch._C._cpu, "_L2_cache_size", None)  # newer torch, on other systems too
+        return int(size()) if size is not None else 0
+    threads = by_level[1].sharing if 1 in by_level else 1
+    return by_level[2].num_bytes // max(1, by_level[2].sharing // threads)
 
 
 def smi_id(device: torch.device) -> str:

@@ -1,8 +1,8 @@
 """What a user gained by a run, or why there was nothing to gain: the report's first line, and the line on a node.
 
 Nothing is estimated. MiB are those of one call: what torch's own function would have stored, its score matrix, less
-what the call took here; seconds are those of calls whose kernel was timed on this card against torch's. What ComfyUI's
-own attention would have taken on a host that does not use torch's is not known, and said to be so.
+what the call took here; seconds are those of calls whose route was timed on this machine against torch's kernel. What
+ComfyUI's own attention would have taken on a host that does not use torch's is not known, and said to be so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Gain:
 
     def text(self) -> str:
         """``"1,670 MiB less memory in the largest call (64 instead of 1,734 MiB), 41 s less in attention (timed on this
-        card)"``; "" if there is nothing that anybody would notice."""
+        machine)"``; "" if there is nothing that anybody would notice."""
         parts = []
         if self.saved_bytes >= _LEAST_BYTES and self.our_bytes is None:
             parts.append(f"{mib(self.torch_bytes)} MiB of scores not stored in the largest call")
@@ -47,7 +47,7 @@ class Gain:
             figures = f"{mib(self.our_bytes or 0)} instead of {mib(self.torch_bytes)} MiB"
             parts.append(f"{mib(self.saved_bytes)} MiB less memory in the largest call ({figures})")
         if self.seconds >= _LEAST_SECONDS:
-            parts.append(f"{duration_text(self.seconds)} less in attention (timed on this card)")
+            parts.append(f"{duration_text(self.seconds)} less in attention (timed on this machine)")
         if self.repaired:
             parts.append(f"{plural(self.repaired, 'output')} saved from NaN")
         return ", ".join(parts)

@@ -59,12 +59,6 @@ class Shape:
         heads = f"{self.heads} head{'' if self.heads == 1 else 's'}"
         return f"{self.tokens} tokens, {heads} of {self.head_dim} in {name_of(self.dtype)}"
 
-    def key(self, card: str) -> str:
-        """Under which a measurement is remembered: ``"NVIDIA GeForce GTX 1080 Ti | float16 | D 64 | 4096 tokens |
-        24 heads"``."""
-        parts = [card, name_of(self.dtype), f"D {self.head_dim}", f"{self.tokens} tokens", f"{self.heads} heads"]
-        return " | ".join([*parts, f"{self.budget_mib} MiB"] if self.budget_mib else parts)
-
 
 @dataclass(frozen=True)
 class Card:

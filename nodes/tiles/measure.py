@@ -1,12 +1,15 @@
-"""Time a few tile sizes on the card, for some seconds at most."""
+"""Time a few tile sizes on the card, for some seconds at most, and remember the fastest."""
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import datetime
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +17,104 @@ from torch import Tensor
 from ...pascal_attn_core import AttentionConfig, sdpa
 from ...pascal_attn_core.device import MIB
 from ...pascal_attn_core.observe.progress import between_blocks
+from ...pascal_attn_core.routes.tile_timing import tiles_digest
+from ...pascal_attn_core.routes.timing_table import Clock, TimingTable, median_times
+from ...pascal_attn_core.runtime import Runtime
 from ..comfy import host
-from .choice import Card, Shape
+from .choice import Card, Shape, name_of
 
 AUTO = 0  # the tiled route decides for each call
+_WORTH = 0.97  # a fixed tile must take at most this part of the time that the route's own choice takes
 _SECONDS = 4.0
-_TURNS, _LEAST_TURNS = 7, 4
+_RUNS = 5  # of each size, about
 _CANDIDATES = (256, 512, 1024, 2048, 4096)
 _MOST_SCORES = {True: 1 << 31, False: 1 << 25}  # of the timed call, on a GPU and on a CPU
 
 
+class Workload(NamedTuple):
+    """What is remembered by: a :class:`Shape` as plain values."""
+
+    dtype: str
+    tokens: int
+    heads: int
+    head_dim: int
+    budget_mib: int
+
+    @staticmethod
+    def of(shape: Shape) -> Workload:
+        return Workload(name_of(shape.dtype), shape.tokens, shape.heads, shape.head_dim, shape.budget_mib)
+
+
+class TileSize(NamedTuple):
+    """What a measurement has found.
+
+    Attributes:
+        keys: of the fastest tile; AUTO where no fixed one is clearly faster than the route's own choice.
+        milliseconds: by keys per tile, "own choice" for AUTO.
+        timed: the call that was timed, in words; measured: the day, ``"2026-11-22"``.
+    """
+
+    keys: int
+    milliseconds: dict[str, float]
+    timed: str
+    measured: str
+
+
+class TileSizes(TimingTable[Workload, TileSize]):
+    """The measured tile sizes of one device, in a file in ComfyUI's user folder."""
+
+    section, file_kind = "tile_sizes", "pascal_attn_tile_sizes"
+
+    def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
+        clock = clock or functools.partial(median_times, seconds=_SECONDS)
+        # Whoever asks for a measurement gets one, whatever the environment says of those that nobody asks for.
+        given = {"folder": lambda: Path(host.user_directory()), "is_on": True, **options}
+        super().__init__(runtime, clock=clock, **given)
+
+    def of(self, card: Card, shape: Shape, planned: int, *, again: bool = False) -> TileSize:
+        """The fastest tiles for a call, timed now if they are not known.
+
+        Args:
+            planned: keys per tile by the plan, always among the candidates.
+            again: forget what is known.
+        Raises:
+            CannotMeasure: the message says why not.
+        """
+        kind = Workload.of(shape)
+        if again:
+            self.forget(kind)
+        found = self.find(kind, lambda: self._measured(card, shape, planned))
+        if found is None:
+            raise CannotMeasure("the card ran out of memory")
+        return found
+
+    def _measured(self, card: Card, shape: Shape, planned: int) -> TileSize:
+        times, timed = measure(card, shape, planned, self.device, self.clock)
+        best = min(times, key=lambda size: times[size])
+        if times[best] > _WORTH * times[AUTO]:
+            best = AUTO
+        milliseconds = {"own choice" if size == AUTO else str(size): round(ms, 3) for size, ms in times.items()}
+        return TileSize(best, milliseconds, timed.text(), datetime.date.today().isoformat())
+
+    def conditions(self) -> dict[str, str]:
+        info = self.info
+        return {"card": info.name or info.kind, "arch": info.arch, "torch": torch.__version__, "tiles": tiles_digest()}
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Workload:
+        return Workload(**fields)
+
+    def row(self, found: TileSize) -> dict[str, Any]:
+        return found._asdict()
+
+    def found_in(self, row: Mapping[str, Any]) -> TileSize:
+        keys = int(row["keys"])
+        if not 0 <= keys <= 65536:
+            raise ValueError(f"keys must be from 0 to 65536, got {keys}")
+        return TileSize(keys, dict(row["milliseconds"]), str(row["timed"]), str(row["measured"]))
+
+
 class CannotMeasure(RuntimeError):
     """There is no room or no time for a measurement; the message says which."""
-
-
-class _TimeIsUp(Exception):
-    pass
 
 
 class Timing(NamedTuple):
@@ -39,40 +124,37 @@ class Timing(NamedTuple):
     shape: Shape
 
 
-def measure(card: Card, shape: Shape, planned: int, device: torch.device) -> Timing:
-    """Time the call, or one with fewer heads and tokens if it is too large: in turns, medians.
+def measure(card: Card, shape: Shape, planned: int, device: torch.device, clock: Clock) -> Timing:
+    """Time the call, or one with fewer heads and tokens if it is too large.
 
     Args:
         planned: what the plan says, always among the candidates.
     Raises:
-        CannotMeasure: no room, or no turn of all candidates in the time.
+        CannotMeasure: no room, or no time.
     """
     shape = within_limits(card, shape)
-    candidates = [AUTO, *sorted({size for size in (*_CANDIDATES, planned) if size < shape.tokens or size == planned})]
-    deadline = time.monotonic() + _SECONDS
-    turns: list[list[float]] = []
+    sizes = [AUTO, *sorted({size for size in (*_CANDIDATES, planned) if size < shape.tokens or size == planned})]
     try:
-        tensors, shape = _warmed_up(shape, device, deadline, _SECONDS / (len(candidates) * _LEAST_TURNS))
-        for _ in range(1 + _TURNS):
-            turns.append([_time(shape.config, size, tensors, deadline) for size in candidates])
+        tensors, shape = _warmed_up(shape, device, _SECONDS / (len(sizes) * _RUNS))
+        times = clock([functools.partial(_attend, shape.config, size, tensors) for size in sizes], device)
     except torch.OutOfMemoryError as error:
         raise CannotMeasure(f"the card ran out of memory: {str(error).splitlines()[0]}") from error
-    except _TimeIsUp:
-        pass
-    if not turns:
+    if float("inf") in times:
         raise CannotMeasure(f"the call takes too long to be timed in {_SECONDS:g} seconds")
-    kept = turns[1:] or turns  # the first one warms up
-    medians = (statistics.median(times) * 1e3 for times in zip(*kept))
-    return Timing(dict(zip(candidates, medians)), shape)
+    return Timing(dict(zip(sizes, times)), shape)
 
 
-def _warmed_up(
-    shape: Shape, device: torch.device, deadline: float, most_seconds: float
-) -> tuple[tuple[Tensor, Tensor, Tensor], Shape]:
+class _TakesLong(Exception):
+    pass
+
+
+def _warmed_up(shape: Shape, device: torch.device, most_seconds: float) -> tuple[tuple[Tensor, Tensor, Tensor], Shape]:
     """Tensors of a call that takes ``most_seconds`` at most, and its shape."""
     while True:
         tensors = _numbers(shape, device, 0), _numbers(shape, device, 1), _numbers(shape, device, 2)
-        taken = min(_time(shape.config, AUTO, tensors, deadline) for _ in range(2))
+        taken = float("inf")
+        with contextlib.suppress(_TakesLong):
+            taken = min(_seconds(shape.config, tensors, _SECONDS / 2) for _ in range(2))
         if taken <= most_seconds or not shape.can_shrink:
             return tensors, shape
         shape = shape.smaller()
@@ -104,21 +186,27 @@ def _numbers(shape: Shape, device: torch.device, seed: int) -> Tensor:
     return tensor
 
 
-def _time(config: AttentionConfig, size: int, tensors: tuple[Tensor, Tensor, Tensor], deadline: float) -> float:
-    host.throw_if_interrupted()
+def _seconds(config: AttentionConfig, tensors: tuple[Tensor, Tensor, Tensor], most: float) -> float:
+    """Of one call; it ends with _TakesLong after ``most``."""
     _finished(tensors[0])
     start = time.perf_counter()
-    with between_blocks(_checkpoint(deadline)):
-        out = sdpa(*tensors, config=replace(config, kv_block=size or None))
-    _finished(out)
+    _finished(_attend(config, AUTO, tensors, start + most))
     return time.perf_counter() - start
+
+
+def _attend(
+    config: AttentionConfig, size: int, tensors: tuple[Tensor, Tensor, Tensor], deadline: float = float("inf")
+) -> Tensor:
+    host.throw_if_interrupted()
+    with between_blocks(_checkpoint(deadline)):
+        return sdpa(*tensors, config=replace(config, kv_block=size or None))
 
 
 def _checkpoint(deadline: float) -> Callable[[int, int], None]:
     def checkpoint(done: int, total: int) -> None:
         host.throw_if_interrupted()
-        if time.monotonic() > deadline and done < total:
-            raise _TimeIsUp
+        if time.perf_counter() > deadline and done < total:
+            raise _TakesLong
 
     return checkpoint
 

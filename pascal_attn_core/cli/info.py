@@ -16,6 +16,7 @@ from ..device import DeviceInfo
 from ..observe.machine import MIB, Machine, complaints, device_lines, device_names, head_lines, line, look_around
 from ..observe.wheels import judge
 from ..routes import why_not
+from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
@@ -39,12 +40,14 @@ class Info:
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
         timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
+        timed_tiles: the same for tiles and torch's kernel, on a CPU.
     """
 
     machine: Machine
     config: AttentionConfig = field(default_factory=AttentionConfig)
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     timed: dict[str, float] = field(default_factory=dict)
+    timed_tiles: dict[str, float] = field(default_factory=dict)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -65,12 +68,14 @@ def gather() -> Info:
     """Gather it for this machine; starts CUDA on every card."""
     machine, config = look_around(), default_config()
     runs = judge(machine.devices[0], machine.build).runs
-    timings = runtime_of(torch.device(device_names()[0])).part(Timings).known
+    runtime = runtime_of(torch.device(device_names()[0]))
+    tiles = {str(kind): found.ratio for kind, found in runtime.part(TileTimings).known.items() if found is not None}
     return Info(
         machine,
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
-        timed={str(kind): ratio for kind, ratio in timings.items() if ratio is not None},
+        timed={str(kind): ratio for kind, ratio in runtime.part(Timings).known.items() if ratio is not None},
+        timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
     )
 
 
@@ -146,9 +151,10 @@ def _route_lines(info: Info) -> list[str]:
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [line("", f"  {text}") for text in _route_text(route, list(info.routes), refused)]
-    if info.timed:
-        lines.append(line("timed", "time of the fused kernel over that of torch's, once for each kind of call:"))
-        lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(info.timed.items())]
+    for what, timed in (("the fused kernel", info.timed), ("tiles", info.timed_tiles)):
+        if timed:
+            lines.append(line("timed", f"time of {what} over that of torch's, once for each kind of call:"))
+            lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(timed.items())]
     return lines
 
 

@@ -166,7 +166,7 @@ def _choice(call: AttentionCall, token: str, *, with_lse: bool) -> Choice:
         plan = route.plan(Request(call, config, with_lse, in_graph=True))
         if not isinstance(plan, list):
             return Choice(route, "as earlier calls of this kind in graphs", plan)
-    choice = choose(call, config, with_lse=with_lse, in_graph=True)
+    choice = choose(call, config, with_lse=with_lse, in_graph=True, may_time=False)
     decided[kind] = choice.by
     return choice
 
@@ -214,7 +214,7 @@ def _sdpa(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
             call = replace(call, needs_grad=True, needs_mask_grad=wants_mask)
             results = _forward_for_grad(call, token, with_lse=with_lse)
         else:
-            results = Results(*run(call, _config(token), with_lse=with_lse))
+            results = Results(*run(call, _config(token), with_lse=with_lse, may_time=False))
     expected = _empty_results(call, with_lse=with_lse, for_grad=for_grad)
     return tuple(_as_promised(t, empty) for t, empty in zip(results, expected))  # type: ignore[return-value]
 

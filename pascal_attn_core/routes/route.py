@@ -28,6 +28,7 @@ class Request:
         with_lse: the log-sum-exp of each row is wanted as well.
         in_graph: the call is an operator of a graph whose backward pass asks once more: only what is the same both
             times may decide, so no value of a tensor is read.
+        may_time: routes may be timed for it now.
         remarks: what routes that passed the call on have found out, for the sentence of the one that takes it.
     """
 
@@ -35,6 +36,7 @@ class Request:
     config: AttentionConfig
     with_lse: bool = False
     in_graph: bool = False
+    may_time: bool = False
     remarks: list[str] = field(default_factory=list)
     _plans: dict[Route, Any] = field(default_factory=dict)
 
@@ -62,7 +64,7 @@ class Choice:
 
     Attributes:
         plan: what ``route.plan`` answered.
-        over_torch: this route's time in units of that of torch's kernel, where both were timed on this card.
+        over_torch: this route's time in units of that of torch's kernel, where both were timed on this device.
         torch_stores: whether torch's own function would store the score matrix of the call, having no fused kernel that
             takes it as it is; None where that is not known.
     """

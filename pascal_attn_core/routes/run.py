@@ -67,13 +67,22 @@ def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_ls
     return _reasons(Request(call, config, with_lse), route)
 
 
-def choose(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False, in_graph: bool = False) -> Choice:
-    """The route for a call. ``in_graph``: see :class:`.route.Request`.
+def choose(
+    call: AttentionCall,
+    config: AttentionConfig,
+    *,
+    with_lse: bool = False,
+    in_graph: bool = False,
+    may_time: bool = True,
+) -> Choice:
+    """The route for a call.
 
+    Args:
+        in_graph, may_time: see :class:`.route.Request`.
     Raises:
         UnsupportedAttention: the config names a route that cannot take it, or none can.
     """
-    request = Request(call, config, with_lse, in_graph)
+    request = Request(call, config, with_lse, in_graph, may_time)
     if config.route != "auto":
         route = route_named(config.route)
         plan = route.plan(request)
@@ -99,18 +108,20 @@ def run(
     with_lse: bool,
     choice: Choice | None = None,
     stats: TiledStats | None = None,
+    may_time: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """A checked call by the route that :func:`choose` finds, or has found: (out, lse or None), with gradients where the
     call needs them.
 
     Args:
         stats: what the route ``tiled`` counts is added to it.
+        may_time: see :class:`.route.Request`.
     """
     if stats is None and report.active:
         stats = TiledStats()
     show(call)
     while True:
-        taken = choose(call, config, with_lse=with_lse) if choice is None else choice
+        taken = choose(call, config, with_lse=with_lse, may_time=may_time) if choice is None else choice
         try:
             result = _by(taken, call, config, with_lse=with_lse, stats=stats)
         except RouteUnavailable:  # its plan names the reason from now on

@@ -15,12 +15,13 @@ from ..interception import PLAIN
 from ..lazy_mask import LazyMask
 from ..tiled.layout import rows_overlap
 from .route import Choice, Request, Route
-from .tiled import tiles_are_faster
 from .torch_faults import fault_reasons
 from .torch_kernel import fused_takes, run_as_it_is
 
 # Since torch 2.5 its math attention too gives zeros, not NaN, for a row that may look at no key.
 _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
+# Numbers in the keys of grouped heads from which on a single query is no short call, however small its score matrix.
+_MANY_KEYS = 1 << 21
 
 
 class AsItIs(Route):
@@ -82,7 +83,7 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     if call.groups > 1:
         if not fused_takes(call, query, key, value, mask):
             return False  # torch's math would expand K and V
-        if call.seq_len_q == 1 and tiles_are_faster(call):
+        if call.seq_len_q == 1 and call.batch_size * call.num_kv_heads * call.seq_len_kv * call.head_dim >= _MANY_KEYS:
             return False
     return not call.is_empty
 

@@ -15,22 +15,21 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats
 from ..config import AttentionConfig
-from ..lazy_mask import LazyMask
 from ..runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
 from ..tiled.plan import Walk, plan_call
+from ..tiled.tiles import Basis
 from .route import Choice, Request, Route
+from .tile_timing import CLEARLY, TileTiming, TileTimings
 
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
+_TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
 
-# A single query: from so many elements of K on, reading K once for a group outweighs the tiles' fixed cost.
-_DECODE_ELEMENTS = 1 << 21
-# Up to so many threads the tiled route keeps pace with torch's kernel, which spreads heads over threads.
-_TILED_THREADS = 4
-
+# A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
+_SHORT_SCORES = 1 << 18
 _PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
 _MOST_PATIENCE = 1024
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
@@ -48,28 +47,36 @@ class TiledRoute(Route):
     def __init__(self, torch_route: Route | None = None):
         self.torch_route = torch_route
 
-    def plan(self, request: Request) -> list[str] | None:
+    def plan(self, request: Request) -> Basis | list[str] | None:
+        """The basis of the tile shape, None = the usual one."""
         if torch._C._are_functorch_transforms_active():
-            return [
-                "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
-            ]
-        return None
+            return [_TRANSFORMS]
+        timing = self.timing(request)
+        return None if timing is None else timing.basis
+
+    def timing(self, request: Request) -> TileTiming | None:
+        """What is known of tiles for calls of this kind on the call's device; nothing of short ones."""
+        call = request.call
+        if call.num_heads * call.seq_len_q * call.seq_len_kv <= _SHORT_SCORES and call.seq_len_q > 1:
+            return None
+        return runtime_of(call.query.device).part(TileTimings).of(self, request)
 
     def claim(self, request: Request) -> Choice | None:
-        if request.plan(self):
+        plan = request.plan(self)
+        if isinstance(plan, list):
             return None
         reasons = request.plan(self.torch_route) if self.torch_route is not None else None
         if not isinstance(reasons, list):
-            return Choice(self, "no route before it takes the call")
+            return Choice(self, "no route before it takes the call", plan)
         if not request.with_lse:
             _warn_once(request.call.query.device.type, reasons[0])
-        return Choice(self, "; ".join([reasons[0], *request.remarks]), torch_stores=True)
+        return Choice(self, "; ".join([reasons[0], *request.remarks]), plan, torch_stores=True)
 
     def forward(
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: None = None,
+        plan: Basis | None = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,
@@ -96,13 +103,13 @@ class TiledRoute(Route):
                 stats=stats,
             )
 
-        return _within_memory(call, config, run, stats)
+        return _within_memory(call, config, run, stats, basis=plan)
 
     def backward(
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: None,
+        plan: Basis | None,
         grad_out: Tensor,
         saved: Results,
         *,
@@ -126,32 +133,22 @@ class TiledRoute(Route):
 
 
 class FirstTiles(TiledRoute):
-    """The same route, before torch's kernel, for the kinds of calls for which it was measured to be faster."""
+    """The same route, before torch's kernel, for the kinds of calls for which a timing on this CPU says that tiles are
+    faster."""
 
     def claim(self, request: Request) -> Choice | None:
-        if request.plan(self) or not tiles_are_faster(request.call):
+        call = request.call
+        if request.with_lse or call.softcap is not None or call.sinks is not None:
+            return None  # torch has no kernel for it at all
+        timing = self.timing(request)
+        if timing is None or timing.ratio is None:
             return None
-        return Choice(self, "measured faster than torch's kernel for this kind of call on a CPU")
-
-
-def tiles_are_faster(call: AttentionCall) -> bool:
-    """Kinds of calls for which ``pascal-attn bench`` shows the tiled route ahead of torch's fused CPU kernel."""
-    device = call.query.device
-    if device.type != "cpu" or runtime_of(device).info.kind != "cpu" or torch.get_num_threads() > _TILED_THREADS:
-        return False
-    rows, keys, mask = call.groups * call.seq_len_q, call.seq_len_kv, call.attn_mask
-    if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):
-        return False  # torch has no kernel for it at all
-    if mask is not None:
-        if mask.dtype != torch.bool and mask.dim() > 1 and mask.shape[-2] > 1:
-            return False
-        return rows >= 128 and keys >= 256 and not call.needs_grad
-    if call.query.dtype != torch.float32 and call.needs_grad:
-        return False  # torch's kernel multiplies in 16 bits there
-    if call.seq_len_q == 1:
-        elements = call.batch_size * call.num_kv_heads * keys * call.head_dim
-        return call.groups > 1 and keys >= 1024 and elements >= _DECODE_ELEMENTS and not call.needs_grad
-    return rows >= 1024 and (keys <= 128 or (call.plain_causal and keys >= 1024))
+        if timing.ratio > CLEARLY:
+            request.remarks.append(timing.words)
+            return None
+        if torch._C._are_functorch_transforms_active():
+            return None
+        return Choice(self, timing.words, timing.basis, over_torch=timing.ratio)
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,19 +172,27 @@ class Walks:
         self._walks: dict[tuple, Walk] = {}
 
     def of(
-        self, call: AttentionCall, config: AttentionConfig, *, most_bytes: int | None = None, backward: bool = False
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        *,
+        most_bytes: int | None = None,
+        backward: bool = False,
+        basis: Basis | None = None,
     ) -> Walk:
         """
         Args:
             most_bytes: of extra memory, if that is less than the budget.
+            basis: of the tile shape, None = the usual one.
         Raises:
             ValueError: the budget does not suffice.
         """
         is_traced = torch._C._get_tracing_state() is not None  # then sizes are tensors
-        kind = None if is_traced else _kind(call, config, most_bytes, backward)
+        kind = None if is_traced else _kind(call, config, most_bytes, backward, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
-            walk = Walk.of(call, plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward))
+            tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
+            walk = Walk.of(call, tiles)
             if kind is not None and len(walk.q_ranges) + len(walk.key_ranges) + len(walk.spans) <= _MOST_RANGES:
                 if len(self._walks) >= _MOST_KINDS:
                     self._walks.clear()
@@ -195,7 +200,9 @@ class Walks:
         return walk
 
 
-def _kind(call: AttentionCall, config: AttentionConfig, most_bytes: int | None, backward: bool) -> tuple:
+def _kind(
+    call: AttentionCall, config: AttentionConfig, most_bytes: int | None, backward: bool, basis: Basis | None
+) -> tuple:
     """All that :func:`.tiled.plan.plan_call` and :class:`.tiled.plan.Walk` look at."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     return (
@@ -203,7 +210,7 @@ def _kind(call: AttentionCall, config: AttentionConfig, most_bytes: int | None, 
         None if mask is None else (mask.dtype, mask.shape, isinstance(mask, Tensor) and mask.stride()),
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
-        config.budget_mib, config.q_block, config.kv_block, most_bytes, backward,
+        config.budget_mib, config.q_block, config.kv_block, most_bytes, backward, basis,
     )  # fmt: skip
 
 
@@ -295,11 +302,12 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
+    basis: Basis | None = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
-    walk = full = walks.of(call, config, backward=backward)
+    walk = full = walks.of(call, config, backward=backward, basis=basis)
     if caps:
         walk = _smaller(walks, call, config, walk, caps.most_bytes(_shape_key(call, backward)), backward) or walk
     while True:

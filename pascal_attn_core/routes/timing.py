@@ -7,40 +7,27 @@ machine decides the same way every time.
 
 from __future__ import annotations
 
-import functools
-import logging
-import statistics
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, check_call
-from ..config import AttentionConfig, RouteUnavailable, cache_folder
-from ..device import DeviceInfo
+from ..config import AttentionConfig
 from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
-from ..own_thread import in_backward, in_own_thread
-from ..runtime import Runtime
-from ..storage import name_for, read_object, write_object
+from ..own_thread import in_backward
 from .route import Request, Route
+from .timing_table import TimingTable, log, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
-
-log = logging.getLogger("pascal_attn")
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
 _TOKENS = 1024
 _KEYS_OF_FEW_QUERIES = 16384
 _ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
-_ROUNDS = 3
-RETRY_SECONDS = 60.0  # after a timing that found no memory, or no kernel
 _CONFIG = AttentionConfig()
-Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
 class Kind(NamedTuple):
@@ -77,7 +64,7 @@ class Kind(NamedTuple):
     def of(call: AttentionCall) -> Kind:
         """The kind of a call that the fused kernel takes."""
         mask = call.attn_mask
-        q_tokens = min(_TOKENS, _power_of_two(call.seq_len_q))
+        q_tokens = min(_TOKENS, power_of_two(call.seq_len_q))
         most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
         most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
         return Kind(
@@ -85,120 +72,69 @@ class Kind(NamedTuple):
             call.head_dim,
             call.head_dim_v,
             q_tokens,
-            min(most_keys, _power_of_two(call.seq_len_kv)),
+            min(most_keys, power_of_two(call.seq_len_kv)),
             call.groups,
-            min(most_rows, _power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+            min(most_rows, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
             0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
             call.is_causal,
             call.needs_grad,
         )
 
 
-class Timings:
-    """What has been timed on one device. Made by ``runtime.part(Timings)``; several threads may use it at once.
+class Timings(TimingTable[Kind, float]):
+    """Our kernel's time in units of torch's for each kind of call. Made by ``runtime.part(Timings)``."""
 
-    Args:
-        runtime: of the device.
-        clock: as :func:`median_times`.
-        folder: gives the folder of the file, or None: nothing is stored.
-    """
-
-    def __init__(
-        self, runtime: Runtime, *, clock: Clock | None = None, folder: Callable[[], Path | None] = cache_folder
-    ):
-        self.device, self.info = runtime.device, runtime.info
-        self.clock, self.folder = median_times if clock is None else clock, folder
-        self._postponed: dict[Kind, tuple[Route, AttentionCall, int]] = {}
-        self._again: dict[Kind, float] = {}  # when kinds that found no memory may be timed again
-        self._lock = threading.RLock()
-
-    @functools.cached_property
-    def known(self) -> dict[Kind, float | None]:
-        """Our kernel's time in units of torch's for each kind of call; None where it could not be found out, which is
-        not stored."""
-        folder = self.folder()
-        return {} if folder is None else dict(_load(folder / file_name(self.info)))
+    section = "fused_over_torch"
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         """How long our kernel takes, in units of torch's time, for calls of this kind on this device.
 
         Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the
-        same card, torch and kernels.
+        same card, torch and kernels; in a backward pass not before the next call outside of it.
 
         Args:
             ours: the fused route.
             call: one that the fused route takes, and torch's kernel as it is or rewritten.
             budget_bytes: extra memory that torch's route may use.
         Returns:
-            The ratio, or None where it could not be found out (torch refuses the timed call; or memory was short: after
-            RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, or this is a backward pass,
-            for the end of which the timing of gradients would wait; the next call outside of it times this kind too.
+            The ratio, or None: see :meth:`.timing_table.TimingTable.find`. Torch may refuse the timed call.
         """
         kind = Kind.of(call)
-        if kind in self.known and not self._postponed and not self._again:
-            return self.known[kind]
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self.known.get(kind)
-        if in_backward():
-            if kind not in self.known:
-                self._postponed[kind] = ours, _without_numbers(call), budget_bytes
-            return self.known.get(kind)
-        with self._lock:
-            for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
-                del self._again[each], self.known[each]
-            waiting, self._postponed = {**self._postponed, kind: (ours, call, budget_bytes)}, {}
-            for each, given in waiting.items():
-                if each not in self.known:
-                    self.known[each] = self._timed(each, *given)
-                    self.save()
-            return self.known[kind]
+        if kind not in self.known and in_backward():
+            call = _without_numbers(call)  # kept until the pass is over
+        return self.find(kind, lambda: self._timed(kind, ours, call, budget_bytes), may_wait=True)
 
     def _timed(self, kind: Kind, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         device = call.query.device
-
-        def times() -> list[float] | None:
-            with torch.set_grad_enabled(kind.gradients):
-                sample = sample_call(call, kind)
-                form, plan = find_form(sample, budget_bytes), ours.plan(Request(sample, _CONFIG))
-                if not isinstance(form, TorchForm) or isinstance(plan, list):
-                    return None
-                attempts: list[Callable[[], Tensor]] = [
-                    lambda: (
-                        ours.with_gradients(sample, _CONFIG, plan)[0]
-                        if sample.needs_grad
-                        else ours.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
-                    ),
-                    lambda: run_form(sample, form),
-                ]
-                return self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
-
-        try:
-            found = in_own_thread(times, device)
-        except (RouteUnavailable, torch.cuda.OutOfMemoryError):
-            self._again[kind] = time.monotonic() + RETRY_SECONDS
-            return None
-        if found is None:
-            return None
-        our_time, its_time = found
+        with torch.set_grad_enabled(kind.gradients):
+            sample = sample_call(call, kind)
+            form, plan = find_form(sample, budget_bytes), ours.plan(Request(sample, _CONFIG))
+            if not isinstance(form, TorchForm) or isinstance(plan, list):
+                return None
+            attempts: list[Callable[[], Tensor]] = [
+                lambda: (
+                    ours.with_gradients(sample, _CONFIG, plan)[0]
+                    if sample.needs_grad
+                    else ours.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
+                ),
+                lambda: run_form(sample, form),
+            ]
+            our_time, its_time = self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
         log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
         return our_time / its_time
 
-    def save(self) -> None:
-        """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
-        way."""
-        folder, name = self.folder(), file_name(self.info)
-        if folder is None:
-            return
-        self.known.update(_load(folder / name))
-        rows = [
-            {"kind": kind._asdict(), "ratio": round(ratio, 4)}
-            for kind, ratio in self.known.items()
-            if ratio is not None
-        ]
-        try:
-            write_object(folder / name, {**_conditions(self.info), "fused_over_torch": rows})
-        except OSError as error:
-            log.info("the timings could not be stored in %s: %s", folder, error)
+    def conditions(self) -> dict[str, str]:
+        info = self.info
+        return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        return Kind(**fields)
+
+    def row(self, found: float) -> dict[str, Any]:
+        return {"ratio": round(found, 4)}
+
+    def found_in(self, row: Mapping[str, Any]) -> float:
+        return float(row["ratio"])
 
 
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
@@ -246,50 +182,3 @@ def _with_gradients(call: AttentionCall, forward: Callable[[], Tensor]) -> Calla
         return torch.autograd.grad(out, (call.query, call.key, call.value), out.detach())
 
     return both
-
-
-def median_times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Median milliseconds of each, timed in turn, after one run of each that is not timed."""
-    for attempt in attempts:
-        attempt()
-    times: list[list[float]] = [[] for _ in attempts]
-    for _ in range(_ROUNDS):
-        for attempt, its_times in zip(attempts, times):
-            its_times.append(_milliseconds(attempt, device))
-    return [statistics.median(its_times) for its_times in times]
-
-
-def _milliseconds(attempt: Callable[[], Any], device: torch.device) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(torch.cuda.current_stream(device))
-    attempt()
-    end.record(torch.cuda.current_stream(device))
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-# ---- on disk -------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=16)
-def file_name(info: DeviceInfo) -> str:
-    """The file of a card, with this torch and these kernels."""
-    return name_for("timings", _conditions(info))
-
-
-def _conditions(info: DeviceInfo) -> dict[str, str]:
-    return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
-
-
-def _load(path: Path) -> dict[Kind, float]:
-    """The file's content; one that cannot be read counts as empty."""
-    try:
-        rows = read_object(path)["fused_over_torch"]
-        return {Kind(**row["kind"]): float(row["ratio"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest one that is not below ``count``."""
-    return 1 << max(0, count - 1).bit_length()

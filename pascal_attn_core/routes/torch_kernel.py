@@ -30,6 +30,7 @@ from ..tiled.layout import is_matrix
 from .route import Choice, Request, Route
 from .torch_faults import fault_reasons, torch_sdpa
 
+_QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
 
 
@@ -197,9 +198,15 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
     copied = mask.dtype == torch.bool or (mask.device.type == "cuda" and (call.seq_len_kv % 8 or mask.stride(-1) != 1))
     if not copied:
         return 0
-    row_bytes = mask.numel() // mask.shape[-2] * call.query.element_size()
-    step = max(1, budget_bytes // max(1, row_bytes))
-    return 0 if step >= call.seq_len_q else step
+    element_size, tokens = call.query.element_size(), call.seq_len_q
+    lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
+    row_bytes = mask.numel() // mask.shape[-2] * element_size
+    if tokens * (row_bytes + call.batch_size * lse_bytes) <= budget_bytes:
+        return 0
+    # One batch element at a time, and the output of each step is copied into the whole.
+    step_bytes = row_bytes // mask.shape[0] + call.num_heads * call.head_dim_v * element_size + lse_bytes
+    step = max(1, budget_bytes // max(1, step_bytes))
+    return min(step // _QUERIES * _QUERIES or step, tokens)
 
 
 def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from ..call import AttentionCall, distinct
 from ..config import AttentionConfig
 from ..device import MIB, DeviceInfo
 from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
-from .tiles import Ranges, TilePlan, Workload, even_ranges, plan_tiles
+from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles
 
 _MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
 
@@ -57,8 +57,10 @@ def plan_call(
     *,
     most_bytes: int | None = None,
     backward: bool = False,
+    basis: Basis | None = None,
 ) -> TilePlan:
-    """The tile shape for a call under a configuration, and with at most ``most_bytes`` if that is less."""
+    """The tile shape for a call under a configuration, and with at most ``most_bytes`` if that is less. ``basis``: see
+    :func:`.tiles.plan_tiles`."""
     work = workload(call, backward=backward)
     if config.budget_mib is None:
         budget = info.default_budget_bytes(backward=backward)
@@ -66,7 +68,7 @@ def plan_call(
         budget = int(config.budget_mib * MIB)
     if most_bytes is not None:
         budget = min(budget, most_bytes)
-    return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block)
+    return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block, basis=basis)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

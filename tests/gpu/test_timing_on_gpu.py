@@ -10,9 +10,8 @@ import torch
 
 from pascal_attn_core import explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.device import device_info
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import fused, route_named, timing
+from pascal_attn_core.routes import fused, route_named
 from pascal_attn_core.routes.timing import Timings
 from pascal_attn_core.runtime import Runtime, using
 
@@ -27,7 +26,7 @@ BUDGET = 64 << 20
 def timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Timings]:
     """Nothing has been timed yet, on a card on which the kernel is a candidate, whichever this is."""
     monkeypatch.setattr(fused, "may_win", lambda call, torch_has_a_kernel: True)
-    parts = {Timings: lambda runtime: Timings(runtime, folder=lambda: tmp_path)}
+    parts = {Timings: lambda runtime: Timings(runtime, folder=lambda: tmp_path, is_on=True)}
     with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts=parts)) as runtime:
         yield runtime.part(Timings)
 
@@ -49,7 +48,7 @@ def test_a_ratio_is_found_once_and_kept(timings: Timings, dtype: torch.dtype, re
     assert ratio is not None
     assert 0.02 < ratio < 50
     assert _ask(timings, call) == ratio
-    assert [path.name for path in timings.folder().iterdir()] == [timing.file_name(device_info("cuda"))]
+    assert [path.name for path in timings.folder().iterdir()] == [timings.file_name()]
 
 
 def test_the_choice_and_its_reason_follow_the_timing(timings: Timings) -> None:

@@ -21,7 +21,7 @@ from ..tables import print_table
 from .candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from .clock import Clock, quiet_torch
 from .measure import Settings, race
-from .report import COLUMNS, geometric_means, machine_name, result_row, versions
+from .report import COLUMNS, geometric_means, result_row, versions
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30
@@ -153,7 +153,7 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
 def _heading(device: torch.device, clock: Clock, options: argparse.Namespace) -> str:
     what = "forward and backward" if options.backward else "forward"
     threads = f", {options.threads} thread{'s'[: options.threads > 1]}" if device.type == "cpu" else ""
-    return f"{what} on {machine_name(device)}{threads}, torch {torch.__version__}, {clock.kind}, medians"
+    return f"{what} on {device_info(device).name}{threads}, torch {torch.__version__}, {clock.kind}, medians"
 
 
 def _bench_shape(
@@ -191,7 +191,7 @@ def _document(
         "versions": versions(),
         "machine": {
             "device": str(device),
-            "name": machine_name(device),
+            "name": device_info(device).name,
             "facts": dataclasses.asdict(device_info(device)),
             "fp32_flops": device_info(device).fp32_flops,
             "system": platform.platform(),

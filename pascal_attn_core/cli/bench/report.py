@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...device import device_info
 from .measure import Result
 
 MIB = 1 << 20
@@ -58,17 +57,6 @@ def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]
         name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
         for name, values in ratios.items()
     }
-
-
-def machine_name(device: torch.device) -> str:
-    """The processor or the card in words."""
-    if device.type != "cpu":
-        return device_info(device).name
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine() or "CPU"
 
 
 def versions() -> dict[str, str]:

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, UnsupportedAttention, __version__, patch_ffn
+from ...device import device_info
 from ...interception import TORCH_SDPA, SdpaMode
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
-from ..bench.report import machine_name
 from ..tables import print_table
 from .progress import Progress
 
@@ -272,7 +272,7 @@ def _heading(device: torch.device, args: argparse.Namespace) -> str:
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     steps = f"{args.steps} step{'s' if args.steps > 1 else ''}"
-    return f"{machine_name(device)}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
+    return f"{device_info(device).name}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
 
 
 def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     versions = {name: importlib.metadata.version(name) for name in packages}
     report = {
         "command": getattr(args, "command_line", "pascal-attn demo"),
-        "device": machine_name(device),
+        "device": device_info(device).name,
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
         "versions": {"pascal-attention": __version__, "python": platform.python_version(), **versions},

@@ -30,7 +30,7 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.own_thread import in_backward, in_own_thread
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import timing
+from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 from pascal_attn_core.runtime import runtime_of
 
@@ -130,8 +130,8 @@ def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.M
         for _ in range(2):
             assert explain(*leaves, config=AUTO).startswith("route torch")
         assert len(runs) == 1
-        now = timing.time.monotonic()
-        monkeypatch.setattr(timing.time, "monotonic", lambda: now + timing.RETRY_SECONDS)
+        now = timing_table.time.monotonic()
+        monkeypatch.setattr(timing_table.time, "monotonic", lambda: now + timing_table.RETRY_SECONDS)
         for _ in range(2):
             assert explain(*leaves, config=AUTO).startswith("route fused: timed on this card at 0.50")
         assert len(runs) == 2

@@ -26,20 +26,12 @@ def test_it_says_why_with_the_numbers(server: ComfyServer) -> None:
 
 def test_a_measurement_is_remembered_in_the_user_folder(server: ComfyServer) -> None:
     text = explanation(server, "measure")
-    (file,) = server.base.rglob("pascal_attn_tile_sizes.json")
-    (key, entry), *others = json.loads(file.read_text()).items()
-    assert key == "CPU | float32 | D 40 | 256 tokens | 2 heads"
-    assert not others
-    assert f"as measured on {entry['measured']}" in text
-    assert all(f"{size}: {ms} ms" in text for size, ms in entry["milliseconds"].items())
-
-
-def test_what_the_file_holds_is_not_measured_again(server: ComfyServer) -> None:
-    file = server.base / "user" / "pascal_attn_tile_sizes.json"
-    entry = {"tile_size": 77, "milliseconds": {"77": 1234.5}, "measured": "2026-01-02"}
-    file.write_text(json.dumps({"CPU | float32 | D 40 | 300 tokens | 2 heads": entry}))
-    text = explanation(server, "measure", tokens=300)
-    assert "77 keys per tile are fastest, as measured on 2026-01-02 (77: 1234.5 ms)" in text
+    (file,) = (server.base / "user").glob("pascal_attn_tile_sizes-*.json")
+    (row,) = json.loads(file.read_text())["tile_sizes"]
+    assert row["kind"] == {"dtype": "float32", "tokens": 256, "heads": 2, "head_dim": 40, "budget_mib": 0}
+    assert f"as measured on {row['measured']}" in text
+    assert all(f"{size}: {ms} ms" in text for size, ms in row["milliseconds"].items())
+    assert explanation(server, "measure") == text
 
 
 def test_its_number_goes_into_the_attention_patch(server: ComfyServer) -> None:

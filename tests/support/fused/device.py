@@ -21,7 +21,8 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import Clock, Timings
+from pascal_attn_core.routes.timing import Timings
+from pascal_attn_core.routes.timing_table import Clock
 from pascal_attn_core.runtime import Runtime, using
 
 from .driver import Compiler, StandIn
@@ -130,7 +131,7 @@ def fresh_card(
     """
 
     def timings(runtime: Runtime) -> Timings:
-        return Timings(runtime, clock=timing or passing_time, folder=folder)
+        return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
     with _card(driver, CardKernels, timings, folder=folder, **options) as kernels:
         yield kernels

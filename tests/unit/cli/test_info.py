@@ -56,6 +56,10 @@ def test_what_was_timed_on_the_card_is_shown():
     assert "timed" not in block(CARDS["P100"], CU126)
     lines = block(CARDS["P100"], CU126, timed=timed).splitlines()
     assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
+    tiles = {"float32 head_dim 64: 1 x 4096 tokens, 256 rows, groups of 4": 0.83}
+    lines = block(CARDS["P100"], CU126, timed_tiles=tiles).splitlines()
+    assert "time of tiles over that of torch's" in lines[-2]
+    assert lines[-1].split(maxsplit=1) == ["0.83", *tiles]
 
 
 @pytest.mark.parametrize("name", ["GTX 1080 Ti", "P100", "M40", "V100"])

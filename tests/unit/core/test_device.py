@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +80,29 @@ def test_the_peak_is_that_of_the_data_sheet(
 def test_free_memory_is_unknown_without_cuda() -> None:
     assert free_bytes("cpu") is None
     assert free_bytes("meta") is None
+
+
+def _cache_folder(folder: Path, *caches: tuple[int, str, str, str]) -> Path:
+    for index, facts in enumerate(caches):
+        (folder / f"index{index}").mkdir()
+        for name, fact in zip(("level", "type", "size", "shared_cpu_list"), facts):
+            (folder / f"index{index}" / name).write_text(f"{fact}\n")
+    return folder
+
+
+def test_the_caches_of_a_core_are_read_from_linux(tmp_path: Path) -> None:
+    instructions = (1, "Instruction", "32K", "0,4")
+    folder = _cache_folder(
+        tmp_path, (1, "Data", "48K", "0,4"), instructions, (2, "Unified", "2M", "0,4"), (3, "Unified", "36864K", "0-7")
+    )
+    caches = device_module.cpu_caches(folder)
+    assert caches == [(1, 48 << 10, 2), (2, 2 << 20, 2), (3, 36 << 20, 8)]
+    assert device_module.core_l2_bytes(caches) == 2 << 20  # two threads of one core
+    assert (
+        device_module.core_l2_bytes([device_module.Cache(1, 1 << 15, 1), device_module.Cache(2, 4 << 20, 4)]) == 1 << 20
+    )  # four cores
+    assert device_module.cpu_caches(tmp_path / "none") == []
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert device_info("cpu").name == device_module.cpu_name() != ""

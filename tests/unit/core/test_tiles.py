@@ -16,6 +16,7 @@ from pascal_attn_core.device import LARGEST_BUFFER, MIB, DeviceInfo
 from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.tiles import (
     Workload,
+    cpu_bases,
     describe_plan,
     even_ranges,
     plan_tiles,
@@ -146,6 +147,25 @@ def test_a_window_keeps_the_rows_few() -> None:
     wide = plan_tiles(CARDS["CPU"], LLM)
     narrow = plan_tiles(CARDS["CPU"], LLM._replace(window=64))
     assert narrow.q_block < wide.q_block
+
+
+@pytest.mark.parametrize(
+    ("l2_kib", "bases"),
+    [
+        (0, [(1024, 512), (512, 1024)]),
+        (512, [(1024, 512), (512, 1024)]),
+        (1024, [(1024, 512), (512, 1024), (512, 256)]),
+        (2048, [(512, 512), (1024, 512), (512, 1024)]),
+        (8192, [(1024, 512), (512, 1024)]),
+    ],
+)
+def test_half_of_a_cores_own_cache_is_one_of_the_shapes_on_a_cpu(l2_kib: int, bases: list[tuple[int, int]]) -> None:
+    info = DeviceInfo("cpu", "CPU", core_l2_bytes=l2_kib << 10)
+    assert list(cpu_bases(info)) == bases
+    assert (plan_tiles(info, SDXL).q_block, plan_tiles(info, SDXL).kv_block) == bases[0]
+    for basis in cpu_bases(info):
+        plan = plan_tiles(info, SDXL, basis=basis)
+        assert (plan.q_block, plan.kv_block) == basis
 
 
 @pytest.mark.parametrize(

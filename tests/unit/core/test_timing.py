@@ -20,7 +20,7 @@ from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused.kernels import KernelUnavailable
 from pascal_attn_core.fused.plan import plan_call, variants_of
 from pascal_attn_core.observe.progress import between_blocks, this_thread
-from pascal_attn_core.routes import choose, route_named, timing
+from pascal_attn_core.routes import choose, route_named, timing, timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 from pascal_attn_core.routes.torch_kernel import TorchForm, find_form, run_form
 from pascal_attn_core.runtime import Runtime, runtime_of
@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _timings(folder: Path, clock: Callable, info: DeviceInfo = CARD) -> Timings:
     """Of a card as a new process finds it."""
-    return Timings(Runtime("cpu", info), clock=clock, folder=lambda: folder)
+    return Timings(Runtime("cpu", info), clock=clock, folder=lambda: folder, is_on=True)
 
 
 def _ask(timings: Timings, call: AttentionCall | None = None) -> float | None:
@@ -159,7 +159,7 @@ def test_what_another_process_wrote_meanwhile_stands(folder: Path) -> None:
 def test_a_damaged_file_is_written_again(folder: Path, content: str) -> None:
     clock = Clock(3.0, 4.0)
     folder.mkdir()
-    file = folder / timing.file_name(CARD)
+    file = folder / _timings(folder, clock).file_name()
     file.write_text(content)
     assert _ask(_timings(folder, clock)) == 0.75
     assert clock.runs == 1
@@ -278,15 +278,15 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
 
 def test_medians_are_taken_in_turn_after_a_run_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    clock = iter([9.0, 1.0, 1.0, 2.0, 2.0, 3.0])
+    clock = iter([7.0, 7.0, 9.0, 1.0, 1.0, 2.0, 2.0, 3.0])
 
     def timed(attempt: Callable[[], object], device: torch.device) -> float:
         attempt()
         return next(clock)
 
-    monkeypatch.setattr(timing, "_milliseconds", timed)
+    monkeypatch.setattr(timing_table, "_milliseconds", timed)
     attempts: list[Callable[[], object]] = [lambda: order.append("a"), lambda: order.append("b")]
-    assert timing.median_times(attempts, torch.device("cpu")) == [2.0, 2.0]
+    assert timing_table.median_times(attempts, torch.device("cpu")) == [2.0, 2.0]
     assert "".join(order) == "abababab"
 
 

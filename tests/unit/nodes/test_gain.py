@@ -34,7 +34,7 @@ def test_memory_that_was_not_measured_is_not_subtracted():
 def test_seconds_are_those_of_calls_timed_against_torchs_kernel():
     timed = (kind("block 0", route="fused", over_torch=0.5, torch_stores=False), {"elapsed_ms": 41_000.0})
     other = (kind("block 1", torch_stores=False), {"elapsed_ms": 99_000.0})
-    assert line(run([timed, other])) == "Gained: 41.0 s less in attention (timed on this card)."
+    assert line(run([timed, other])) == "Gained: 41.0 s less in attention (timed on this machine)."
     assert "less in attention" not in line(run([other]))
 
 
@@ -43,7 +43,7 @@ def test_memory_seconds_and_saved_outputs_of_several_runs_stand_in_one_sentence(
     vae = run([(kind("mid", route="fused", over_torch=0.8), {"elapsed_ms": 4000.0, "repaired": 2})], part="VAE")
     assert line(model, vae) == (
         "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB), 1.00 s less in attention (timed "
-        "on this card), 2 outputs saved from NaN."
+        "on this machine), 2 outputs saved from NaN."
     )
 
 

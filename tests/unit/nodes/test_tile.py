@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,10 @@ from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F4
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.routes.timing_table import median_times
 from pascal_attn_core.tiled.plan import plan_call
 
-tile, timing, store_module, node = (
-    node_module(n) for n in ("tiles.choice", "tiles.measure", "tiles.store", "tile_size")
-)
+tile, timing, node = (node_module(n) for n in ("tiles.choice", "tiles.measure", "tile_size"))
 GTX_1080_TI = DeviceInfo("cuda", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
 CPU = tile.Card(DeviceInfo("cpu", "CPU"), 8 << 30, 16 << 30)
@@ -67,18 +69,16 @@ def test_a_cache_that_is_not_known_is_said_to_be() -> None:
     assert card.text() == "Arc with L2 cache of unknown size"
 
 
-def test_what_is_remembered_has_a_readable_key() -> None:
-    key = shape(dtype=torch.float16).key(GTX_1080_TI.name)
-    assert key == "NVIDIA GeForce GTX 1080 Ti | float16 | D 64 | 4096 tokens | 24 heads"
-    assert shape(budget_mib=32).key("X").endswith("| 32 MiB")
-
-
 # ---- the measurement ----
+
+
+def measure(given: Any) -> Any:
+    return timing.measure(CPU, given, 512, torch.device("cpu"), median_times)
 
 
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(stub_host: StubHost) -> None:  # noqa: F811
     before = torch.get_rng_state()
-    times, timed = timing.measure(CPU, shape(512, 1), 512, torch.device("cpu"))
+    times, timed = measure(shape(512, 1))
     assert list(times) == [0, 256, 512]
     assert all(ms > 0 for ms in times.values())
     assert timed == shape(512, 1)
@@ -94,23 +94,30 @@ def test_the_timed_call_fits_half_of_the_free_memory() -> None:
         timing.within_limits(tile.Card(GTX_1080_TI, 64 << 20, 11 << 30), shape(32768))
 
 
-def test_cancel_ends_a_measurement(stub_host: StubHost) -> None:  # noqa: F811
-    stub_host.interrupt, stub_host.at_look = KeyboardInterrupt(), 3
+def test_cancel_ends_a_measurement(host: StubHost) -> None:
+    host.interrupt, host.at_look = KeyboardInterrupt(), 3
     with pytest.raises(KeyboardInterrupt):
-        timing.measure(CPU, shape(512, 1), 512, torch.device("cpu"))
+        choose("measure")
+
+
+def test_a_call_that_takes_long_is_timed_with_fewer_tokens(
+    stub_host: StubHost,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "_SECONDS", 1e-3)
+    assert measure(shape(2048, 2)).shape == shape(1024, 1)
 
 
 def test_without_time_or_memory_it_says_so(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(timing, "_SECONDS", -1.0)
     with pytest.raises(timing.CannotMeasure, match="too long"):
-        timing.measure(CPU, shape(2048, 1), 512, torch.device("cpu"))
+        timing.measure(CPU, shape(512, 1), 512, torch.device("cpu"), lambda attempts, device: [1.0, math.inf, 1.0])
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
 
     monkeypatch.setattr(timing, "sdpa", full)
     with pytest.raises(timing.CannotMeasure, match=r"ran out of memory: tried to allocate 1 GiB$"):
-        timing.measure(CPU, shape(512, 1), 512, torch.device("cpu"))
+        measure(shape(512, 1))
 
 
 # ---- the node ----
@@ -129,87 +136,69 @@ def choose(mode: str, **inputs: Any) -> tuple[int, str]:
     return node.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int]:
-    calls: list[int] = []
-    monkeypatch.setattr(
-        node, "measure", lambda card, shape, planned, device: calls.append(1) or timing.Timing(times, shape)
-    )
-    return calls
+class Clock:
+    """Gives these milliseconds for the sizes in their order."""
+
+    def __init__(self, *times: float):
+        self.times, self.runs = times, 0
+
+    def __call__(self, attempts: list[Any], device: torch.device) -> list[float]:
+        self.runs += 1
+        return list(self.times)
 
 
-def test_the_winner_is_remembered_and_said_on_the_node(
-    host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls = measured(monkeypatch, {0: 10.0, 256: 8.0, 512: 9.0})
-    for mode in ("measure", "measure"):
-        size, text = choose(mode)
-        assert size == 256
-        assert "256 keys per tile are fastest, as measured on" in text
-        assert host.said[-1] == "256 keys per tile"
-    assert len(calls) == 1
-    choose("measure again")
-    assert len(calls) == 2
-    (entry,) = json.loads((tmp_path / "pascal_attn_tile_sizes.json").read_text()).values()
-    assert entry["milliseconds"] == {"own choice": 10.0, "256": 8.0, "512": 9.0}
+@contextmanager
+def timed_by(clock: Any) -> Iterator[Any]:
+    """A new process, in which sizes take these times."""
+    core = sys.modules[node.runtime_of.__module__]  # the copy of the core that the pack brings
+    made = core.Runtime("cpu", parts={timing.TileSizes: lambda runtime: timing.TileSizes(runtime, clock=clock)})
+    with core.using(made):
+        yield clock
 
 
-def test_a_fixed_size_must_be_clearly_faster_than_the_routes_own_choice(
-    host: StubHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured(monkeypatch, {0: 10.0, 256: 9.8})
-    size, text = choose("measure")
+def test_the_winner_is_remembered_and_said_on_the_node(host: StubHost, tmp_path: Path) -> None:
+    with timed_by(Clock(10.0, 8.0, 9.0)) as clock:
+        for _ in range(2):
+            size, text = choose("measure")
+            assert size == 256
+            assert "256 keys per tile are fastest, as measured on" in text
+            assert "(own choice: 10.0 ms, 256: 8.0 ms, 512: 9.0 ms)" in text
+            assert host.said[-1] == "256 keys per tile"
+        assert clock.runs == 1
+        choose("measure again")
+        assert clock.runs == 2
+    (file,) = tmp_path.iterdir()
+    (row,) = json.loads(file.read_text())["tile_sizes"]
+    assert row["milliseconds"] == {"own choice": 10.0, "256": 8.0, "512": 9.0}
+    with timed_by(Clock(1.0, 9.0, 9.0)) as clock:
+        assert choose("measure")[0] == 256
+        assert choose("measure", budget_mib=2)[0] == choose("measure again")[0] == 0
+    assert clock.runs == 2
+
+
+def test_a_fixed_size_must_be_clearly_faster_than_the_routes_own_choice(host: StubHost) -> None:
+    with timed_by(Clock(10.0, 9.8, 10.0)):
+        size, text = choose("measure")
     assert size == 0
     assert "fastest with its own choice" in text
 
 
-def test_what_cannot_be_measured_comes_from_the_card(host: StubHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise timing.CannotMeasure("only 3 MiB are free")
-
-    monkeypatch.setattr(node, "measure", refuse)
-    size, text = choose("measure")
-    assert size == choose("from the card")[0]
-    assert text.endswith("It could not be measured: only 3 MiB are free.")
-
-
-# ---- the file ----
+@pytest.mark.parametrize("keys", ['"256"', "-1", "65537", "null"])
+def test_an_entry_that_makes_no_sense_is_measured_again(host: StubHost, tmp_path: Path, keys: str) -> None:
+    with timed_by(Clock(10.0, 8.0, 9.0)):
+        choose("measure")
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace('"keys": 256', f'"keys": {keys}'))
+    with timed_by(Clock(10.0, 9.0, 8.0)):
+        assert choose("measure")[0] == (256 if keys == '"256"' else 512)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "\x00\xff"], ids=["cut", "list", "binary"])
-def test_a_broken_file_is_set_aside_with_a_warning(
-    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "sizes.json"
-    path.write_bytes(content.encode("latin-1"))
-    store = store_module.TileStore(path)
-    with caplog.at_level(logging.WARNING, "pascal_attn"):
-        assert store.get("key") is None
-        assert "cannot be read" in caplog.text
-        store.put("key", {"tile_size": 256})
-    assert store.get("key") == {"tile_size": 256}
-    assert path.with_suffix(".broken").read_bytes() == content.encode("latin-1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sizes.broken", "sizes.json"]
+def test_what_cannot_be_measured_comes_from_the_card(host: StubHost, tmp_path: Path) -> None:
+    def refuse(*args: Any) -> list[float]:
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
 
-
-@pytest.mark.parametrize("entry", [{}, {"tile_size": "256"}, {"tile_size": -1}, {"tile_size": True}, 256])
-def test_an_entry_that_makes_no_sense_is_not_used(entry: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "sizes.json"
-    path.write_text(json.dumps({"key": entry}))
-    with caplog.at_level(logging.WARNING, "pascal_attn"):
-        assert store_module.TileStore(path).get("key") is None
-    assert "tile_size from 0 to 65536" in caplog.text
-
-
-def test_what_others_remembered_stays(tmp_path: Path) -> None:
-    store = store_module.TileStore(tmp_path / "deep" / "sizes.json")
-    store.put("a", {"tile_size": 1})
-    store.put("b", {"tile_size": 2})
-    assert (store.get("a"), store.get("b")) == ({"tile_size": 1}, {"tile_size": 2})
-
-
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    store = store_module.TileStore(tmp_path / "file" / "sizes.json")
-    with caplog.at_level(logging.WARNING, "pascal_attn"):
-        store.put("a", {"tile_size": 1})
-    assert "cannot be kept" in caplog.text
+    with timed_by(refuse):
+        size, text = choose("measure")
+        assert size == choose("from the card")[0]
+    assert text.endswith("It could not be measured: the card ran out of memory: tried to allocate 1 GiB.")
+    assert list(tmp_path.iterdir()) == []

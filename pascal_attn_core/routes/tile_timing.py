@@ -1,0 +1,377 @@
+"""Tiles timed against torch's own kernel on the user's CPU, in two or three shapes, once per kind of call.
+
+Which of the two is faster, and in which tile shape, differs from processor to processor: by the speed of its
+exponentials against that of its products, and by the size of the caches. So a slice of a real call is run by both. The
+result is stored on disk, so that the same machine decides the same way from then on.
+
+A timing is bought only with calls that are worth it: it comes when the calls of a kind have taken about as long as it
+will take itself. Until then, and for short calls, torch's kernel is used.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tiled
+from ..call import AttentionCall, check_call
+from ..config import AttentionConfig
+from ..device import MIB
+from ..lazy_mask import LazyMask
+from ..runtime import Runtime
+from ..tiled.plan import plan_call
+from ..tiled.tiles import Basis, TilePlan, cpu_bases
+from .route import Request, Route
+from .timing_table import Attempt, Clock, TimingTable, fastest, least_times, log, power_of_two
+from .torch_kernel import TorchForm, find_form, run_form
+
+SECONDS = 0.3  # that a timing may take
+_ROUNDS = 6
+CLEARLY = (
+    0.97  # of torch's time: tiles that take more of it are not worth the change, since a timing errs by some percent
+)
+_CONFIG = AttentionConfig()
+
+# The timed slice. Torch's kernel takes other blocks for calls below 768 queries.
+_LEAST_QUERIES, _MOST_QUERIES = 768, 1024
+_LEAST_KEYS, _MOST_KEYS, _MOST_CAUSAL = 1024, 2048, 2048
+_MOST_PADDED_KEYS = 8192  # padding lies at the end
+_KEYS_OF_FEW_QUERIES = 16384
+_FEW = 64
+_COST = 1 << 29  # multiply-adds, about 10 ms
+_READ_COST = 8  # multiply-adds in the time that one number of K or V takes from memory
+_MOST_ROWS = 1 << 13
+_NO_WEIGHT = -200.0  # a key with such a bias takes no part
+_MOST_SEEN = 1024
+# Calls with a mask that have fewer are not timed: to look at the mask would cost more than a thousandth of the call.
+_MASKED_SCORES = 1 << 22
+
+
+class TileKind(NamedTuple):
+    """Calls that are taken to be alike. Counts of tokens and rows are powers of two, at most those of the timed slice.
+
+    Attributes:
+        q_tokens, kv_tokens: of a sequence.
+        groups: query heads per key/value head.
+        rows: query rows of all heads and batches together.
+        mask: "" none, or "bool" or its float dtype, and "keys" for one row for all queries, "queries" for a row each.
+        kept: quarters of the keys that a mask for all queries leaves, rounded up; 4 for other calls.
+        threads: that torch uses.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    q_tokens: int
+    kv_tokens: int
+    groups: int
+    rows: int
+    mask: str
+    kept: int
+    is_causal: bool
+    threads: int
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        words = f"{self.dtype} head_dim {dims}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows"
+        words += f", groups of {self.groups}" * (self.groups > 1) + ", causal" * self.is_causal
+        words += f", mask {self.mask}" * bool(self.mask) + f" ({self.kept}/4 left)" * (self.kept < 4)
+        return words + f", {self.threads} threads" * (self.threads > 1)
+
+
+@dataclass(frozen=True)
+class TileTiming:
+    """What a timing has found.
+
+    Attributes:
+        ratio: the fastest tiles' time in units of that of torch's kernel; None where torch has no kernel.
+        basis: of the fastest tiles.
+        measured: the day, ``"2026-11-22"``.
+        milliseconds: of everything that was timed.
+        words: the ratio, for sentences.
+    """
+
+    ratio: float | None
+    basis: Basis
+    measured: str
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    words: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None:
+            shape = f"{self.basis.rows} x {self.basis.keys}"
+            words = f"timed on this CPU at {self.ratio:.2f} of the time of torch's kernel ({shape}, {self.measured})"
+            object.__setattr__(self, "words", words)
+
+
+_OPEN = object()
+
+
+class TileTimings(TimingTable[TileKind, TileTiming]):
+    """Made by ``runtime.part(TileTimings)``."""
+
+    section, file_kind = "tiles_over_torch", "tiles"
+
+    def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
+        super().__init__(
+            runtime, clock=clock or functools.partial(least_times, rounds=_ROUNDS, seconds=SECONDS), **options
+        )
+        self._is_off = not self.is_on or self.info.kind != "cpu" or self.device.type != "cpu"
+        self._seen: dict[tuple, Any] = {}  # what is final for calls of the same sizes
+        self._last_mask: tuple[weakref.ref, tuple] | None = None
+        self._spent: dict[TileKind, int] = {}
+
+    def of(self, ours: Route, request: Request) -> TileTiming | None:
+        """What is known of calls of this kind, timed now if the request allows that and it is worth it.
+
+        Args:
+            ours: the tiled route.
+        """
+        call = request.call
+        mask = call.attn_mask
+        if self._is_off or (mask is not None and (call.num_scores < _MASKED_SCORES or isinstance(mask, LazyMask))):
+            return None
+        key = (
+            call.query.dtype, call.batch, call.num_heads, call.num_kv_heads, call.seq_len_q, call.seq_len_kv,
+            call.head_dim, call.head_dim_v, call.left, call.right, call.offset, call.needs_grad,
+            mask if mask is None else self._mask_key(mask), torch.get_num_threads(), request.config.token,
+        )  # fmt: skip
+        found = self._seen.get(key, _OPEN)
+        if found is _OPEN:
+            found = self._look_up(ours, request, key)
+        return found
+
+    def _mask_key(self, mask: Tensor) -> tuple:
+        """What the kind of a call depends on besides its sizes. The layers of a model share a mask: it is looked at
+        once."""
+        if self._last_mask is not None and self._last_mask[0]() is mask:
+            return self._last_mask[1]
+        key = mask.dtype, mask.shape, _kept(mask)
+        self._last_mask = weakref.ref(mask), key
+        return key
+
+    def _look_up(self, ours: Route, request: Request, key: tuple) -> TileTiming | None:
+        call = request.call
+        kind = kind_of_call(call) if _is_usual(request.config) else None
+        if kind is None:
+            found = None
+        elif kind in self.known:
+            found = self.known[kind]
+        elif not request.may_time:
+            return None
+        else:
+            bases = self._bases(slice_of(call))
+            self._spent[kind] = self._spent.get(kind, 0) + _cost(call)
+            if self._spent[kind] < _cost(slice_of(call)) * _ROUNDS * (1 + len(bases)):
+                return None
+            found = self.find(kind, lambda: self._timed(kind, ours, call, request.budget_bytes))
+        if kind is None or (kind in self.known and kind not in self._again):
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] = found
+        return found
+
+    def _bases(self, sample: AttentionCall) -> list[Basis]:
+        """Those that make different tiles for a call."""
+        plans: dict[TilePlan, Basis] = {}
+        for basis in cpu_bases(self.info):
+            plans.setdefault(plan_call(sample, self.info, _CONFIG, basis=basis), basis)
+        return list(plans.values())
+
+    def _timed(self, kind: TileKind, ours: Route, call: AttentionCall, budget_bytes: int) -> TileTiming | None:
+        with torch.no_grad():
+            sample = slice_of(call)
+            bases, form, whole = self._bases(sample), find_form(sample, budget_bytes), find_form(call, budget_bytes)
+            attempts: dict[str, Attempt] = {}
+            if isinstance(form, TorchForm):
+                if isinstance(whole, TorchForm) and whole.q_step:  # a mask too large to be copied at once
+                    form = replace(form, q_step=whole.q_step)
+                attempts["torch"] = lambda: run_form(sample, form)
+            elif len(bases) == 1:
+                return None
+            for basis in bases:
+                attempts[f"{basis.rows} x {basis.keys}"] = functools.partial(
+                    ours.forward, sample, _CONFIG, basis, with_lse=False, for_grad=False, stats=None
+                )
+            times = self.clock(list(attempts.values()), self.device)
+        ours_times = times[-len(bases) :]
+        best = fastest(ours_times)
+        if ours_times[best] == float("inf"):  # no time for it
+            return None
+        ratio = ours_times[best] / times[0] if "torch" in attempts else None
+        rounded = {name: round(ms, 3) for name, ms in zip(attempts, times) if ms < float("inf")}
+        log.info("timed once on this CPU: %s for %s", rounded, kind)
+        return TileTiming(ratio, bases[best], datetime.date.today().isoformat(), rounded)
+
+    def forget(self, kind: TileKind) -> None:
+        super().forget(kind)
+        self._seen.clear()
+
+    # ---- on disk -----------------------------------------------------------------------------------------------------
+
+    def conditions(self) -> dict[str, str]:
+        info = self.info
+        return {
+            "processor": info.name,
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "caches": f"{info.core_l2_bytes}, {info.l2_bytes}",
+            "torch": torch.__version__,
+            "tiles": tiles_digest(),
+        }
+
+    def kind_of(self, fields: Mapping[str, Any]) -> TileKind:
+        return TileKind(**fields)
+
+    def row(self, found: TileTiming) -> dict[str, Any]:
+        return {
+            "ratio": None if found.ratio is None else round(found.ratio, 4),
+            "rows": found.basis.rows,
+            "keys": found.basis.keys,
+            "measured": found.measured,
+            "milliseconds": found.milliseconds,
+        }
+
+    def found_in(self, row: Mapping[str, Any]) -> TileTiming:
+        ratio, basis = row["ratio"], Basis(int(row["rows"]), int(row["keys"]))
+        if basis not in cpu_bases(self.info):
+            raise ValueError(f"rows x keys must be one of {cpu_bases(self.info)}, got {basis}")
+        return TileTiming(
+            None if ratio is None else float(ratio), basis, str(row["measured"]), dict(row["milliseconds"])
+        )
+
+
+@functools.cache
+def tiles_digest() -> str:
+    """Hash of the code that tiles run: another one, and what was measured of them no longer holds."""
+    code = hashlib.sha256()
+    for file in sorted(Path(tiled.__file__).parent.glob("*.py")):
+        code.update(file.read_bytes())
+    return code.hexdigest()[:16]
+
+
+def _is_usual(config: AttentionConfig) -> bool:
+    """Whether the tiles of a configuration are those that are timed."""
+    enough = config.budget_mib is None or config.budget_mib * MIB >= _CPU_BUDGET
+    return enough and config.q_block is config.kv_block is None and config.softmax == "auto" and config.trim_masks
+
+
+_CPU_BUDGET = 4 * MIB
+
+
+def kind_of_call(call: AttentionCall) -> TileKind | None:
+    """The kind of a call; None for those that are not timed. What a softcap, sinks, or the wish for lse change is the
+    same for all tile shapes, and torch's kernel takes none of them."""
+    mask = call.attn_mask
+    if call.needs_grad or call.dropout_p or call.is_empty or not call.head_dim or isinstance(mask, LazyMask):
+        return None
+    if call.left is not None or (call.right is not None and not call.plain_causal):
+        return None
+    tokens_q, tokens_kv, _, _ = _sizes(call)
+    return TileKind(
+        _name(call.query.dtype),
+        call.head_dim,
+        call.head_dim_v,
+        power_of_two(tokens_q),
+        power_of_two(tokens_kv),
+        call.groups,
+        min(_MOST_ROWS, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+        ""
+        if mask is None
+        else f"{str(mask.dtype).removeprefix('torch.')} {'keys' if _is_padding(mask) else 'queries'}",
+        4 if mask is None else _kept(mask),
+        call.is_causal,
+        torch.get_num_threads(),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_padding(mask: Tensor) -> bool:
+    return mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
+
+
+def _kept(mask: Tensor) -> int:
+    """See :class:`TileKind`."""
+    if not _is_padding(mask):
+        return 4
+    row = mask if mask.dim() < 2 else mask[..., :1, :]
+    if row.dtype != torch.bool:
+        row = row > _NO_WEIGHT
+    return -(-4 * int(row.count_nonzero()) // max(1, row.numel()))
+
+
+def _sizes(call: AttentionCall) -> tuple[int, int, int, int]:
+    """Queries, keys, key/value heads and batch elements of the timed slice of a call."""
+    tokens_q, tokens_kv, mask = call.seq_len_q, call.seq_len_kv, call.attn_mask
+    if call.is_causal:
+        queries, keys = min(tokens_q, _MOST_CAUSAL), min(tokens_kv, _MOST_CAUSAL)
+        if _unit_cost(call, queries, keys) > _COST:
+            queries, keys = min(queries, _LEAST_KEYS), min(keys, _LEAST_KEYS)
+    elif tokens_q < _FEW:
+        queries, keys = tokens_q, min(tokens_kv, _KEYS_OF_FEW_QUERIES)
+    elif isinstance(mask, Tensor):
+        # More heads instead: what is done to a mask once serves all of them.
+        most = _MOST_PADDED_KEYS if _is_padding(mask) else _LEAST_KEYS
+        queries, keys = min(tokens_q, _LEAST_QUERIES), min(tokens_kv, most)
+    else:
+        queries, keys = min(tokens_q, _MOST_QUERIES), min(tokens_kv, _MOST_KEYS)
+        if _unit_cost(call, queries, keys) > _COST:
+            keys = min(keys, _LEAST_KEYS)
+        if _unit_cost(call, queries, keys) > _COST:
+            queries = min(queries, _LEAST_QUERIES)
+    units = max(1, _COST // _unit_cost(call, queries, keys))
+    heads = min(call.num_kv_heads, units)
+    return queries, keys, heads, min(call.batch[-1] if call.batch else 1, max(1, units // heads))
+
+
+def _unit_cost(call: AttentionCall, queries: int, keys: int) -> int:
+    """Of one key/value head and its query heads, in multiply-adds."""
+    products = call.groups * queries * keys // (1 + call.is_causal)
+    return (products + _READ_COST * keys) * (call.head_dim + call.head_dim_v)
+
+
+def _cost(call: AttentionCall) -> int:
+    return call.batch_size * call.num_kv_heads * _unit_cost(call, call.seq_len_q, call.seq_len_kv)
+
+
+def slice_of(call: AttentionCall) -> AttentionCall:
+    """The part of a call that is timed, without copies: of its first heads the first queries and keys. A bool mask with
+    a row for each query is replaced by one that leaves something and forbids something in every tile, for which tiles
+    take longest."""
+    queries, keys, kv_heads, batch = _sizes(call)
+    heads, mask = kv_heads * call.groups, call.attn_mask
+    if isinstance(mask, Tensor):
+        if mask.dtype == torch.bool and not _is_padding(mask):
+            odd = [torch.arange(count).bitwise_and_(1).bool() for count in (queries, keys)]
+            mask = (odd[0][:, None] ^ odd[1])[None, None]
+        else:
+            mask = _part(mask, (batch, heads, queries, keys))
+    return check_call(
+        _part(call.query, (batch, heads, queries, call.head_dim)),
+        _part(call.key, (batch, kv_heads, keys, call.head_dim)),
+        _part(call.value, (batch, kv_heads, keys, call.head_dim_v)),
+        mask,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.groups > 1,
+    )
+
+
+def _part(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The first elements of each of the last four dimensions, as a view; dimensions that broadcast stay."""
+    tensor = tensor.detach()
+    tensor = tensor[(0,) * (tensor.dim() - 4)] if tensor.dim() > 4 else tensor[(None,) * (4 - tensor.dim())]
+    for dim, size in enumerate(sizes):
+        tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
+    return tensor

@@ -1,0 +1,231 @@
+"""What has been timed on one device, and kept on disk: asked for by kind of call, found out once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from ..config import RouteUnavailable, cache_folder, switched_on
+from ..own_thread import in_backward, in_own_thread
+from ..runtime import Runtime
+from ..storage import name_for, read_object, write_object
+
+log = logging.getLogger("pascal_attn")
+NO_TIMING = "PASCAL_ATTN_NO_TIMING"
+RETRY_SECONDS = 60.0  # after a timing that found no memory, or no kernel
+ROUNDS = 3
+Kind = TypeVar("Kind", bound=NamedTuple)
+Found = TypeVar("Found")
+Attempt = Callable[[], Any]
+Clock = Callable[[list[Attempt], torch.device], list[float]]
+_process = os.getpid()  # a worker that was forked later has another number
+
+
+class TimingTable(Generic[Kind, Found]):
+    """The answers to one question, for each kind of call; several threads may ask at once. Subclasses say which
+    question: what a kind is, how an answer is written, and on what the answers depend.
+
+    Attributes:
+        known: the answers; None where one could not be found out, which is not stored.
+        section: the name of the answers in their file.
+        file_kind: the first part of the file's name.
+    """
+
+    section = ""
+    file_kind = "timings"
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        clock: Clock | None = None,
+        folder: Callable[[], Path | None] = cache_folder,
+        is_on: bool | None = None,
+    ):
+        """
+        Args:
+            runtime: of the device.
+            clock: as :func:`median_times`.
+            folder: gives the folder of the file, or None: nothing is stored.
+            is_on: False = nothing is timed, and nothing that was timed before counts; None = unless the environment
+                says PASCAL_ATTN_NO_TIMING.
+        """
+        self.device, self.info = runtime.device, runtime.info
+        self.clock, self.folder = median_times if clock is None else clock, folder
+        self.is_on = not switched_on(NO_TIMING) if is_on is None else is_on
+        self._postponed: dict[Kind, Callable[[], Found | None]] = {}
+        self._again: dict[Kind, float] = {}  # when kinds that found no memory may be timed again
+        self._lock = threading.RLock()
+
+    @functools.cached_property
+    def known(self) -> dict[Kind, Found | None]:
+        path = self._path() if self.is_on else None
+        return {} if path is None else dict(self._load(path))
+
+    def find(self, kind: Kind, measure: Callable[[], Found | None], *, may_wait: bool = False) -> Found | None:
+        """The answer for a kind, from ``measure`` where none is known; it runs once, in a thread of its own.
+
+        Args:
+            may_wait: within a backward pass, where nothing is timed, ``measure`` may be kept, and is run when something
+                is asked for the first time after it.
+        Returns:
+            The answer, or None where it could not be found out (``measure`` says so; or memory was short: after
+            RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, this is a worker that was
+            forked, or this is a backward pass, for the end of which a timing of gradients would wait.
+        """
+        known = self.known
+        if (kind in known and not self._postponed and not self._again) or not self.is_on or os.getpid() != _process:
+            return known.get(kind)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return known.get(kind)
+        if in_backward():
+            if kind not in known and may_wait:
+                self._postponed[kind] = measure
+            return known.get(kind)
+        with self._lock:
+            for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
+                del self._again[each], known[each]
+            waiting, self._postponed = {**self._postponed, kind: measure}, {}
+            for each, work in waiting.items():
+                if each not in known:
+                    known[each] = self._found(each, work)
+                    self.save()
+            return known[kind]
+
+    def _found(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
+        try:
+            return in_own_thread(measure, self.device)
+        except (RouteUnavailable, torch.cuda.OutOfMemoryError):
+            self._again[kind] = time.monotonic() + RETRY_SECONDS
+            return None
+
+    def forget(self, kind: Kind) -> None:
+        """Find the answer for a kind out anew when it is asked for next."""
+        with self._lock:
+            if self.known.pop(kind, None) is not None:
+                self._write(self.known)
+
+    # ---- on disk -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
+        way."""
+        path = self._path()
+        if path is not None:
+            self.known.update(self._load(path))
+            self._write(self.known)
+
+    def _write(self, known: Mapping[Kind, Found | None]) -> None:
+        path = self._path()
+        if path is None:
+            return
+        rows = [{"kind": kind._asdict(), **self.row(found)} for kind, found in known.items() if found is not None]
+        try:
+            write_object(path, {**self.conditions(), self.section: rows})
+        except OSError as error:
+            log.info("the timings could not be stored in %s: %s", path.parent, error)
+
+    def _load(self, path: Path) -> dict[Kind, Found]:
+        """The file's content; one that cannot be read counts as empty."""
+        try:
+            rows = read_object(path)[self.section]
+            return {self.kind_of(row["kind"]): self.found_in(row) for row in rows}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _path(self) -> Path | None:
+        folder = self.folder()
+        return None if folder is None else folder / self.file_name()
+
+    def file_name(self) -> str:
+        """The file of a device, under the conditions of now."""
+        return name_for(self.file_kind, self.conditions())
+
+    def conditions(self) -> dict[str, str]:
+        """All that the answers depend on besides the kind of call."""
+        raise NotImplementedError
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        """The inverse of ``kind._asdict()``."""
+        raise NotImplementedError
+
+    def row(self, found: Found) -> dict[str, Any]:
+        """An answer as the file holds it."""
+        raise NotImplementedError
+
+    def found_in(self, row: Mapping[str, Any]) -> Found:
+        """The inverse of :meth:`row`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        raise NotImplementedError
+
+
+def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
+    """Median milliseconds of each, timed in turn, after one run of each that warms up. ``seconds``: see :func:`_turns`;
+    inf for an attempt that had no time. Where there was none for a whole round, the warming runs count."""
+    times = _turns(attempts, device, 1 + ROUNDS, seconds)
+    whole = min(map(len, times)) > 1
+    return [statistics.median(each[1:] if whole else each[:1] or [float("inf")]) for each in times]
+
+
+def least_times(attempts: list[Attempt], device: torch.device, *, rounds: int, seconds: float) -> list[float]:
+    """Least milliseconds of each, timed in turn: on a CPU that others use too, a disturbance only adds to a time. inf
+    for an attempt that had no time within ``seconds``."""
+    return [min(each, default=float("inf")) for each in _turns(attempts, device, rounds, seconds)]
+
+
+def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: float | None) -> list[list[float]]:
+    """Milliseconds of each attempt in each round; no run begins after so many seconds, None = without an end."""
+    times: list[list[float]] = [[] for _ in attempts]
+    spent = 0.0
+    for _ in range(rounds):
+        for attempt, its_times in zip(attempts, times):
+            if seconds is not None and spent >= seconds:
+                break
+            its_times.append(_milliseconds(attempt, device))
+            spent += its_times[-1] / 1e3
+    return times
+
+
+def _milliseconds(attempt: Attempt, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(torch.cuda.current_stream(device))
+        attempt()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        return start.elapsed_time(end)
+    # With one thread its own time, which other processes disturb least.
+    now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    _wait_for(device)
+    began = now()
+    attempt()
+    _wait_for(device)
+    return 1e3 * (now() - began)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type in ("mps", "xpu"):
+        getattr(torch, device.type).synchronize()
+
+
+def power_of_two(count: int) -> int:
+    """The smallest one that is not below ``count``."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def fastest(times: Iterable[float]) -> int:
+    """The place of the smallest number."""
+    listed = list(times)
+    return listed.index(min(listed))

@@ -1,0 +1,491 @@
+"""On a CPU tiles are timed against torch's kernel once per kind of call, and the result decides."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fresh import execute
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
+from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.cli.bench.shapes import SHAPES
+from pascal_attn_core.device import MIB, DeviceInfo
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import choose, timing_table, why_not
+from pascal_attn_core.routes.route import Request
+from pascal_attn_core.routes.run import TORCH
+from pascal_attn_core.routes.tile_timing import (
+    CLEARLY,
+    TileKind,
+    TileTiming,
+    TileTimings,
+    kind_of_call,
+    slice_of,
+)
+from pascal_attn_core.routes.tiled import TiledRoute, Walks
+from pascal_attn_core.runtime import Runtime, using
+from pascal_attn_core.tiled.tiles import Basis, cpu_bases
+
+CPU = DeviceInfo("cpu", "a processor", num_sms=2, l2_bytes=32 << 20, core_l2_bytes=1 << 20)
+AUTO, ALL = AttentionConfig(), AttentionConfig(math_limit_mib=0)
+LARGE, WIDE = Basis(1024, 512), Basis(512, 1024)
+
+
+class Clock:
+    """Runs what is timed and returns given times: the milliseconds of torch's kernel, and of each tile shape."""
+
+    def __init__(self, *times: float):
+        self.times, self.runs, self.results = times, 0, []  # type: ignore[var-annotated]
+
+    def __call__(self, attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        self.runs += 1
+        self.results = [attempt() for attempt in attempts]
+        return list(self.times[: len(attempts)])
+
+
+@contextmanager
+def machine(folder: Path | None, clock: Any = None, info: DeviceInfo = CPU, **options: Any) -> Iterator[TileTimings]:
+    """A CPU as a new process finds it, on which everything may be timed."""
+    given = {"clock": clock, "folder": lambda: folder, "is_on": True, **options}
+    with using(Runtime("cpu", info, {TileTimings: lambda runtime: TileTimings(runtime, **given)})) as runtime:
+        yield runtime.part(TileTimings)
+
+
+def _tensors(q: tuple[int, ...] = (1, 2, 1200, 32), kv_tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(q)
+    key = torch.randn(*q[:-2], kv_tokens or q[-2], q[-1])
+    return query, key, torch.randn_like(key)
+
+
+def _ask(config: AttentionConfig = AUTO, *, times: int = 40, **options: Any) -> str:
+    """The route after so many calls of a kind: enough for a timing to be worth it."""
+    tensors = _tensors()
+    call = check_call(*tensors, **options)
+    for _ in range(times):
+        choice = choose(call, config)
+    return choice.route
+
+
+def _timing(ratio: float | None, basis: Basis = LARGE) -> TileTiming:
+    return TileTiming(ratio, basis, "2026-01-02")
+
+
+# ---- what the table says is done -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "route"), [(0.6, "tiled"), (CLEARLY, "tiled"), (0.99, "torch"), (1.3, "torch")])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_table_decides_and_is_given_as_the_reason(ratio: float, route: str, is_causal: bool) -> None:
+    tensors = _tensors()
+    call = check_call(*tensors, is_causal=is_causal)
+    kind = kind_of_call(call)
+    assert kind is not None
+    with machine(None, Clock()) as timings:
+        timings.known[kind] = _timing(ratio, WIDE)
+        choice = choose(call, AUTO)
+        said = explain(*tensors, is_causal=is_causal).splitlines()[0]
+        assert timings.clock.runs == 0
+    assert choice.route == route
+    assert choice.over_torch == (ratio if route == "tiled" else None)
+    assert said.startswith(f"route {route}: ")
+    assert f"timed on this CPU at {ratio:.2f} of the time of torch's kernel (512 x 1024, 2026-01-02)" in said
+
+
+def test_the_fastest_tile_shape_is_the_one_that_runs() -> None:
+    tensors = _tensors((1, 1, 2048, 32))
+    kind = kind_of_call(check_call(*tensors))
+    assert kind is not None
+    for basis in cpu_bases(CPU):
+        with machine(None, Clock()) as timings:
+            timings.known[kind] = _timing(0.5, basis)
+            for config in (AUTO, AttentionConfig(route="tiled")):
+                runtime_walks = []
+                call = check_call(*tensors)
+                plan = choose(call, config).plan
+                assert plan == basis
+                walks = Walks(Runtime("cpu", CPU))
+                runtime_walks.append(walks.of(call, config, basis=plan).tiles)
+                assert (runtime_walks[0].q_block, runtime_walks[0].kv_block) == tuple(basis)
+            torch.testing.assert_close(sdpa(*tensors), reference_sdpa(*tensors)[0], atol=2e-6, rtol=1e-4)
+
+
+def test_a_call_that_torch_cannot_take_goes_to_tiles_whatever_was_timed() -> None:
+    """A softcap changes no kind: its tiles take the shape that is fastest for calls without."""
+    tensors = _tensors()
+    kind = kind_of_call(check_call(*tensors))
+    assert kind is not None
+    with machine(None, Clock()) as timings:
+        for ratio in (0.5, 2.0):
+            timings.known[kind] = _timing(ratio, WIDE)
+            choice = choose(check_call(*tensors, softcap=5.0), AUTO)
+            assert (choice.route, choice.why, choice.plan) == ("tiled", "torch's function has no softcap", WIDE)
+            assert choose(check_call(*tensors), AUTO, with_lse=True).why == "torch's function does not return lse"
+
+
+def test_tiles_that_are_slow_never_send_a_call_to_a_route_that_stores_its_scores() -> None:
+    """Where torch has only its math attention the verdict cannot be against tiles."""
+    tensors = _tensors((1, 2, 1200, 32))
+    call = check_call(*tensors, alignment="lower_right", is_causal=True, window=(64, 0))
+    with machine(None, Clock(1.0, 9.0, 9.0, 9.0)) as timings:
+        assert choose(call, AUTO).route == "tiled"
+        assert timings.known == {}
+
+
+def test_a_tile_or_budget_of_the_users_own_is_not_what_was_timed() -> None:
+    kind = kind_of_call(check_call(*_tensors()))
+    assert kind is not None
+    with machine(None, Clock()) as timings:
+        timings.known[kind] = _timing(0.5, WIDE)
+        assert _ask(replace(AUTO, budget_mib=64)) == "tiled"
+        for config in (replace(AUTO, budget_mib=1), replace(AUTO, kv_block=64), replace(AUTO, softmax="online")):
+            assert _ask(config) == "torch"
+            assert choose(check_call(*_tensors()), replace(config, route="tiled")).plan is None
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+def test_a_real_measurement_is_stored_and_read_again(tmp_path: Path) -> None:
+    with machine(tmp_path) as timings:
+        route = _ask()
+        ((kind, found),) = timings.known.items()
+    assert found is not None
+    assert found.ratio is not None
+    assert 0.1 < found.ratio < 20
+    assert list(found.milliseconds) == ["torch", "1024 x 512", "512 x 1024", "512 x 256"]
+    assert route == ("tiled" if found.ratio <= CLEARLY else "torch")
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["processor"] == "a processor"
+    clock = Clock()
+    with machine(tmp_path, clock) as later:
+        assert _ask(times=1) == route
+        assert later.known == {kind: replace(found, ratio=round(found.ratio, 4))}
+    assert clock.runs == 0
+
+
+def test_the_opposite_times_give_the_opposite_choice(tmp_path: Path) -> None:
+    for place, times, route in (("a", (2.0, 1.0, 3.0, 4.0), "tiled"), ("b", (1.0, 2.0, 3.0, 4.0), "torch")):
+        clock = Clock(*times)
+        with machine(tmp_path / place, clock) as timings:
+            assert _ask() == route
+            (found,) = timings.known.values()
+        assert found is not None
+        assert (found.ratio, found.basis, clock.runs) == (times[1] / times[0], LARGE, 1)
+        for result in clock.results[1:]:
+            torch.testing.assert_close(result.out, clock.results[0], atol=1e-5, rtol=1e-4)
+
+
+def test_other_processors_threads_and_tiles_are_timed_anew(tmp_path: Path) -> None:
+    clock = Clock(2.0, 1.0, 1.0, 1.0)
+    others = [CPU, CPU, replace(CPU, name="another"), replace(CPU, core_l2_bytes=1 << 21)]
+    for info, runs in zip(others, (1, 1, 2, 3)):
+        with machine(tmp_path, clock, info):
+            _ask()
+        assert clock.runs == runs
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with machine(tmp_path, clock):
+            _ask()
+    finally:
+        torch.set_num_threads(threads)
+    assert clock.runs == 4
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_timing_comes_when_the_calls_of_a_kind_have_taken_as_long(tmp_path: Path) -> None:
+    small, large = check_call(*_tensors((1, 1, 700, 64))), check_call(*_tensors((10, 8, 1200, 64)))
+    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)) as timings:
+        for call, first in ((small, 18), (large, 1)):  # torch's kernel and two shapes of tiles, six times each
+            routes = [choose(call, AUTO).route for _ in range(first)]
+            assert routes == ["torch"] * (first - 1) + ["tiled"]
+        assert timings.clock.runs == 2
+
+
+def test_short_calls_are_not_timed(tmp_path: Path) -> None:
+    call = check_call(*_tensors((1, 2, 64, 64)))
+    with machine(tmp_path, Clock()) as timings:
+        assert {choose(call, AUTO).route for _ in range(100)} == {"torch"}
+        assert timings.clock.runs == 0
+
+
+def test_calls_with_gradients_and_within_a_backward_pass_are_not_timed(tmp_path: Path) -> None:
+    clock = Clock(2.0, 1.0, 1.0, 1.0)
+    leaf = torch.randn(1, 2, 1200, 32, requires_grad=True)
+    seen: list[str] = []
+
+    def hook(grad: Tensor) -> None:
+        seen.append(_ask())
+
+    with machine(tmp_path, clock) as timings:
+        for _ in range(20):
+            out = sdpa(leaf, leaf, leaf)
+        out.register_hook(hook)
+        out.sum().backward()
+        assert seen == ["torch"]
+        assert (clock.runs, timings.known) == (0, {})
+        assert _ask(times=1) == "tiled"
+    assert clock.runs == 1
+
+
+def test_compiled_calls_do_not_measure_and_use_what_is_known(tmp_path: Path) -> None:
+    clock = Clock(2.0, 1.0, 1.0, 1.0)
+    tensors = _tensors()
+    compiled = torch.compile(lambda *given: sdpa(*given), backend="eager", fullgraph=True)
+    with machine(tmp_path, clock) as timings:
+        for _ in range(20):
+            compiled(*tensors)
+        assert clock.runs == 0
+        _ask()
+        assert clock.runs == 1
+        (kind,) = timings.known
+        timings.known[kind] = _timing(0.5)
+        torch.testing.assert_close(compiled(*tensors), sdpa(*tensors), atol=0, rtol=0)
+
+
+def test_questions_about_routes_do_not_measure(tmp_path: Path) -> None:
+    call = check_call(*_tensors())
+    with machine(tmp_path, Clock()) as timings:
+        for _ in range(40):
+            assert why_not("tiled", call, AUTO) == []
+        assert timings.clock.runs == 0
+
+
+FORK = """
+import os, torch
+from pascal_attn_core import explain
+query = torch.randn(2, 4, 1200, 32)
+
+def is_timed():
+    said = [explain(query, query, query) for _ in range(40)]
+    return "timed on this CPU" in said[-1]
+
+worker = os.fork()
+if not worker:
+    print("worker", is_timed(), flush=True)
+    os._exit(0)
+os.waitpid(worker, 0)
+print("parent", is_timed())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_worker_does_not_measure(tmp_path: Path) -> None:
+    done = execute(FORK, env={"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)})
+    assert done.stdout.splitlines() == ["worker False", "parent True"], done.stderr
+
+
+def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
+        assert _ask() == "tiled"
+    for options in ({"is_on": False}, {"is_on": None}):
+        monkeypatch.setenv(timing_table.NO_TIMING, "1")
+        with machine(tmp_path, Clock(), **options):
+            assert _ask() == "torch"
+    monkeypatch.setenv(timing_table.NO_TIMING, "0")
+    with machine(tmp_path, Clock(), is_on=None):
+        assert _ask(times=1) == "tiled"
+
+
+def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
+    packed: list[Tensor] = []
+    state = torch.get_rng_state()
+    with (
+        machine(tmp_path) as timings,
+        torch.inference_mode(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
+    ):
+        _ask()
+        assert timings.known
+        assert torch.is_inference_mode_enabled()
+    assert packed == []
+    assert torch.equal(state, torch.get_rng_state()) is False  # _ask draws its inputs
+    torch.set_rng_state(state)
+    with machine(tmp_path / "again") as timings:
+        call = check_call(*_tensors())
+        state = torch.get_rng_state()
+        for _ in range(40):
+            choose(call, AUTO)
+        assert timings.known
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_threads_that_ask_together_time_once(tmp_path: Path) -> None:
+    clock = Clock(2.0, 1.0, 1.0, 1.0)
+    with machine(tmp_path, clock):
+        threads = [threading.Thread(target=_ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert clock.runs == 1
+
+
+def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([200.0, 150.0, 9.0])
+    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    attempts: list[Callable[[], Any]] = [list, list, list]
+    cpu = torch.device("cpu")
+    assert timing_table.least_times(attempts, cpu, rounds=6, seconds=0.3) == [200.0, 150.0, float("inf")]
+
+
+def test_the_least_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([9.0, 2.0, 3.0, 7.0, 4.0, 5.0])
+    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    assert timing_table.least_times([list, list], torch.device("cpu"), rounds=3, seconds=1.0) == [3.0, 2.0]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[1]",
+        lambda text: text.replace('"rows": 1024', '"rows": 1000'),
+        lambda text: text.replace('"ratio": 0.5', '"ratio": "fast"'),
+        lambda text: text.replace("tiles_over_torch", "others"),
+    ],
+)
+def test_a_damaged_file_is_written_again(tmp_path: Path, change: Callable[[str], str]) -> None:
+    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
+        _ask()
+    (file,) = tmp_path.iterdir()
+    file.write_text(change(file.read_text()))
+    clock = Clock(4.0, 1.0, 1.0, 1.0)
+    with machine(tmp_path, clock):
+        assert _ask() == "tiled"
+    assert clock.runs == 1
+    assert json.loads(file.read_text())["tiles_over_torch"][0]["ratio"] == 0.25
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_without_a_folder_only_this_process_knows(tmp_path: Path, is_file: bool) -> None:
+    folder = tmp_path / "cache" if is_file else None
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    clock = Clock(2.0, 1.0, 1.0, 1.0)
+    with machine(folder, clock):
+        assert _ask() == _ask() == "tiled"
+    assert clock.runs == 1
+
+
+def test_what_another_process_wrote_meanwhile_stands(tmp_path: Path) -> None:
+    with machine(tmp_path, Clock(1.0, 9.0, 9.0, 9.0)) as slow:
+        assert slow.known == {}
+        with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
+            _ask()
+        assert _ask() == "tiled"
+
+
+PROCESS = """
+import torch
+from pascal_attn_core import explain
+query = torch.randn(2, 4, 1200, 32)
+for _ in range(40):
+    said = explain(query, query, query).splitlines()[0]
+print(said)
+"""
+
+
+def test_two_processes_decide_the_same_way(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path)}
+    said = [execute(PROCESS, env=environment).stdout for _ in range(2)]
+    assert "timed on this CPU at" in said[0]
+    assert said[0] == said[1]
+    (file,) = tmp_path.rglob("tiles-*.json")
+    (row,) = json.loads(file.read_text())["tiles_over_torch"]
+    assert f"at {row['ratio']:.2f} of" in said[0]
+
+
+# ---- kinds and slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_timed_slice_is_small_and_of_the_same_kind(shape: Any) -> None:
+    small = replace(shape, batch=min(2, shape.batch), num_heads=min(8, shape.num_heads), dtype="float32")
+    small = replace(small, num_kv_heads=min(small.num_heads, shape.num_kv_heads) if shape.name != "gqa" else 2)
+    given = replace(small, seq_len_q=min(4096, shape.seq_len_q), seq_len_kv=min(4096, shape.seq_len_kv)).make()
+    call = check_call(
+        given.query, given.key, given.value, given.attn_mask, is_causal=given.is_causal, enable_gqa=given.enable_gqa
+    )
+    sample, kind = slice_of(call), kind_of_call(call)
+    assert kind is not None
+    found = kind_of_call(sample)
+    assert found is not None
+    assert found._replace(rows=0, kept=0) == kind._replace(rows=0, kept=0)
+    assert sample.num_scores * sample.head_dim <= 1 << 30
+    for ours, theirs in ((sample.query, call.query), (sample.key, call.key), (sample.value, call.value)):
+        assert ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+    if isinstance(sample.attn_mask, Tensor) and shape.mask == "bool":
+        assert sample.attn_mask.numel() <= MIB
+    assert not isinstance(TORCH.plan(Request(sample, AUTO)), list)
+
+
+def _kind(*args: Any, **options: Any) -> TileKind | None:
+    return kind_of_call(check_call(*_tensors(*args), **options))
+
+
+def test_calls_that_differ_in_what_matters_are_of_different_kinds() -> None:
+    def padding(kept: int) -> Tensor:
+        return (torch.arange(1200) < kept)[None, None, None]
+
+    masks = [padding(1200), padding(300), torch.ones(1200, 1200).bool(), torch.zeros(1200, 1200), torch.zeros(1, 1200)]
+    kinds = [_kind(), _kind(is_causal=True), _kind((1, 2, 1200, 40)), _kind((1, 2, 1200, 32), 77)]
+    kinds += [_kind(attn_mask=mask) for mask in masks]
+    assert None not in kinds
+    assert len(set(kinds)) == len(kinds)
+    assert _kind((1, 8, 3000, 32)) == _kind((3, 9, 5000, 32))
+    assert _kind(attn_mask=masks[4] - 1e4) == _kind(attn_mask=padding(0))._replace(mask="float32 keys")  # type: ignore[union-attr]
+    for options in ({"window": (64, 64)}, {"dropout_p": 0.5}, {"is_causal": True, "alignment": "lower_right"}):
+        call = check_call(*_tensors((1, 2, 1200, 32), 1300), **options)  # type: ignore[arg-type]
+        assert kind_of_call(call) is None
+
+
+def test_leading_dimensions_of_any_number_are_cut() -> None:
+    query, key = torch.randn(2, 3, 4, 1200, 32), torch.randn(4, 1200, 32)
+    call = check_call(query, key, key, torch.ones(2, 1, 1, 1, 1200, dtype=torch.bool))
+    assert slice_of(call).query.dim() == 4
+    flat = torch.randn(1200, 32)
+    assert slice_of(check_call(flat, flat, flat)).num_heads == 1
+
+
+def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    count = Tensor.count_nonzero
+    monkeypatch.setattr(Tensor, "count_nonzero", lambda tensor: looks.append(1) or count(tensor))
+    mask = (torch.arange(2048) < 1000)[None, None, None]
+    tensors = _tensors((1, 1, 2048, 16))
+    with machine(None, Clock()) as timings:
+        for _ in range(5):
+            timings.of(TiledRoute(TORCH), Request(check_call(*tensors, mask), AUTO))
+        first = len(looks)
+        timings.of(TiledRoute(TORCH), Request(check_call(*tensors, mask), AUTO))
+    assert 0 < first <= 6
+    assert len(looks) <= first + 1
+
+
+def test_a_route_by_name_still_refuses_what_it_cannot_take(tmp_path: Path) -> None:
+    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
+
+        def total(query: Tensor) -> Tensor:
+            return sdpa(query, query, query, config=AttentionConfig(route="tiled")).sum()
+
+        with pytest.raises(UnsupportedAttention, match="transforms"):
+            torch.func.grad(total)(torch.randn(1, 2, 300, 32))
+
+
+def test_a_kind_in_words() -> None:
+    call: AttentionCall = check_call(*_tensors(), is_causal=True)
+    assert str(kind_of_call(call)) == "float32 head_dim 32: 2048 x 2048 tokens, 4096 rows, causal"
