@@ -35,7 +35,8 @@ def open_template(browser: Browser, name: str) -> float:
     browser.find(card)
     time.sleep(0.5)  # the list is drawn once more when the search is over
     browser.click(browser.find(card))
-    browser.wait_for("return !document.querySelector('[role=dialog], .p-dialog')")
+    # A host without some of its nodes opens a dialog of its own about them.
+    browser.wait_for("return !document.querySelector(arguments[0])", card)
     time.sleep(1.5)  # it moves to its place
     return browser.script("return app.canvas.ds.scale")
 
