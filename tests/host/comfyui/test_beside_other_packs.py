@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy.graph import FAMILIES, Captured, Graph, attention_patch, capture, largest_difference
+from attn_support.comfy.graph import FAMILIES, Captured, Graph, Link, attention_patch, capture, largest_difference
 from attn_support.comfy.server import ComfyServer
 
 PROBE_PACK = Path(__file__).parent / "probe_pack"
@@ -27,6 +27,7 @@ PACKS = {
 }
 FOLDERS = {name: os.environ.get(f"PASCAL_ATTN_{name}", "") for name in PACKS}
 WHOLE = attention_patch(route="tiled")
+SLICED = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
 # A node that changes the model of a family, by pack.
 MODEL_NODES = [
     ("KJNODES", "WanVideoEnhanceAVideoKJ", "wan_t2v"),
@@ -116,3 +117,71 @@ def test_a_sage_patch_before_ours_is_replaced_and_is_named(crowded: ComfyServer)
         pytest.skip(f"the node needs a package that this host has not: {str(error)[:200]}")
     assert largest_difference(ours, plain) < ROUNDING
     assert any("attention_override_sage is replaced" in line for line in ours.log), ours.log
+
+
+Model = Callable[[Graph], Link]
+
+
+def gguf_model(server: ComfyServer, host_script: Callable[..., str]) -> Model:
+    """The tiny model from a file of GGUF's eight bits."""
+    known(server, "GGUF")
+    path = server.base / "models" / "unet" / "tiny_sd15.gguf"
+    host_script(f"from comfy_other_packs import *\nwrite_gguf({str(path)!r})")
+    return lambda graph: graph.add("UnetLoaderGGUF", unet_name=path.name)
+
+
+def with_picture(server: ComfyServer, host_script: Callable[..., str]) -> Model:
+    """The tiny model with an IPAdapter, which replaces two of its cross attentions."""
+    known(server, "IPADAPTER")
+    path, embeds = server.base / "models" / "ipadapter" / "tiny.safetensors", server.base / "input" / "tiny.ipadpt"
+    host_script(f"from comfy_other_packs import *\nwrite_ipadapter({str(path)!r}, {str(embeds)!r})")
+    settings = {"weight": 1.0, "weight_type": "linear", "start_at": 0.0, "end_at": 1.0, "embeds_scaling": "V only"}
+
+    def model(graph: Graph) -> Link:
+        adapter = graph.add("IPAdapterModelLoader", ipadapter_file=path.name)
+        seen = graph.add("IPAdapterLoadEmbeds", embeds=embeds.name)
+        links = {"model": graph.load("sd15"), "ipadapter": adapter, "pos_embed": seen, "neg_embed": seen}
+        return graph.add("IPAdapterEmbeds", **links, **settings)
+
+    return model
+
+
+@pytest.mark.parametrize("make", [gguf_model, with_picture])
+def test_what_its_loader_gives_is_sampled_as_without_ours(
+    crowded: ComfyServer, host_script: Callable[..., str], make: Callable[..., Model]
+) -> None:
+    model = make(crowded, host_script)
+
+    def run(load: Model, *patches: tuple[str, dict]) -> Captured:
+        graph = Graph()
+        return capture(crowded, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES["sd15"]))[0]
+
+    stock, both = run(model), run(model, WHOLE, SLICED)
+    assert largest_difference(stock, run(lambda graph: graph.load("sd15"))) > 10 * ROUNDING, "it changes nothing"
+    assert largest_difference(both, stock) < ROUNDING
+    assert both.run.taken == both.run.calls > 0
+
+
+def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(
+    crowded: ComfyServer, host_script: Callable[..., str]
+) -> None:
+    apply = "ACN_AdvancedControlNetApply_v2"
+    known(crowded, "ADVANCED_CONTROLNET", apply)
+    path = crowded.base / "models" / "controlnet" / "tiny.safetensors"
+    host_script(f"from comfy_other_packs import *\nwrite_controlnet({str(path)!r})")
+
+    def run(strength: float, *patches: tuple[str, dict]) -> Captured:
+        graph = Graph()
+        latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
+        texts = graph.prompt[latent[0]]["inputs"]
+        net = graph.add("ACN_ControlNetLoaderAdvanced", cnet=path.name)
+        picture = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=0x4080C0)
+        links = {"positive": texts["positive"], "negative": texts["negative"], "control_net": net, "image": picture}
+        applied = graph.add(apply, strength=strength, start_percent=0.0, end_percent=1.0, **links)
+        texts.update(positive=applied, negative=[applied[0], 1])
+        return capture(crowded, graph, latent)[0]
+
+    stock, both = run(1.0), run(1.0, WHOLE)
+    assert largest_difference(stock, run(0.0)) > 10 * ROUNDING, "it changes nothing"
+    assert largest_difference(both, stock) < ROUNDING
+    assert both.run.taken == both.run.calls > 0

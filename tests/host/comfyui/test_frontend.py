@@ -193,7 +193,7 @@ def test_the_info_button_opens_the_help_page(all_nodes: Browser, kind: str) -> N
     page = all_nodes
     look_at(page, kind)
     select(page, kind)
-    page.click(page.find("[data-testid=info-button]"))
+    page.click(page.find("[data-testid=info-button], .help-button"))
     heading = (DOCS / f"{kind}.md").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
     first = "return document.querySelector('.node-help-content .markdown-content')?.innerText"
     page.wait_for(f"{first}?.includes(arguments[0])", heading)

@@ -33,6 +33,7 @@ FLAGS = (
     "--force-color-profile=srgb",
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the name that the standard gives to a reference
+SELECT_ALL, BACKSPACE = "\ue009a\ue000", "\ue003"  # Control with "a", both released; as the standard writes keys
 
 
 class BrowserError(AssertionError):
@@ -162,9 +163,8 @@ class Browser:
         self._request("POST", f"/element/{element[ELEMENT]}/click")
 
     def fill(self, element: dict[str, str], text: str) -> None:
-        """Put ``text`` into a field in the place of what is there."""
-        self._request("POST", f"/element/{element[ELEMENT]}/clear")
-        self._request("POST", f"/element/{element[ELEMENT]}/value", {"text": text})
+        """Type ``text`` over what is in a field, as a user does: a value that WebDriver clears, a page may put back."""
+        self._request("POST", f"/element/{element[ELEMENT]}/value", {"text": SELECT_ALL + BACKSPACE + text})
 
     def hover(self, x: float, y: float) -> None:
         """Move the mouse to a point of the viewport, by a step so that the page sees it move."""

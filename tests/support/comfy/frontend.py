@@ -35,7 +35,8 @@ def open_template(browser: Browser, name: str) -> float:
     browser.find(card)
     time.sleep(0.5)  # the list is drawn once more when the search is over
     browser.click(browser.find(card))
-    browser.wait_for("return !document.querySelector('[role=dialog], .p-dialog')")
+    # A host without some of its nodes opens a dialog of its own about them.
+    browser.wait_for("return !document.querySelector(arguments[0])", card)
     time.sleep(1.5)  # it moves to its place
     return browser.script("return app.canvas.ds.scale")
 
@@ -61,7 +62,9 @@ def screen_points(browser: Browser, node_type: str) -> dict[str, tuple[float, fl
     """Where ``title``, ``input <name>``, ``output <number>`` and ``widget <name>`` of a node are in the viewport."""
     code = """
       const node = app.graph.nodes.find(n => n.type === arguments[0]), ds = app.canvas.ds, found = {};
-      const put = (name, x, y) => found[name] = [(x + ds.offset[0]) * ds.scale, (y + ds.offset[1]) * ds.scale];
+      const {left, top} = app.canvas.canvas.getBoundingClientRect();  // older front ends put menus beside it
+      const put = (name, x, y) =>
+        found[name] = [left + (x + ds.offset[0]) * ds.scale, top + (y + ds.offset[1]) * ds.scale];
       put('title', node.pos[0] + node.size[0] / 2, node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT / 2);
       node.inputs.forEach((slot, i) => slot.widget || put('input ' + slot.name, ...node.getInputPos(i)));
       node.outputs.forEach((slot, i) => put('output ' + i, ...node.getOutputPos(i)));

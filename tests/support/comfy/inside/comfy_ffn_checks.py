@@ -12,6 +12,7 @@ import comfy.sd
 import torch
 from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
 from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora, load_model, load_pack
+from comfy_patch_networks import applied, built, noise, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
 SMALL = 0.02  # MiB: everything is chunked as finely as it may be
@@ -390,6 +391,36 @@ def the_record_and_the_text_say_what_happened():
     with runs() as found:
         sample(patched(base, SMALL, 1000))
     assert found[0].notes[0] == "0 of 2 feed-forward modules chunked, 2 had no call of 1000 tokens", found[0].notes
+
+
+@check
+def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2, "text_embed_dim": 32}
+    more = {"use_rotary_positional_embeddings": True}
+    model = patcher_of(built("cogvideo.model", "CogVideoXTransformer3DModel", **sizes, **more))
+    with log_lines() as lines:
+        text = NODE().patch(model, SMALL, 2, "1")[1]
+    assert "2 blocks (CogVideoXBlock) compute their feed-forward layers in the middle" in text, text
+    assert any("CogVideoXBlock" in line for line in lines), lines
+
+
+@check
+def stable_cascades_layers_that_mix_tokens_are_refused_with_the_reason():
+    """Between their two linear layers stands a norm over all tokens."""
+    two = {"c_hidden": [64, 64], "nhead": [2, 2], "blocks": [[1, 1], [1, 1]]}
+    network = built("cascade.stage_c", "StageC", c_cond=64, c_clip_text=64, c_clip_text_pooled=64, c_clip_img=64, **two)
+    given = noise(1, 16, 8, 8), torch.tensor([0.5]), noise(1, 6, 64), noise(1, 1, 64), noise(1, 1, 64)
+    model = patcher_of(network)
+
+    def run(options):
+        return network(*given, transformer_options=options)
+
+    stock = applied(model, run)
+    ours = patched(model)
+    close(applied(ours, run), stock)
+    text = NODE().patch(ours, SMALL, 2, "1")[1]
+    assert text.startswith("4 feed-forward modules: 4 refused"), text
+    assert "takes a statistic over the tokens" in text, text
 
 
 @check

@@ -35,8 +35,17 @@ def clip_l():
 
 
 def qwen():
-    """A small Qwen 3 of the host's classes: grouped heads, causal mask, head_dim 128."""
-    from comfy.text_encoders import llama, z_image
+    """A small Qwen 3 of the host's classes: grouped heads, causal mask, head_dim 128. Qwen 2.5 in one without it."""
+    from comfy.text_encoders import llama
+
+    try:
+        from comfy.text_encoders.z_image import ZImageTokenizer as Tokenizer
+
+        name, model_class = "qwen3_4b", llama.Qwen3_4B
+    except ImportError:
+        from comfy.text_encoders.qwen_image import QwenImageTokenizer as Tokenizer
+
+        name, model_class = "qwen25_7b", llama.Qwen25_3B
 
     class Tiny(comfy.sd1_clip.SDClipModel):
         def __init__(self, device="cpu", dtype=None, model_options=None):
@@ -48,7 +57,7 @@ def qwen():
                 textmodel_json_config={**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2},
                 special_tokens={"pad": 151643},
                 layer_norm_hidden_state=False,
-                model_class=llama.Qwen3_4B,
+                model_class=model_class,
                 enable_attention_masks=True,
                 return_attention_masks=True,
                 model_options=model_options or {},
@@ -57,10 +66,15 @@ def qwen():
     class TinyEncoder(comfy.sd1_clip.SD1ClipModel):
         def __init__(self, device="cpu", dtype=None, model_options=None):
             options = model_options or {}
-            super().__init__(device=device, dtype=dtype, name="qwen3_4b", clip_model=Tiny, model_options=options)
+            super().__init__(device=device, dtype=dtype, name=name, clip_model=Tiny, model_options=options)
 
-    target = SimpleNamespace(params={}, clip=TinyEncoder, tokenizer=z_image.ZImageTokenizer)
+    target = SimpleNamespace(params={}, clip=TinyEncoder, tokenizer=Tokenizer)
     return with_random_weights(comfy.sd.CLIP(target))
+
+
+def network_of(clip):
+    """Its language model."""
+    return getattr(clip.cond_stage_model, clip.cond_stage_model.clip).transformer
 
 
 def with_random_weights(clip):
@@ -248,7 +262,7 @@ def after_an_error_in_the_middle_the_next_run_is_clean():
     def accident(*_):
         raise RuntimeError("an accident")
 
-    layers = clip.cond_stage_model.qwen3_4b.transformer.model.layers
+    layers = network_of(clip).model.layers
     hook = layers[1].register_forward_pre_hook(accident)
     with runs() as found:
         raises(RuntimeError, lambda: encode(ours))
@@ -263,7 +277,7 @@ def after_an_error_in_the_middle_the_next_run_is_clean():
 @check
 def generation_is_the_same_and_single_queries_are_left_to_the_host():
     clip = once(qwen)
-    if not hasattr(clip, "generate") or not hasattr(clip.cond_stage_model.qwen3_4b.transformer, "generate"):
+    if not hasattr(clip, "generate") or not hasattr(network_of(clip), "generate"):
         raise Skip("this ComfyUI does not generate text")
     tokens, options = clip.tokenize("tell me"), {"do_sample": False, "max_length": 6}
     stock = clip.generate(tokens, **options)
@@ -278,7 +292,7 @@ def generation_is_the_same_and_single_queries_are_left_to_the_host():
 @check
 def many_tokens_stay_within_the_budget():
     clip = once(qwen)
-    attention = clip.cond_stage_model.qwen3_4b.transformer.model.layers[0].self_attn
+    attention = network_of(clip).model.layers[0].self_attn
     from comfy.ldm.modules.attention import optimized_attention_for_device
 
     host_function = optimized_attention_for_device(torch.device("cpu"), mask=True, small_input=True)
@@ -385,7 +399,7 @@ def the_status_line_counts_the_blocks():
 @check
 def nan_in_the_encoded_text_is_named():
     clip = once(qwen)
-    norm = clip.cond_stage_model.qwen3_4b.transformer.model.layers[0].mlp
+    norm = network_of(clip).model.layers[0].mlp
     hook = norm.register_forward_hook(lambda *args: args[2] * float("nan"))
     with runs() as found:
         encode(patched(clip))

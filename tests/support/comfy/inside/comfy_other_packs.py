@@ -1,0 +1,75 @@
+"""Tiny files in the formats that other packs load. Imported by the host's interpreter only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.utils
+import safetensors.torch
+import torch
+from comfy_inproc import tiny_file
+from comfy_tiny_models import host_settings, random_weights
+
+WIDTH, CONTEXT = 320, 768  # of the tiny SD1.5 model
+
+
+def write_gguf(path: str) -> None:
+    """The tiny SD1.5 model, its matrices in eight bits."""
+    import gguf
+
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(_made(path), "sd1")
+    for name, tensor in comfy.utils.load_torch_file(tiny_file("diffusion_models", "sd15")).items():
+        if tensor.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_ipadapter(path: str, embeds: str, width: int = 32, tokens: int = 4) -> None:
+    """An IPAdapter for the two cross attentions of that model which the pack patches, and a picture's embedding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    tensors = {
+        "image_proj.proj.weight": drawn(tokens * CONTEXT, width),
+        "image_proj.proj.bias": drawn(tokens * CONTEXT),
+    }
+    tensors |= {"image_proj.norm.weight": torch.ones(CONTEXT), "image_proj.norm.bias": torch.zeros(CONTEXT)}
+    for number in (1, 31):  # the first block of the input, and the middle
+        tensors |= {f"ip_adapter.{number}.to_{part}_ip.weight": drawn(WIDTH, CONTEXT) for part in "kv"}
+    safetensors.torch.save_file(tensors, _made(path))
+    torch.save(torch.randn(1, width, generator=generator), _made(embeds))
+
+
+def write_controlnet(path: str) -> None:
+    """A ControlNet of the tiny SD1.5 model's shape."""
+    from comfy.cldm.cldm import ControlNet
+
+    network = ControlNet(
+        image_size=32,
+        in_channels=4,
+        model_channels=WIDTH,
+        hint_channels=3,
+        num_res_blocks=[1],
+        channel_mult=[1],
+        transformer_depth=[1],
+        transformer_depth_middle=1,
+        use_spatial_transformer=True,
+        context_dim=CONTEXT,
+        num_heads=8,
+        legacy=False,
+        **host_settings(),
+    )
+    safetensors.torch.save_file(random_weights(network), _made(path))
+
+
+def _made(path: str) -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return path
