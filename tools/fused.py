@@ -1,20 +1,23 @@
 """Compiles the fused kernels without a GPU, for every architecture: ``python tools/fused.py table | prebuilt | share``.
 
-Needs the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their source, so that
-a second run only compiles what has changed.
+Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
+preprocessed source, so that a second run only compiles what has changed; ``--since HEAD`` takes what has not changed
+since that commit from its table and its cubins.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import lzma
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from earlier import Earlier, checked_out, code_hash
 from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
 from pascal_attn_core.fused import nvrtc as _nvrtc
@@ -60,13 +63,13 @@ def nvrtc(arch: int) -> _nvrtc.Nvrtc:
 
 def compiled(variant: Variant, arch: int) -> _nvrtc.Compiled:
     """The variant's machine code and the compiler's log, from ``build/fused`` if they are cached."""
-    stem = BUILD / f"{digest(variant)[:32]}-sm_{arch}"
+    stem = BUILD / f"{code_hash(variant)[:32]}-sm_{arch}"
     cubin, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
     if not log.exists():
         result = nvrtc(arch).compile(source(variant.kind), arch, variant.macros())
         BUILD.mkdir(parents=True, exist_ok=True)
         cubin.write_bytes(result.cubin)
-        log.write_text(result.log)
+        log.write_text(result.log)  # last: it says that both are there
     return _nvrtc.Compiled(cubin.read_bytes(), log.read_text())
 
 
@@ -83,41 +86,53 @@ def read_cell(text: str) -> tuple[list[tuple[int, int]], int]:
     return [(int(registers), int(spilled or 0)) for registers, _, spilled in pairs], int(shared)
 
 
-def digests() -> dict[str, str]:
+def digests(digest_of: Callable[[Variant], str] = digest) -> dict[str, str]:
     """Kind of kernel -> hash of the source and the macros of all its variants."""
     texts: dict[str, str] = {}
     for variant in all_variants():
-        texts[variant.kind] = texts.get(variant.kind, "") + digest(variant)
+        texts[variant.kind] = texts.get(variant.kind, "") + digest_of(variant)
     return {kind: hashlib.sha256(text.encode()).hexdigest()[:12] for kind, text in texts.items()}
 
 
-def read_digests() -> dict[str, str]:
-    """The hashes that the table was made from; kinds that were only updated in part are missing."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+def read_digests(text: str | None = None) -> dict[str, str]:
+    """The hashes that the table (or the text of another one) was made from; kinds that were only updated in part are
+    missing."""
+    lines = _table_text(text).splitlines()
     words = next((line.split()[3:] for line in lines if line.startswith("# Made from:")), [])
     return dict(zip(words[::2], words[1::2]))
 
 
-def read_table() -> dict[str, dict[int, str]]:
-    """Variant -> architecture -> its cell."""
+def _table_text(text: str | None) -> str:
+    if text is not None:
+        return text
+    return TABLE.read_text() if TABLE.exists() else ""
+
+
+def read_table(text: str | None = None) -> dict[str, dict[int, str]]:
+    """Variant -> architecture -> its cell; of the table as it is, or of the text of another one."""
     rows: dict[str, dict[int, str]] = {}
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
+    for line in _table_text(text).splitlines():
         if not line.startswith("#"):
             name, *cells = line.split()
             rows[name] = {int(c.split(":")[0]): c for c in cells}
     return rows
 
 
-def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool) -> None:
+def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlier: Earlier | None) -> None:
     """Update the table for some architectures and kinds of kernels; the other cells stay."""
     rows = read_table()
-    jobs = [
-        (variant, arch)
-        for variant in all_variants()
-        if variant.kind in kinds and (padded or not variant.padded)
-        for arch in archs_of(variant)
-        if arch in archs
-    ]
+    known = read_table(earlier.table) if earlier else {}
+    jobs = []
+    for variant in all_variants():
+        if variant.kind not in kinds or (variant.padded and not padded):
+            continue
+        same = known.get(variant.name, {}) if earlier and earlier.has(variant) else {}
+        for arch in archs_of(variant):
+            if arch in archs and arch in same:
+                rows.setdefault(variant.name, {})[arch] = same[arch]
+            elif arch in archs:
+                jobs.append((variant, arch))
+    print(f"{len(jobs)} to compile")
     with ProcessPoolExecutor() as pool:
         for (variant, arch), text in zip(jobs, pool.map(_table_cell, jobs, chunksize=4)):
             rows.setdefault(variant.name, {})[arch] = text
@@ -138,7 +153,7 @@ def _table_cell(job: tuple[Variant, int]) -> str:
     return cell(arch, compiled(variant, arch).log)
 
 
-def write_prebuilt(archs: Iterable[int]) -> None:
+def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
     """Write the packs that ship with the package, and their manifest."""
     folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
@@ -149,7 +164,7 @@ def write_prebuilt(archs: Iterable[int]) -> None:
         for head_dim in HEAD_DIMS:
             content, places = bytearray(), {}
             for variant in prebuilt.variants(head_dim):
-                cubin = compiled(variant, arch).cubin
+                cubin = (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
                 places[variant.name] = [len(content), len(content) + len(cubin)]
                 content += cubin
             name = prebuilt.pack_name(arch, head_dim)
@@ -178,11 +193,19 @@ def main() -> None:
     parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="for table: which kernels")
     parser.add_argument("--unpadded", action="store_true", help="for table: only head_dims of the tables")
+    parser.add_argument("--since", metavar="COMMIT", help="compile only what has changed since this commit")
     arguments = parser.parse_args()
+    with checked_out(arguments.since) if arguments.since else contextlib.nullcontext() as earlier:
+        run(arguments, earlier)
+
+
+def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
+    if earlier and read_digests(earlier.table) != digests(earlier.digest):
+        sys.exit(f"{arguments.since}: its table was not made from its source")
     if arguments.what == "table":
-        write_table(arguments.archs, arguments.kinds, not arguments.unpadded)
+        write_table(arguments.archs, arguments.kinds, not arguments.unpadded, earlier)
     elif arguments.what == "prebuilt":
-        write_prebuilt([arch for arch in prebuilt.ARCHS if arch in arguments.archs])
+        write_prebuilt([arch for arch in prebuilt.ARCHS if arch in arguments.archs], earlier)
     else:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():

@@ -1,0 +1,112 @@
+"""What a commit holds of the fused kernels: its table and its cubins are still right for every variant whose code has
+not changed since, down to the last token behind the preprocessor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import io
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused import source as today
+from pascal_attn_core.fused.source import Variant
+
+ROOT = Path(__file__).resolve().parent.parent
+FUSED = "pascal_attn_core/fused"
+TABLE = "docs/fused-static.txt"
+
+
+def code_hash(variant: Variant, sources: ModuleType = today) -> str:
+    """Hash of what the preprocessor leaves of a variant's text: all that its machine code depends on.
+
+    Args:
+        sources: another state of ``pascal_attn_core/fused/source.py``, with its ``cuda`` folder beside it.
+    """
+    there = _there(variant, sources)
+    return _code_hash(sources.source(variant.kind), tuple(there.macros().items()))
+
+
+def _there(variant: Variant, sources: ModuleType) -> Variant:
+    return sources.Variant(variant.kind, variant.head_dim, variant.dtype, variant.mask, variant.padded)
+
+
+@functools.cache
+def _code_hash(text: str, macros: tuple[tuple[str, object], ...]) -> str:
+    preprocessor = shutil.which("g++") or sys.exit("g++ must be installed: its preprocessor says which kernels changed")
+    command = [preprocessor, "-E", "-P", "-undef", "-x", "c++", *(f"-D{name}={value}" for name, value in macros), "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    return hashlib.sha256(" ".join(done.stdout.split()).encode()).hexdigest()
+
+
+class Earlier:
+    """The kernels of a commit.
+
+    Args:
+        root: where ``pascal_attn_core/fused`` and the table of that commit lie.
+    """
+
+    def __init__(self, root: Path):
+        self._sources = _module(root / FUSED / "source.py")
+        self._packs = root / FUSED / "prebuilt"
+        self._manifest: dict[str, Any] = json.loads((self._packs / "manifest.json").read_text())
+        self.table = (root / TABLE).read_text()
+
+    def digest(self, variant: Variant) -> str:
+        """The hash by which its table and cubins name what they were made from; "" where there is no such variant."""
+        try:
+            return self._sources.digest(_there(variant, self._sources))
+        except KeyError:
+            return ""
+
+    def has(self, variant: Variant) -> bool:
+        """Whether the variant's machine code is the same as today's."""
+        try:
+            return code_hash(variant, self._sources) == code_hash(variant)
+        except (KeyError, subprocess.CalledProcessError):  # there was no such variant then
+            return False
+
+    def cubin(self, variant: Variant, arch: int) -> bytes | None:
+        """The one that the commit ships, if it is still right."""
+        pack = prebuilt.pack_name(arch, variant.head_dim)
+        place = self._manifest["packs"].get(pack, {}).get(variant.name)
+        if (
+            place is None
+            or self._manifest["digests"].get(variant.name) != self.digest(variant)
+            or not self.has(variant)
+        ):
+            return None
+        return lzma.decompress((self._packs / pack).read_bytes())[place[0] : place[1]]
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("earlier_source", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def checked_out(commit: str) -> Iterator[Earlier]:
+    """The kernels of a commit of this repository."""
+    command = ["git", "archive", "--format=tar", commit, FUSED, TABLE]
+    archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder)
+        yield Earlier(Path(folder))
