@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,16 +22,9 @@ sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
 
 
-def pascal_attn(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+def pascal_attn(*arguments: str, cwd: Path, **env: str) -> fresh.Done:
     code = "import sys; from pascal_attn_core.cli import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**fresh.PLAIN, "PYTHONPATH": str(fresh.ROOT), **env},
-        timeout=fresh.TIMEOUT,
-    )
+    return fresh.execute(code, *arguments, env={**fresh.PLAIN, **env}, cwd=cwd)
 
 
 @pytest.mark.parametrize("as_module", [False, True])
