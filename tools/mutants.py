@@ -89,6 +89,22 @@ MUTANTS = {
     "v_row_past_the_end": Mutant("product.cuh", "first + row < rows ?", "first + row <= rows ?"),
     "one_head_of_a_group": Mutant("grad_key_value.cu", "h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
     "delta_takes_the_sign_of_lse": Mutant("grad_query.cu", "sum - (p.grad_lse", "sum + (p.grad_lse"),
+    "flushed_sums_not_scaled": Mutant(
+        "forward.cu", "add_flushed(O[i], row, fade_of_flushed(before, row_max[i])", "add_flushed(O[i], row, 1.f"
+    ),
+    "flushed_sums_not_scaled_at_the_end": Mutant(
+        "forward.cu", "add_flushed(O[i], o, fade_of_flushed(before, row_max[i])", "add_flushed(O[i], o, 1.f"
+    ),
+    "flushed_maximum_of_another_row": Mutant("forward.cu", "(anew(t).tid & 1) | i << 1", "anew(t).tid & 1"),
+    "flushed_maximum_of_the_first_time": Mutant(
+        "forward.cu", "if (t.tx == i) flushed_max =", "if (t.tx == i && !is_flushed(flushed_max)) flushed_max ="
+    ),
+    "flushed_sums_forgotten": Mutant(
+        "forward.cu", "if (is_flushed(before)) add_flushed(O[i], row", "if (0) add_flushed(O[i], row"
+    ),
+    "flushed_sums_forgotten_at_the_end": Mutant(
+        "forward.cu", "if (is_flushed(before)) add_flushed(O[i], o,", "if (0) add_flushed(O[i], o,"
+    ),
     "scores_kept_far_too_long": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 100.f", is_noticed=False),
     "scores_never_kept": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 0.f", is_noticed=False),
 }

@@ -142,9 +142,14 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
     }
 }
 
-#if PA_FLUSH
 // A float32 sum over n keys errs by sqrt(n) roundings. Every PA_FLUSH tiles the sums move to the output, so that none
-// is longer than PA_FLUSH * PA_BC keys. `flushed_max` (shared memory) is the maximum they were scaled to.
+// is longer than PA_FLUSH * PA_BC keys. They stay scaled to the row's maximum of that moment, `flushed_max`.
+// A row moves as float4, and flushed_max is one register. With 32 columns of the sums per thread (head_dim 512) masked
+// calls leave no register for that: there one number moves at a time, and flushed_max lies in shared memory, of which
+// the one block that fits a multiprocessor has enough.
+#define FLUSH_ROWS (DN <= 16)
+
+#if PA_FLUSH && !FLUSH_ROWS
 INLINE void flush_sums(float (&O)[RM][DN], const float (&row_max)[RM], float* flushed_max, float* o, i64 stride,
                        int rows, int dim, bool first, const Lane& t) {
     FOR(i, RM) {
@@ -187,6 +192,57 @@ INLINE void store_row(T* d, const float (&O)[DN], float factor, int dim, const L
     }
 }
 
+#if PA_FLUSH && FLUSH_ROWS
+// flushed_max of row i of this thread is with the lane whose tx is i, of those that share the row.
+#if RM > PA_TX
+#error "a thread has more rows than there are lanes to keep their flushed maximum"
+#endif
+
+#define NOT_FLUSHED (bits_to_float(0x7fffffffu))  // no number: no maximum is that
+
+INLINE bool is_flushed(float flushed_max) { return flushed_max == flushed_max; }
+
+INLINE float flushed_max_of(int i, float flushed_max, const Lane& t) {
+    return __shfl_sync(FULL_WARP, flushed_max, (anew(t).tid & 1) | i << 1, 2 * PA_TX);
+}
+
+// Adds a row's flushed sums, scaled by `fade`.
+INLINE void add_flushed(float (&O)[DN], const float* row, float fade, int dim, const Lane& t) {
+    FOR(j, DN4) {
+        const int c = j * 4 * PA_TX + t.tx * 4;
+        if (PA_PAD && c >= dim) continue;
+        const float4 f = *(const float4*)(row + c);
+        O[4 * j] = fmaf(f.x, fade, O[4 * j]); O[4 * j + 1] = fmaf(f.y, fade, O[4 * j + 1]);
+        O[4 * j + 2] = fmaf(f.z, fade, O[4 * j + 2]); O[4 * j + 3] = fmaf(f.w, fade, O[4 * j + 3]);
+    }
+    FOR(j, DNR) {
+        const int c = sum_column(DN4 * 4 + j, t);
+        if (!PA_PAD || c < dim) O[DN4 * 4 + j] = fmaf(row[c], fade, O[DN4 * 4 + j]);
+    }
+}
+
+INLINE float fade_of_flushed(float flushed_max, float row_max) {
+    const float reference = row_max == NEG_INF ? 0.f : row_max;
+    return exp2_approx((flushed_max - reference) * UNIT_TO_LOG2);
+}
+
+INLINE void flush_sums(float (&O)[RM][DN], const float (&row_max)[RM], float& flushed_max, float* o, i64 stride,
+                       int rows, int dim, const Lane& t) {
+    FOR(i, RM) {
+        int r = ROW(i);
+        OPAQUE(r);
+        float* const row = o + (i64)r * stride;
+        const float before = flushed_max_of(i, flushed_max, t);
+        if (r < rows) {
+            if (is_flushed(before)) add_flushed(O[i], row, fade_of_flushed(before, row_max[i]), dim, t);
+            store_row(row, O[i], 1.f, dim, t);
+        }
+        FOR(j, DN) O[i][j] = 0.f;
+    }
+    FOR(i, RM) if (t.tx == i) flushed_max = row_max[i];
+}
+#endif
+
 INLINE void store_lse(const Forward& p, i64 at, float row_max, float row_sum) {
     const float log_sum = row_sum > 0.f ? log2f(row_sum) * LN2 : NEG_INF;
     p.lse[at] = row_sum > 0.f ? fmaf(row_max, UNIT_TO_LN, log_sum) : NEG_INF;
@@ -209,8 +265,12 @@ INLINE void store_part(const Forward& p, i64 at, const float (&O)[DN], float row
 extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(const Forward p) {
     __shared__ __align__(128) float sm[SMEM_TILE];
 #if PA_FLUSH
+#if FLUSH_ROWS
+    float flushed_max = NOT_FLUSHED;
+#else
     __shared__ float flushed_max[PA_BR];
     bool flushed = false;
+#endif
 #endif
     const Lane t = lane_of(threadIdx.x);
     const Place at = find_place(p);
@@ -270,24 +330,33 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
             int b = at.b;
             OPAQUE(b);
             float* const o = p.o + sequence_at(p.cu_q, b, p.ob, p.os) + at.first_head * p.oh + at.row0 * p.os;
+#if FLUSH_ROWS
+            flush_sums(O, row_max, flushed_max, o, p.os, at.rows, p.dim_v, t);
+#else
             flush_sums(O, row_max, flushed_max, o, p.os, at.rows, p.dim_v, !flushed, t);
             flushed = true;
+#endif
         }
 #endif
     }
-#if PA_FLUSH
+#if PA_FLUSH && !FLUSH_ROWS
     __syncwarp();  // flushed_max is complete: the shuffles below bring the lanes together, but order no memory
 #endif
     FOR(i, RM) {
         float sum = row_sum[i];
         FOR(s, 4) if ((2 << s) <= PA_TX) sum += __shfl_xor_sync(FULL_WARP, sum, 2 << s);
+#if PA_FLUSH && FLUSH_ROWS
+        const float before = flushed_max_of(i, flushed_max, t);
+#endif
         if (ROW(i) >= at.rows) continue;
         const int h = at.head(ROW(i)), query = at.query(ROW(i));
 #if PA_SPLIT
         store_part(p, (((i64)at.split * p.batches + at.b) * p.heads + h) * at.lq + query, O[i], row_max[i], sum, t);
 #else
         T* const o = p.o + sequence_at(p.cu_q, at.b, p.ob, p.os) + h * p.oh + query * p.os;
-#if PA_FLUSH
+#if PA_FLUSH && FLUSH_ROWS
+        if (is_flushed(before)) add_flushed(O[i], o, fade_of_flushed(before, row_max[i]), p.dim_v, t);
+#elif PA_FLUSH
         if (flushed) unflush_row(O[i], row_max[i], flushed_max[ROW(i)], o, p.dim_v, t);
 #endif
         store_row(o, O[i], sum > 0.f ? 1.f / sum : 0.f, p.dim_v, t);

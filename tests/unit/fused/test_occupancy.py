@@ -41,13 +41,6 @@ ARCHS = {
     90: Multiprocessor(228 * KIB, shared_of_block=KIB),
 }
 _REGISTERS_OF_SCHEDULER, _SCHEDULERS = 16384, 4
-# One block instead of two, by 512 bytes of shared memory: the maxima that the flushed sums were scaled to.
-ONE_BLOCK = {
-    (f"forward-128{padded}-float32-{mask}", arch)
-    for padded in ("", "-padded")
-    for mask in ("none", "bool", "float")
-    for arch in (50, 60, 75)
-}
 
 
 @functools.cache
@@ -77,12 +70,12 @@ def found() -> dict[tuple[Variant, int], int]:
 def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(
     found: dict[tuple[Variant, int], int],
 ) -> None:
-    fewer = {
-        (variant.name, arch)
+    fewer = [
+        f"{variant.name} sm_{arch}: {blocks}"
         for (variant, arch), blocks in found.items()
         if blocks < variant.geometry.blocks and variant.kind != "split"
-    }
-    assert fewer == ONE_BLOCK
+    ]
+    assert not fewer
 
 
 def test_kernels_for_few_queries_lose_at_most_half_of_their_blocks_to_shared_memory(
@@ -95,7 +88,7 @@ def test_kernels_for_few_queries_lose_at_most_half_of_their_blocks_to_shared_mem
 
 def test_the_arithmetic_is_that_of_the_occupancy_calculator() -> None:
     assert ARCHS.keys() == set(tool.ARCHS)
-    plain = Variant("forward", 64, "float32")  # 255 registers, 25,088 bytes, 128 threads
+    plain = Variant("forward", 64, "float32")  # 255 registers, 24,576 bytes, 128 threads
     assert [blocks_per_sm(plain, arch) for arch in (60, 61)] == [2, 2]
     split = Variant("split", 128, "float32")  # 20,480 bytes, 64 threads
     assert [blocks_per_sm(split, arch) for arch in (60, 61)] == [3, 4]

@@ -7,6 +7,8 @@ compiled afresh, more and others every day in profile nightly, and the rest is h
 from __future__ import annotations
 
 import random
+import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,10 @@ from attn_support.profile import seeds, times
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import earlier  # noqa: E402
 import fused as tool  # noqa: E402
 import maxwell  # noqa: E402
+import simulate  # noqa: E402
 from share import KERNELS, backward_share, share  # noqa: E402
 
 from pascal_attn_core.fused import nvrtc, prebuilt  # noqa: E402
@@ -173,6 +177,27 @@ def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyP
     assert digest(variant) == right
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a preprocessor")
+def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / earlier.FUSED, tmp_path / earlier.FUSED)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(tool.TABLE, tmp_path / earlier.TABLE)
+    kernel = tmp_path / earlier.FUSED / "cuda" / "forward.cu"
+    text = kernel.read_text()
+    float32, float16 = (Variant("forward", 64, dtype) for dtype in ("float32", "float16"))
+
+    same = earlier.Earlier(tmp_path)
+    assert tool.read_digests(same.table) == tool.digests(same.digest)
+    assert same.cubin(float32, 61) == prebuilt.load(float32, 61)
+
+    kernel.write_text(text.replace("row, O[i], 1.f, dim, t)", "row, O[i], 2.f, dim, t)"))  # where float32 sums move
+    changed = earlier.Earlier(tmp_path)
+    assert tool.read_digests(changed.table)["forward"] != tool.digests(changed.digest)["forward"]
+    assert [changed.has(v) for v in (float32, float16, Variant("split", 64, "float32"))] == [False, True, True]
+    assert changed.cubin(float32, 61) is None
+    assert changed.cubin(float16, 61) is None  # by its manifest that cubin was made from another text
+
+
 def test_what_ships_stays_small() -> None:
     packs = list(prebuilt.FOLDER.glob("*"))
     assert sum(path.stat().st_size for path in packs) < 3_500_000
@@ -189,3 +214,16 @@ def test_every_head_dim_and_kind_has_a_geometry() -> None:
         geometry = variant.geometry
         assert geometry.threads % 32 == 0
         assert variant.head_dim in HEAD_DIMS
+
+
+@needs_nvrtc
+def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
+    variant = Variant("forward", 40, "float16")
+    ptx = simulate.compile_ptx(source(variant.kind), variant.macros())
+    edited = simulate.for_simulator(ptx)
+    assert ".version 7.7" in edited
+    assert edited.count("shfl.sync") == ptx.count("shfl.sync") > 0
+    assert not re.findall(r"shfl\.sync[^;]*\|", edited)
+    assert edited.count("ld.param") == ptx.count("ld.param") > 0
+    assert not re.findall(r"ld\.param[^;]*\[%", edited)
+    assert not re.findall(r"mov\.b64\s+%rd\d+,\s+\w+_param_", edited)

@@ -96,12 +96,13 @@ static inline int block_or(int value) {
     return state.any[slot];
 }
 
-static inline uint32_t exchange(uint32_t value, unsigned lane_xor) {
+// The value of another lane of this thread's warp.
+static inline uint32_t exchange(uint32_t value, unsigned lane) {
     const unsigned thread = state.current, warp = thread / 32;
     uint32_t* slot = state.exchange.data() + (state.warps[warp].generation & 1) * state.threads;
     slot[thread] = value;
     meet(state.warps[warp], 32);
-    return slot[warp * 32 + ((thread & 31) ^ lane_xor)];
+    return slot[warp * 32 + lane];
 }
 
 static void entry() {
@@ -180,12 +181,16 @@ static struct { ThreadIndex x; } threadIdx;
 static inline void __syncthreads() { emu::block_or(0); }
 static inline int __syncthreads_or(int value) { return emu::block_or(value); }
 static inline void __syncwarp() { emu::exchange(0, 0); }
-static inline float __shfl_xor_sync(unsigned, float value, int lane_xor) {
+// Among `width` neighbouring lanes.
+static inline float __shfl_sync(unsigned, float value, int lane, int width = 32) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    bits = emu::exchange(bits, lane_xor);
+    bits = emu::exchange(bits, (emu::state.current & 31 & -width) | (lane & (width - 1)));
     memcpy(&value, &bits, 4);
     return value;
+}
+static inline float __shfl_xor_sync(unsigned mask, float value, int lane_xor) {
+    return __shfl_sync(mask, value, (emu::state.current & 31) ^ lane_xor);
 }
 static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);

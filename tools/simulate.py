@@ -1,0 +1,224 @@
+"""Cycles of a forward kernel on a simulated TITAN X Pascal (sm_61): ``python tools/simulate.py GPGPU-SIM-FOLDER``.
+
+Runs the package's own launches, as PTX by the NVRTC of the test extra, on one multiprocessor of GPGPU-Sim, and compares
+the results with float64. Printed are the cycles for two numbers of keys and, from their difference, the share of the
+float32 peak of the steady state. PTX runs as it is written, by the simulator's own allocation of registers: what ptxas
+would reorder is not seen. Designs can be compared, a card's speed is not foretold. Some minutes per run.
+
+The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
+``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11, and needs no GPU and
+no nvcc: ``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
+For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
+with ``YY`` and the comments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import fused as tool  # noqa: E402
+
+from pascal_attn_core.call import check_call  # noqa: E402
+from pascal_attn_core.fused.launches import forward_launches  # noqa: E402
+from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
+from pascal_attn_core.fused.source import Variant, source  # noqa: E402
+
+DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
+CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
+LANES = 128  # multiply-adds per cycle of a multiprocessor
+# One multiprocessor, with a network that needs no file for it, and shuffles that take a plausible time (as they are,
+# 32 cycles, the simulator runs out of its pipeline).
+_SETTINGS = {
+    "gpgpu_n_clusters": "1",
+    "network_mode": "2",
+    "ptx_opcode_latency_int": "4,13,4,5,145,12",
+    "enable_ptx_file_line_stats": "0",
+}
+
+
+def objects(folder: Path) -> Path:
+    """Where the simulator's object files are."""
+    found = sorted(folder.glob("build/gcc-*/cuda-*/release"))
+    if not (folder / CARD).is_dir() or not found or not list(found[0].glob("libcuda/*.o")):
+        sys.exit(
+            f"{folder} is no built checkout of GPGPU-Sim: it has no {CARD} or no build/gcc-*/cuda-*/release\n{__doc__}"
+        )
+    return found[0]
+
+
+def build_driver(folder: Path, library: Path) -> None:
+    """The simulator as one library."""
+    built = objects(folder)
+    version = built.parent.name.removeprefix("cuda-")
+    headers = os.environ.get("CUDA_INSTALL_PATH", "")
+    if not (Path(headers) / "include" / "cuda.h").exists():
+        sys.exit("CUDA_INSTALL_PATH must be the folder that the simulator was built against (include/cuda.h in it)")
+    folders = [Path(headers) / "include", built, built / "cuda-sim", folder / "src", folder / "libcuda"]
+    parts = ("libcuda", "cuda-sim", "cuda-sim/decuda_pred_table", "gpgpu-sim", "intersim2", ".")
+    command = ["g++", "-O1", "-std=c++11", "-fPIC", "-shared", "-w", f"-DCUDART_VERSION={version}", "-DTRACING_ON=1",
+               "-iquote", str(folder), *(f"-I{path}" for path in folders), str(DRIVER),
+               *(str(path) for part in parts for path in sorted((built / part).glob("*.o"))),
+               "-lm", "-lz", "-lpthread", "-Wl,-Bsymbolic", "-o", str(library)]  # fmt: skip
+    subprocess.run(command, check=True)
+
+
+def write_settings(folder: Path, into: Path) -> None:
+    for path in (folder / CARD).iterdir():
+        shutil.copy(path, into)
+    config = into / "gpgpusim.config"
+    text = config.read_text()
+    for name, value in _SETTINGS.items():
+        text = re.sub(rf"(?m)^-{name} .*", f"-{name} {value}", text)
+    config.write_text(text)
+
+
+def compile_ptx(text: str, macros: dict[str, object]) -> str:
+    library = ctypes.CDLL(tool.nvrtc(61).path)
+    options = ["--std=c++14", "-w", "--gpu-architecture=compute_61", *(f"-D{k}={v}" for k, v in macros.items())]
+    passed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    for failed in (
+        library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"pascal_attn.cu", 0, None, None),
+        library.nvrtcCompileProgram(program, len(options), passed),
+        library.nvrtcGetPTXSize(program, ctypes.byref(size)),
+    ):
+        if failed:
+            raise RuntimeError(f"NVRTC error {failed}")
+    ptx = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetPTX(program, ptx)
+    return ptx.value.decode()
+
+
+def for_simulator(ptx: str) -> str:
+    """The PTX in the words that the simulator knows: an older version's, shuffles without a predicate (which it gets
+    wrong without a word), parameters by their name instead of through a register."""
+    ptx = re.sub(r"\.version \d+\.\d+", ".version 7.7", ptx)
+    ptx = re.sub(r"(shfl\.sync\.\w+\.b32\s+%r\d+)\|%p\d+", r"\1", ptx)
+    places: dict[str, tuple[str, int]] = {}  # register -> parameter, offset
+    lines = []
+    for line in ptx.splitlines():
+        if line.strip().startswith((".file", ".loc", "//")):
+            continue
+        moved = re.match(r"\s*mov\.[bu]64\s+(%rd\d+),\s+(\w+_param_\d+|%rd\d+);", line)
+        added = re.match(r"\s*add\.s64\s+(%rd\d+),\s+(%rd\d+),\s+(\d+);", line)
+        if moved and "_param_" in moved[2]:
+            places[moved[1]] = moved[2], 0
+        elif moved and moved[2] in places:
+            places[moved[1]] = places[moved[2]]
+        elif added and added[2] in places:
+            name, offset = places[added[2]]
+            places[added[1]] = name, offset + int(added[3])
+        else:
+            lines.append(re.sub(r"(ld\.param[^;]*\[)(%rd\d+)(?:\+(-?\d+))?\]", lambda m: _by_name(m, places), line))
+    return "\n".join(lines) + "\n"
+
+
+def _by_name(load: re.Match[str], places: dict[str, tuple[str, int]]) -> str:
+    name, offset = places[load[2]]
+    return f"{load[1]}{name}+{offset + int(load[3] or 0)}]"
+
+
+def simulate(library: Path, head_dim: int, dtype: str, keys: int) -> tuple[int, float]:
+    """(cycles, relative error) of as many tiles of query rows as one multiprocessor is to hold, over these keys. Only
+    once in a process."""
+    variant = Variant("forward", head_dim, dtype)
+    torch.manual_seed(0)
+    tokens = variant.geometry.rows * variant.geometry.blocks
+    query, key, value = (torch.randn(1, 1, n, head_dim).to(getattr(torch, dtype)) for n in (tokens, keys, keys))
+    call = check_call(query, key, value)
+    assert variants_of(call).forward == variant
+    out = torch.zeros_like(query)
+    (launch,) = forward_launches(call, Plan(variant), out)
+    simulator = ctypes.CDLL(str(library))
+    simulator.sim_malloc.restype = ctypes.c_ulonglong
+    simulator.sim_launch.restype = ctypes.c_longlong
+    file = Path(f"{variant.name}.ptx")
+    file.write_text(for_simulator(compile_ptx(source(variant.kind), variant.macros())))
+    if not simulator.sim_load(str(file).encode()):
+        sys.exit("the simulator refuses the PTX")
+    places = {}
+    for tensor in (query, key, value, out):
+        size = ctypes.c_ulonglong(tensor.nbytes)
+        places[tensor.data_ptr()] = simulator.sim_malloc(ctypes.c_ulonglong(tensor.nbytes + 256))
+        simulator.sim_to_gpu(ctypes.c_ulonglong(places[tensor.data_ptr()]), ctypes.c_void_p(tensor.data_ptr()), size)
+    params = type(launch.params).from_buffer_copy(launch.params)
+    for name, kind in params._fields_:
+        if kind is ctypes.c_void_p and getattr(params, name):
+            setattr(params, name, places[getattr(params, name)])
+    functions, shared = tool.read_cell(tool.read_table()[variant.name][61])
+    grid = (ctypes.c_uint * 3)(*launch.grid)
+    params_size = ctypes.sizeof(params)
+    cycles = simulator.sim_launch(
+        launch.function.encode(), functions[0][0], shared, grid, launch.threads, ctypes.byref(params), params_size
+    )
+    place = ctypes.c_ulonglong(places[out.data_ptr()])
+    simulator.sim_from_gpu(ctypes.c_void_p(out.data_ptr()), place, ctypes.c_ulonglong(out.nbytes))
+    exact = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double())
+    return cycles, ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def run_in_child(library: Path, head_dim: int, dtype: str, keys: int, folder: Path) -> tuple[int, float]:
+    """:func:`simulate` in a process of its own, at addresses that are the same every time."""
+    answer = folder / "answer.json"
+    command = [sys.executable, __file__, str(library), "--child", str(answer)]
+    command += ["--head-dim", str(head_dim), "--dtype", dtype, "--keys", str(keys)]
+    still = shutil.which("setarch")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(
+            [*([still, "-R"] if still else []), *command], cwd=folder, env=environment, stdout=log, stderr=log
+        )
+    if done.returncode or not answer.exists():
+        sys.exit(f"the simulation ended with {done.returncode}:\n{(folder / 'log').read_text()[-2000:]}")
+    cycles, error = json.loads(answer.read_text())
+    return cycles, error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("simulator", type=Path, help="a built checkout of GPGPU-Sim")
+    parser.add_argument("--head-dim", type=int, default=64, choices=tool.HEAD_DIMS)
+    parser.add_argument("--dtype", default="float32", choices=tool.DTYPES)
+    parser.add_argument(
+        "--keys", type=int, nargs="+", default=[512, 1024], help="two numbers; %(default)s: one flush apart"
+    )
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        found = simulate(arguments.simulator, arguments.head_dim, arguments.dtype, *arguments.keys)
+        arguments.child.write_text(json.dumps(found))
+        os._exit(0)  # the simulator's threads and exit functions are of no use any more
+    if len(arguments.keys) != 2:
+        parser.error("--keys takes two numbers")
+    variant = Variant("forward", arguments.head_dim, arguments.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libdriver.so"
+        build_driver(arguments.simulator.resolve(), library)
+        write_settings(arguments.simulator, Path(folder))
+        cycles = []
+        for keys in arguments.keys:
+            found, error = run_in_child(library, arguments.head_dim, arguments.dtype, keys, Path(folder))
+            print(f"{variant.name} {keys} keys: {found:,} cycles, relative error {error:.1e}", flush=True)
+            cycles.append(found)
+    geometry = variant.geometry
+    between = abs(arguments.keys[1] - arguments.keys[0])
+    ideal = 2 * geometry.blocks * geometry.rows * between * arguments.head_dim / LANES
+    print(f"steady state: {ideal / abs(cycles[1] - cycles[0]):.1%} of the float32 peak")
+
+
+if __name__ == "__main__":
+    main()
