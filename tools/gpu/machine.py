@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pascal_attn_core.cli.bench.report import machine_name, versions
+from pascal_attn_core.cli.bench.report import versions
 from pascal_attn_core.fused import nvrtc
 from pascal_attn_core.fused.source import kernels_digest
 from pascal_attn_core.observe.machine import ask_driver, torch_build
@@ -26,7 +26,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     info, build = runtime_of(device).info, torch_build()
     found = nvrtc.find(10 * info.capability[0] + info.capability[1]) if info.capability else None
     card = {
-        "name": info.name if info.is_gpu else machine_name(device),
+        "name": info.name,
         "kind": info.kind,
         "arch": info.arch,
         "capability": info.capability and list(info.capability),
