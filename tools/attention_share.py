@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pascal_attn_core.interception import TORCH_SDPA
+from pascal_attn_core.interception import SdpaMode, bind_sdpa
 
 FASTER = 1.5
 
@@ -39,24 +38,18 @@ class Step(NamedTuple):
         return 1 / (1 - self.share + self.share / FASTER)
 
 
-class _Attention(TorchFunctionMode):
+class _Attention:
     """Counts the two products of each call of torch's attention and computes neither of them."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.flops = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not TORCH_SDPA:
-            return func(*args, **kwargs)
-        query, key, value = (
-            args[number] if len(args) > number else kwargs[name]
-            for number, name in enumerate(("query", "key", "value"))
-        )
-        rows, keys = query.shape[:-1], key.shape[-2]
-        self.flops += 2 * rows.numel() * keys * (query.shape[-1] + value.shape[-1])
-        return query.new_empty(*rows, value.shape[-1])
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        call = bind_sdpa(args, kwargs)
+        assert not isinstance(call, str), call
+        rows, keys = call.query.shape[:-1], call.key.shape[-2]
+        self.flops += 2 * rows.numel() * keys * (call.query.shape[-1] + call.value.shape[-1])
+        return call.query.new_empty(*rows, call.value.shape[-1])
 
 
 def count(build: Callable[[], nn.Module], run: Callable[[nn.Module], object]) -> Step:
@@ -64,7 +57,7 @@ def count(build: Callable[[], nn.Module], run: Callable[[nn.Module], object]) ->
     with torch.device("meta"):
         model = build().eval()
         attention, rest = _Attention(), FlopCounterMode(display=False)
-        with torch.no_grad(), rest, attention:
+        with torch.no_grad(), rest, SdpaMode(attention):
             run(model)
     by_operator = rest.get_flop_counts()["Global"]
     convolution = sum(flops for operator, flops in by_operator.items() if "conv" in str(operator))

@@ -142,4 +142,5 @@ def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -
         "stock",
         "torch math",
         "Pascal Attention",
+        "... and FFN in slices",
     ]
