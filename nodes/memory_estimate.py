@@ -86,11 +86,11 @@ class PascalMemoryEstimate:
         copies = batch_copies(model, wanted, free) if guidance else 1
         tokens = text_tokens or (77 if _is_unet(model) else 256)
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
-            call, copies, how = follow(model, wanted, conditioning, tokens, copies)
-            budget = budget_from(total)
-            host = Host(device, device_info(device), _own_attention(), budget)
+            followed = follow(model, wanted, conditioning, tokens, copies)
+            host = Host(device, device_info(device), _own_attention(), budget_from(total))
             taken = max(0, total - free - model.loaded_size())
-            largest = Fitting.of(model, wanted, conditioning, tokens, copies, host, total - taken, vae)
+            largest = Fitting.of(model, wanted, conditioning, tokens, followed, host, total - taken, vae)
+        call, copies, how = followed
         found = figures(call, host)
         name = name_of_model(model.model)
         text = text_of(call, found, host, Subject(name, wanted.shapes, copies, how, model.model_size(), free, total))
@@ -118,7 +118,7 @@ class Fitting(NamedTuple):
         latent: Latent,
         conditioning: Conditioning | None,
         tokens: int,
-        copies: int,
+        followed: Followed,
         host: Host,
         available: int,
         vae: Any,
@@ -128,10 +128,14 @@ class Fitting(NamedTuple):
             return None
         shape = tuple(int(size) for size in latent.shapes[0])
         pixels, frames = _cell_of(model)
+        calls = {shape: followed.call}
 
         def at(size: Size) -> ModelCall:
-            samples = torch.zeros(size.shape)
-            return follow(model, Latent(samples, [samples.shape]), conditioning, tokens, copies).call
+            if size.shape not in calls:
+                samples = torch.zeros(size.shape)
+                found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, followed.copies)
+                calls[size.shape] = found.call
+            return calls[size.shape]
 
         room = available - model.model_size()
         is_streamed = room <= 0
