@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .tensor_geometry import TENSOR_HEAD_DIMS, TENSOR_TABLES, VOLTA_HEAD_DIMS, TensorGeometry, tensor_geometry
+from .tensor_geometry import (
+    FLOAT_MASK_HEAD_DIM,
+    TENSOR_HEAD_DIMS,
+    TENSOR_TABLES,
+    VOLTA_HEAD_DIMS,
+    TensorGeometry,
+    tensor_geometry,
+)
 
 FOLDER = Path(__file__).parent / "cuda"
 
@@ -63,12 +70,8 @@ _KINDS = {
         {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split", "PA_COMBINE_NAME": "pa_combine"},
         ("pa_forward_split", "pa_combine"),
     ),
-    "grad_query": Kind(
-        (*_PLAIN, "masks.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")
-    ),
-    "grad_key_value": Kind(
-        (*_PLAIN, "masks.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
-    ),
+    "grad_query": Kind((*_PLAIN, "masks.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")),
+    "grad_key_value": Kind((*_PLAIN, "masks.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)),
     "int8": Kind(
         (*_PLAIN, "masks.cuh", "int8.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 1, "PA_FORWARD_NAME": "pa_forward_int8"},
@@ -108,6 +111,7 @@ class Geometry:
         return 4 * max(rows, cols)
 
 
+AnyGeometry = Geometry | TensorGeometry
 _WIDE = Geometry(128, 64, 8, 16)
 _HIGH = Geometry(64, 128, 16, 8)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
@@ -178,8 +182,8 @@ class Variant:
         kind: one of KINDS.
         head_dim: one of HEAD_DIMS, on tensor cores of TENSOR_HEAD_DIMS.
         dtype: one of DTYPES; mask: one of MASKS.
-        padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8 bytes
-            at a time.
+        padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8
+            bytes at a time.
     """
 
     kind: str
@@ -193,7 +197,7 @@ class Variant:
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
 
     @functools.cached_property
-    def geometry(self) -> Geometry | TensorGeometry:
+    def geometry(self) -> AnyGeometry:
         if self.on_tensor_cores:
             return tensor_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         return self._table()[self.head_dim]
@@ -242,7 +246,9 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        return self.tile_bytes if self.on_tensor_cores and self.tile_bytes > STATIC_BYTES else 0
+        if not isinstance(self.geometry, TensorGeometry):
+            return 0
+        return self.tile_bytes if self.tile_bytes + self.geometry.counter_bytes > STATIC_BYTES else 0
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -287,7 +293,8 @@ def all_variants() -> Iterator[Variant]:
             for padded in (False, True) if kind != "int8" else (False,):
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
-                        yield Variant(kind, head_dim, dtype, mask, padded)
+                        if not (is_tensor and mask == "float" and head_dim > FLOAT_MASK_HEAD_DIM):
+                            yield Variant(kind, head_dim, dtype, mask, padded)
 
 
 @functools.cache

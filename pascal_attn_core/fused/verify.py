@@ -3,7 +3,10 @@ device."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from ..reference import allowed_keys, reference_sdpa
 from .launches import Launch, forward_launches
 from .launches_backward import backward_launches
 from .launches_int8 import int8_launches
-from .plan import Plan, plan_call
+from .launches_packed import packed_launches
+from .plan import Packed, Plan, plan_call
 from .source import Variant
 
 # Far above any rounding, far below any mistake in which element goes where.
@@ -39,19 +43,40 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
     out = empty_output(call).fill_(float("nan"))
     if variant.kind == "int8":
         run(int8_launches(call, Plan(variant), out))
+    elif variant.kind.endswith("packed"):
+        return _packed_error(variant, call, out, wide, run)
     else:
-        splits = plan_call(call, _MANY_SMS).splits if variant.kind == "split" else 0
-        run(forward_launches(call, Plan(variant, splits), out))
+        run(forward_launches(call, Plan(variant, _splits(variant, call)), out))
     return _difference([out], [_reference(call, wide)[0]])
+
+
+def _splits(variant: Variant, call: AttentionCall) -> int:
+    if variant.on_tensor_cores:
+        return 2 if variant.is_small else 0
+    return plan_call(call, _MANY_SMS).splits if variant.is_small else 0
+
+
+def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
+    """Of the tokens of a call as those of two sequences."""
+    q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
+    packed = Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
+    whole = replace(call, offset=0)
+    run(packed_launches(forward_launches(whole, Plan(variant, packed=packed), out), packed))
+    parts = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
+        query, key, value = wide[0][..., q0:q1, :], *(t[..., k0:k1, :] for t in wide[1:])
+        rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+        parts.append(reference_sdpa(query, key, value, None, **rules)[0])
+    return _difference([out], [torch.cat(parts, dim=-2)])
 
 
 def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
     """A causal call with two query heads per key head that needs exactly this variant. keys: instead of those of a tile
     and some of the next one's."""
     geometry, dim = variant.geometry, variant.head_dim - (4 if variant.padded else 0)
-    rows = 3 if variant.kind == "split" else geometry.rows + 5
+    rows = 3 if variant.is_small else geometry.rows + 5
     if keys is None:
-        keys = 5 * geometry.cols if variant.kind == "split" else geometry.cols + 9
+        keys = 5 * geometry.cols if variant.is_small else geometry.cols + 9
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, variant.dtype)
 
@@ -59,11 +84,13 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     mask = None
-    if variant.mask != "none":
+    if variant.mask != "none" and not variant.kind.endswith("packed"):
         mask = numbers(rows, keys)
         mask = mask > 0 if variant.mask == "bool" else mask
     tensors = numbers(1, 2, rows, dim), numbers(1, 1, keys, dim), numbers(1, 1, keys, dim)
-    return check_call(*tensors, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
+    # Without a mask, kernels that add one serve negative scales.
+    scale = -0.1 if variant.mask == "float" and mask is None else None
+    return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right")
 
 
 def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:
