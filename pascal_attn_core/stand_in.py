@@ -57,19 +57,22 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         A second call shares them: they go with the last Patch."""
         with _lock:
             if not self._users:
-                roots = tuple(f"{name}." for name in self._modules if "." not in name)
-                self._hidden = {
-                    name: module
-                    for name, module in sys.modules.items()
-                    if name in self._modules or name.startswith(roots)
-                }
-                for name in self._hidden:
-                    del sys.modules[name]
-                sys.meta_path.insert(0, self)
-                for name in self._eager:
-                    importlib.import_module(name)
+                try:
+                    self._put_in()
+                except BaseException:
+                    self._take_away()
+                    raise
             self._users += 1
         return Patch(self.distribution, self._release, sites=len(self._modules))
+
+    def _put_in(self) -> None:
+        roots = tuple(f"{name}." for name in self._modules if "." not in name)
+        for name, module in list(sys.modules.items()):
+            if name in self._modules or name.startswith(roots):
+                self._hidden[name] = sys.modules.pop(name, module)
+        sys.meta_path.insert(0, self)
+        for name in self._eager:
+            importlib.import_module(name)
 
     def _release(self) -> list[str]:
         with _lock:
