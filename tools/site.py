@@ -20,6 +20,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "LICENSE": "LICENSE.txt",
+    "notebooks/attention.ipynb": "notebooks/attention.ipynb",
     "notebooks/cards.ipynb": "notebooks/cards.ipynb",
 }
 # Modules whose public names make a page each.
