@@ -152,7 +152,12 @@ def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
             pass
         else:
             import diffusers.models.attention_dispatch as dispatch
-            assert not dispatch._CAN_USE_FLASH_ATTN
+            assert dispatch._CAN_USE_FLASH_ATTN
+            query = torch.randn(1, 12, 2, 8)
+            out = dispatch.dispatch_attention_fn(query, query, query, backend="flash")
+            query = query.transpose(1, 2)
+            right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+            torch.testing.assert_close(out.transpose(1, 2), right)
     """)
 
 
