@@ -295,17 +295,19 @@ def _travelling(key: Tensor, value: Tensor, share: _Share) -> Iterator[tuple[int
     """(owner, its keys, its values) of every process of the ring, this one's first. The next ones are on their way
     meanwhile."""
     ranks, lengths = share.around, share.keys.parts
-    held = _packed(key, value)
+    # the part in use, and the one on its way: each arrives where the one before the last was
+    places = [key.new_empty(_numel(key, value, max(lengths))) for _ in range(2)]
+    _pack(places[0], key, value)
     for step in range(ranks.size):
         owner, following = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size
-        arriving, transfer = held, None
-        if step + 1 < ranks.size:
-            arriving = held.new_empty(_numel(key, value, lengths[following]))
-            transfer = _start_transfer(held, arriving, ranks)
+        held, arriving = (
+            place[: _numel(key, value, lengths[whose])] for place, whose in zip(places, (owner, following))
+        )
+        is_last = step + 1 == ranks.size
+        transfer = [] if is_last else _start_transfer(held, arriving, ranks)
         yield owner, *_unpacked(held, key, value, lengths[owner])
-        if transfer is not None:
-            _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
-        held = arriving
+        _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
+        places.reverse()
 
 
 class _TravellingGradients:
@@ -323,7 +325,8 @@ class _TravellingGradients:
         if held is None:
             held = self.key.new_zeros(_numel(self.key, self.value, self.lengths[owner]), dtype=self.dtype)
         if found is not None:
-            held += _packed(*found)
+            for total, part in zip(_unpacked(held, self.key, self.value, self.lengths[owner]), found):
+                total += part
         following = (owner - 1) % self.ranks.size  # whose gradients the previous process holds now
         self.leaving = held
         self.arriving = held.new_empty(_numel(self.key, self.value, self.lengths[following]))
@@ -346,13 +349,14 @@ def _numel(key: Tensor, value: Tensor, tokens: int) -> int:
     return key.shape[0] * key.shape[1] * tokens * (key.shape[3] + value.shape[3])
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat([key.reshape(-1), value.reshape(-1)])
+def _pack(place: Tensor, key: Tensor, value: Tensor) -> None:
+    for part, tensor in zip(_unpacked(place, key, value, key.shape[2]), (key, value)):
+        part.copy_(tensor)
 
 
 def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     sizes = [t.shape[0] * t.shape[1] * tokens * t.shape[3] for t in (key, value)]
-    parts = held.split(sizes)
+    parts = held[: sum(sizes)].split(sizes)
     first, second = (part.view(*t.shape[:2], tokens, t.shape[3]) for part, t in zip(parts, (key, value)))
     return first, second
 
