@@ -1,4 +1,4 @@
-"""Several processes that talk by gloo, forked from one that has imported what they need."""
+"""Several processes that talk by torch.distributed, forked from one that has imported what they need."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ import torch.multiprocessing as mp
 SECONDS = 60
 
 
-def run_in(world: int, work: Callable[[int], Any], *, seconds: float = SECONDS) -> list[Any]:
+def run_in(world: int, work: Callable[[int], Any], *, seconds: float = SECONDS, backend: str = "gloo") -> list[Any]:
     """What ``work(rank)`` returned in each of ``world`` processes; the text of its error where it raised, None where
     the process ended without a word.
 
     Args:
         seconds: the timeout of the group.
+        backend: by which they talk; with "nccl" each has a card of its own.
     """
     context = mp.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")
         processes = [
-            context.Process(target=_child, args=(rank, world, meeting, work, answers, seconds)) for rank in range(world)
+            context.Process(target=_child, args=(rank, world, meeting, work, answers, seconds, backend))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -45,12 +47,16 @@ def run_in(world: int, work: Callable[[int], Any], *, seconds: float = SECONDS) 
     return [found.get(rank) for rank in range(world)]
 
 
-def _child(rank: int, world: int, meeting: str, work: Callable[[int], Any], answers: Any, seconds: float) -> None:
+def _child(
+    rank: int, world: int, meeting: str, work: Callable[[int], Any], answers: Any, seconds: float, backend: str
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
     try:
         answers.put((rank, work(rank)))
     except Exception:
