@@ -1,6 +1,6 @@
 """One attention call over several processes, each of which holds a part of the tokens: ring attention, Ulysses, both.
 
-    out = context_parallel_sdpa(query, key, value, ring=group)       # each process: its own tokens, its own output
+    out = context_parallel_sdpa(query, key, value, ring=group)  # of its own tokens, each
 
 Ring (Liu, Zaharia and Abbeel 2023): the keys and values travel from process to process while the queries stay, and the
 results over each part are merged by their lse. No process holds the keys of more than two at once. Ulysses (Jacobs et
