@@ -172,7 +172,7 @@ def take_back(lanes: Lanes, results: Sequence[Tensor], targets: Sequence[Tensor]
                 f"a part came back as {result.dtype} {list(result.shape)}, not {target.dtype} {list(target.shape)}"
             )
         if lanes.is_direct:
-            lanes.after(Lane.LAND, lanes.mark(Lane.RETURN))
+            lanes.after(Lane.LAND, lanes.mark(Lane.RETURN))  # within one device the copy is in LAND alone
             lanes.copy(target, result, Lane.RETURN, Lane.LAND)
             continue
         packed = lanes.empty_like(target, Place.AWAY, Lane.RETURN)
