@@ -126,6 +126,10 @@ class SeveralRoute(Route):
         if isinstance(found, str):
             return found
         counts, why = found
+        own = Part(seam, 0, counts[0]).of_call(call)
+        how = alone.by.plan_part(Request(own, config, request.with_lse), shared)
+        if isinstance(how, list):
+            return how[0]
         places = ", ".join(f"{count} on {name}" for name, count in zip(names_of(devices), counts) if count)
         words = f"of {seam.words} {places} ({why}); each part by {alone.route}: {alone.why}"
         return Shared(alone.by, shared, config, seam, devices, counts, _load(call, seam).in_bytes, words)
@@ -144,18 +148,21 @@ class SeveralRoute(Route):
     ) -> Results:
         """
         Raises:
-            RouteUnavailable: the route of the parts, at home.
+            RouteUnavailable: the route of the parts cannot take the whole call on the first device either.
         """
         stats = TiledStats() if stats is None else stats
         route, lse, log_sum = plan.route, None, None
+        has_rows = (with_lse or for_grad) and not route.is_differentiable
 
         def alone() -> Results:
-            own = _plan_part(route, Request(call, plan.config, with_lse), plan.shared)
+            own = route.plan(Request(call, plan.config, has_rows))
+            if isinstance(own, list):
+                raise RouteUnavailable("; ".join(own))
             return route.forward(call, plan.config, own, with_lse=with_lse, for_grad=for_grad, stats=stats)
 
         def compute(part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
             own = part.of_call(call, _with_mask(call, tensors))
-            how = _plan_part(route, Request(own, plan.config, with_lse), plan.shared)
+            how = _plan_part(route, Request(own, plan.config, has_rows), plan.shared)
             counted = TiledStats()
             results = route.forward(own, plan.config, how, with_lse=with_lse, for_grad=for_grad, stats=counted)
             _add(stats, counted)
@@ -164,7 +171,7 @@ class SeveralRoute(Route):
         def make_targets() -> list[Tensor]:
             nonlocal lse, log_sum
             out = empty_output(call)
-            if (with_lse or for_grad) and not route.is_differentiable:
+            if has_rows:
                 lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
                 log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
             return [t for t in (out, lse, log_sum) if t is not None]
@@ -264,13 +271,15 @@ class _Work:
                     taken.append((number + 1, helper, part))
         try:
             return self._run(home, taken, left, stats) if taken else None
+        except RouteUnavailable as error:
+            stats.remarks.append(f"{error}: computed as a whole")
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            stats.remarks.append(f"{self.plan.devices[0]} has no memory for the parts: computed as a whole")
         finally:
             for _, helper, _ in taken:
                 helper.give_back()
-        stats.remarks.append(f"{self.plan.devices[0]} has no memory for the parts: computed as a whole")
         return None
 
     def _run(

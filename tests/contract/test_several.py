@@ -88,8 +88,8 @@ def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
     return [out, *torch.autograd.grad(out, leaves, weight)], route
 
 
-@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("route", ["torch", "small_tiles", "small_budget"])
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
 def test_and_those_of_gradients(route: str, step: int) -> None:
     taken = 0
     for case in GRADIENT_TABLE[::step]:
@@ -99,7 +99,7 @@ def test_and_those_of_gradients(route: str, step: int) -> None:
             if by == "several":
                 expected, _ = _gradients(case, ROUTES[route])
                 assert all(map(torch.equal, found, expected)), case.name
-    assert taken > 40 // step
+    assert taken > (15 if route == "auto" else 40) // step
 
 
 def test_gradients_of_lse_flow_through() -> None:
@@ -112,9 +112,9 @@ def test_gradients_of_lse_flow_through() -> None:
 
 
 @pytest.mark.parametrize("route", ["torch", "tiled"])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [1, 4])
 def test_one_key_value_head_is_cut_by_query_rows(route: str, heads: int) -> None:
-    query, key, value = torch.randn(1, heads, 4096, 16), torch.randn(1, 1, 700, 16), torch.randn(1, 1, 700, 24)
+    query, key, value = torch.randn(1, heads, 4096, 16), torch.randn(1, 1, 700, 16), torch.randn(1, 1, 700, 16)
     config = AttentionConfig(route=route)
     with record() as report:
         out = sdpa(query, key, value, config=shared(config, "cpu", "cpu"))
