@@ -76,12 +76,8 @@ def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
     rows = [("", shown.remark), ("settings", run.settings), ("device", ", ".join(sorted(run.devices) or [run.device]))]
     if run.tallies:
         rows += _call_rows(run)
-        rows += [
-            ("shared", shares_text(run.shares)),
-            ("time", time_text(run)),
-            *_memory_rows(run, memory),
-            *_trouble_rows(run),
-        ]
+        rows.append(("shared", shares_text(run.shares)))
+        rows += [("time", time_text(run)), *_memory_rows(run, memory), *_trouble_rows(run)]
     elif run.elapsed_s:
         rows.append(("time", duration_text(run.elapsed_s)))
     if shown.exactness is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,17 @@ from attn_support.comfy.pack import NAME
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 
 NODE, SECOND, TEXT = node_module("second_card"), node_module("comfy.second"), node_module("reporting.text")
-ROWS, RUNS = node_module("reporting.rows"), node_module("engine.runs")
+ROWS, FINDINGS = node_module("reporting.rows"), node_module("reporting.findings")
+
+
+def _core(module: str) -> Any:
+    """The pack has a core of its own."""
+    return importlib.import_module(f"{NAME}.pascal_attn_core.{module}")
 
 
 @pytest.fixture(autouse=True)
 def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
-    runtime = node_module("engine.engine").__dict__  # the pack's own copy of the core
-    assert runtime
-    import importlib
-
-    core = importlib.import_module(f"{NAME}.pascal_attn_core.runtime")
+    core = _core("runtime")
     with core.using(core.Runtime("cpu")):
         yield
 
@@ -46,12 +49,7 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
     twice = ROWS.together([run, run])
     assert twice.shares["cpu"].units == 4
-    assert "cpu 50%" in "\n".join(TEXT._section(_shown(run), {}))
-
-
-def _shown(run: object) -> object:
-    findings = node_module("reporting.findings")
-    return findings.Shown(run=run, title="Model") if hasattr(findings, "Shown") else run
+    assert "cpu 50%" in "\n".join(TEXT._section(FINDINGS.Shown(run), {}))
 
 
 def test_a_run_without_the_node_shares_no_more() -> None:
@@ -79,10 +77,7 @@ def test_the_status_says_why_nothing_was_shared() -> None:
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
-    import importlib
-
-    core = f"{NAME}.pascal_attn_core"
-    runtime, helpers = (importlib.import_module(f"{core}.{name}") for name in ("runtime", "several.helpers"))
+    runtime, helpers = _core("runtime"), _core("several.helpers")
     runtime.runtime_of(torch.device("cpu")).part(helpers.Helpers).of(torch.device("cpu")).is_busy()
     engine = make_engine(route="torch")
     engine.share(("cpu", "cpu"), 128)
