@@ -10,14 +10,7 @@ from .board import FAINT, INK, MUTED, PANEL, RED, Board, fitted, line_height, ni
 from .words import round_text
 
 # Blue, orange, green and purple that are told apart without seeing red and green.
-ROUTE_COLOURS = {
-    "fused": "#009e73",
-    "torch": "#2f6fba",
-    "tiled": "#e08a1e",
-    "math": "#9b59a8",
-    "several": "#c2407a",
-    "": "#4b5563",
-}
+ROUTE_COLOURS = {"fused": "#009e73", "torch": "#2f6fba", "tiled": "#e08a1e", "math": "#9b59a8", "": "#4b5563"}
 PASSED_COLOUR = "#c3cad2"
 LABEL, SMALL = 18, 15
 

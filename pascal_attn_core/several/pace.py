@@ -119,3 +119,11 @@ def modelled(
 
     in_ms, back_ms, common_ms = (1e3 * size / link for size in (load.in_bytes, load.back_bytes, load.common_bytes))
     return run_ms(home), tuple(Pace(run_ms(info), in_ms, back_ms, common_ms, START_MS) for info in away)
+
+
+def modelled_gain(units: int, load: Load, home: DeviceInfo, away: DeviceInfo, link: float = LINK_BYTES) -> float:
+    """How many times as fast attention is on both cards as on the first, by :func:`modelled`; 1.0 where it is not."""
+    home_ms, paces = modelled(load, home, [away], link)
+    counts = best_counts(units, home_ms, paces)
+    gain = units * home_ms / shared_ms(home_ms, paces, counts)
+    return gain if gain * WORTH >= 1 else 1.0
