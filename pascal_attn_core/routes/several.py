@@ -450,26 +450,24 @@ def _counts(
     """(units of each device, on what grounds), or why one device is as good."""
     runtime, load = runtime_of(devices[0]), _load(call, seam)
     table, helpers = runtime.part(ShareTimings), runtime.part(Helpers)
+    others = [helpers.of(device, number) for number, device in enumerate(devices[1:])]
+    able = [helper for helper in others if not helper.lost]
     if not table.is_on:
-        others = [device_info(device) for device in devices[1:]]
-        home_ms, paces = modelled(load, runtime.info, others)
+        home_ms, paces = modelled(load, runtime.info, [device_info(helper.device) for helper in able])
         alone_ms, grounds = home_ms, "by the cards' figures, nothing was timed"
     else:
-        timed = [
-            table.of(call, route, helpers.of(device, number), may_time=request.may_time)
-            for number, device in enumerate(devices[1:])
-        ]
-        known = [each for each in timed if each is not None]
+        timed = [table.of(call, route, helper, may_time=request.may_time) for helper in able]
+        known = [each.paces(call.num_scores // seam.count, load) for each in timed if each is not None]
         if len(known) < len(timed):
             return "the devices were not timed, and cannot be now"
-        scores = call.num_scores // seam.count
-        found = [each.paces(scores, load) for each in known]
-        alone_ms, home_ms, paces = found[0][0], found[0][1], tuple(pace for _, _, pace in found)
+        alone_ms, home_ms, paces = known[0][0], known[0][1], tuple(pace for _, _, pace in known)
         grounds = ""
-    counts = best_counts(seam.count, home_ms, paces)
-    ratio = shared_ms(home_ms, paces, counts) / max(1e-9, alone_ms * seam.count)
-    if counts[0] == seam.count or (table.is_on and ratio > WORTH):
+    found = best_counts(seam.count, home_ms, paces)
+    ratio = shared_ms(home_ms, paces, found) / max(1e-9, alone_ms * seam.count)
+    if found[0] == seam.count or (table.is_on and ratio > WORTH):
         return f"timed, or reckoned, to take {ratio:.2f} of the time of {devices[0]} alone"
+    given = iter(found[1:])
+    counts = (found[0], *(0 if helper.lost else next(given) for helper in others))
     return counts, grounds or f"timed: {ratio:.2f} of the time of {devices[0]} alone"
 
 

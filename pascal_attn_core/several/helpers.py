@@ -64,10 +64,10 @@ class Helper:
         else:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             self.lost = f"{self.device} failed in an earlier call ({reason})"
-            self._lanes = None
             sentence = (
                 f"{self.device} failed ({reason}): its part was computed on {self.home}, and so is all from now on"
             )
+        self._lanes = None
         self.tell(sentence)
         return sentence
 

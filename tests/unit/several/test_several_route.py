@@ -124,6 +124,15 @@ def test_a_lost_device_is_named_by_explain_and_never_asked_again(inputs: list[Te
     assert lanes.count == asked
 
 
+def test_a_lost_device_leaves_the_others_working(inputs: list[Tensor]) -> None:
+    config = replace(SHARED, devices=("cpu", "cpu", "cpu"))
+    runtime_of(CPU).part(Helpers).of(CPU, 0).lost = "cpu failed in an earlier call"
+    out, stats = _run(inputs, config)
+    assert {name: share.units for name, share in stats.devices.items()} == {"cpu": 4, "cpu #3": 4}
+    assert stats.remarks == {}
+    assert torch.equal(out, sdpa(*inputs, config=ALONE))
+
+
 def test_gradients_survive_a_fault_too(inputs: list[Tensor]) -> None:
     leaves = [t.detach().requires_grad_() for t in inputs]
     expected = torch.autograd.grad(sdpa(*leaves, config=ALONE).sum(), leaves)
