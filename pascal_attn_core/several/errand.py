@@ -112,9 +112,8 @@ class Errand:
 
     def _run(self) -> None:
         lanes, pieces = self._lanes, self._pieces
-        common = bring(lanes, self._common)
+        common = bring(lanes, self._common)  # in one lane with the first piece, whose mark is behind it
         ahead: _Brought | None = bring(lanes, pieces[0].sources)
-        lanes.after(Lane.RUN, common.mark)
         returning: _Returning | None = None
         for number, piece in enumerate(pieces):
             if self._is_cancelled:
