@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..pascal_attn_core.observe.report import shares_text
+from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .attention_patch import install, name_of_model
 from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
@@ -16,7 +17,6 @@ from .engine import runs
 from .engine.engine import Engine, Settings
 
 _CALLBACK = f"{host.KEY}_second_card"
-_ON_ONE_DEVICE = "; on one device: "
 
 
 class PascalSecondCard:
@@ -83,12 +83,11 @@ class PascalSecondCard:
         patched = model.clone()
         share_over(patched, (home, other), least_tokens)
         set_before = patched.model_options["transformer_options"].get(OVERRIDE)
-        engine = engine_of(set_before)
-        if engine is None:
+        if engine_of(set_before) is None:
             engine = Engine(Settings(), name_of_model(patched.model), "diffusion model", unique_id)
             before = previous_of(set_before)
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
-        _say_afterwards(patched, engine, unique_id)
+        _say_afterwards(patched, unique_id)
         name = torch.cuda.get_device_name(other) if other.startswith("cuda") else other
         host.say(f"second card: {other} ({name}) helps {home} from {least_tokens} tokens on", unique_id)
         return (patched,)
@@ -109,14 +108,19 @@ def _other_card(home: str, wanted: str) -> tuple[str, str]:
     return (wanted, "") if wanted in others else ("", f"there is no {wanted} here, but {' and '.join(others)}")
 
 
-def _say_afterwards(patched: Any, engine: Engine, unique_id: str | None) -> None:
+def _say_afterwards(patched: Any, unique_id: str | None) -> None:
     """After a run, write on the node what each card did."""
     from comfy.patcher_extension import CallbacksMP
 
+    def say(patcher: Any) -> None:
+        engine = engine_of(
+            patcher.model_options["transformer_options"].get(OVERRIDE)
+        )  # of a patch behind this node too
+        if engine is not None:
+            host.send_status(_status(engine), unique_id)
+
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK)
-    patched.add_callback_with_key(
-        CallbacksMP.ON_CLEANUP, _CALLBACK, lambda patcher: host.send_status(_status(engine), unique_id)
-    )
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK, say)
 
 
 def _status(engine: Engine) -> str:
@@ -128,6 +132,6 @@ def _status(engine: Engine) -> str:
         return f"second card: {shares_text(run.shares)}"
     counts: dict[str, int] = {}
     for kind, tally in list(run.tallies.items()):
-        why = kind.why.rpartition(_ON_ONE_DEVICE)[2]
+        why = kind.why.rpartition(ON_ONE_DEVICE)[2]
         counts[why] = counts.get(why, 0) + tally.count
     return f"second card: nothing shared: {max(counts, key=lambda why: counts[why])}"

@@ -27,9 +27,13 @@ from ..several.cut import HEADS, Part, Seam, seam_of
 from ..several.errand import Errand, Piece
 from ..several.helpers import Helper, Helpers, is_out_of_memory
 from ..several.pace import PIECES, WORTH, Load, best_counts, cut_pieces, modelled, shared_ms
+from .math import MathRoute
 from .route import Choice, Request, Route
 from .share_timing import ShareTimings
+from .short import AsItIs
+from .tiled import WholeTiles
 
+ON_ONE_DEVICE = "; on one device: "  # between why a route was taken and why the call was not shared
 MOST_PIECE_BYTES = 256 << 20  # of a piece's inputs: as much pinned memory is taken, a few times over
 _process = os.getpid()  # one that was forked later has no CUDA, nor our threads
 
@@ -89,17 +93,19 @@ class SeveralRoute(Route):
 
     def claim(self, request: Request) -> Choice:
         """The call on several devices, or else on the first alone, with the reason."""
-        config = _alone(request.config)
-        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "may_time": request.may_time}
-        alone = self.choose(request.call, config, **flags)
+        alone = self._alone(request)
         found = self._shared(request, alone)
         if isinstance(found, str):
-            return replace(alone, why=f"{alone.why}; on one device: {found}")
+            return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
         return Choice(self, found.why, found, torch_stores=alone.torch_stores)
 
     def plan(self, request: Request) -> Shared | list[str]:
-        choice = self.claim(request)
-        return choice.plan if choice.by is self else [choice.why.rpartition("; on one device: ")[2]]
+        found = self._shared(request, self._alone(request))
+        return [found] if isinstance(found, str) else found
+
+    def _alone(self, request: Request) -> Choice:
+        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "may_time": request.may_time}
+        return self.choose(request.call, _alone(request.config), **flags)
 
     def _shared(self, request: Request, alone: Choice) -> Shared | str:
         """How the call is shared out, or why it is not."""
@@ -108,12 +114,12 @@ class SeveralRoute(Route):
         why = _why_alone(call, request, devices)
         if why:
             return why
-        if not _may_be_cut(alone):
+        if isinstance(alone.by, (AsItIs, MathRoute)):
             return "its score matrix is small"
         shared = alone.by.for_parts(call, config, alone.plan)
         if isinstance(shared, list):
             return shared[0]
-        seam = seam_of(call, _row_step(shared))
+        seam = seam_of(call, shared.forward.q_block if isinstance(shared, WholeTiles) else None)
         if seam.count < 2:
             return f"there is nothing to cut: one key/value head, and not more than {seam.step} queries"
         if call.needs_grad:
@@ -414,16 +420,6 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
     helpers = runtime_of(devices[0]).part(Helpers)
     lost = [helpers.of(other, number).lost for number, other in enumerate(devices[1:])]
     return lost[0] if all(lost) else ""
-
-
-def _may_be_cut(alone: Choice) -> bool:
-    return alone.route not in ("math",) and type(alone.by).__name__ != "AsItIs"
-
-
-def _row_step(shared: Any) -> int | None:
-    """Query tokens that a route keeps together."""
-    tiles = getattr(shared, "forward", None)
-    return getattr(tiles, "q_block", None)
 
 
 def _load(call: AttentionCall, seam: Seam) -> Load:

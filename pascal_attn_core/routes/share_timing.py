@@ -119,7 +119,7 @@ class ShareTimings(TimingTable[ShareKind, ShareTiming]):
             return self._clocked(kind, call, route, helper)
         except Exception as error:
             if is_out_of_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error  # asked again after a while
+                raise torch.cuda.OutOfMemoryError(str(error)) from error  # asked again after a while
             helper.failed(error)
             return None
         finally:

@@ -49,8 +49,8 @@ class _Returning(NamedTuple):
 
 class Errand:
     """Runs pieces in a thread of its own: while one is computed the next is copied there and the one before is copied
-    back. Not more than three pieces' inputs and two pieces' results are on the other device at once; at home
-    :func:`home_bytes` says what is needed.
+    back. Not more than three pieces' inputs and two pieces' results are on the other device at once, and at home not
+    more than as many copies of those that are not :func:`is_dense`, where copies are not direct.
 
     Attributes:
         finished: how many pieces, from the first on, have their results at home.
@@ -203,12 +203,3 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def home_bytes(lanes: Lanes, piece: Piece) -> int:
-    """Memory at home that a piece needs on its way: copies of the tensors that are not dense. Up to three pieces' of
-    ``sources`` and two pieces' of ``targets`` are alive at once."""
-    if lanes.is_direct:
-        return 0
-    several = [distinct(t) for t in piece.sources]
-    return sum(t.numel() * t.element_size() for t in (*several, *piece.targets) if not is_dense(t))

@@ -100,7 +100,7 @@ class Helpers:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, has no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "CUDA error: out of memory" in text)

@@ -13,7 +13,7 @@ import torch
 from attn_support.several.lanes import ModelLanes, Step
 from torch import Tensor
 
-from pascal_attn_core.several.errand import Errand, Piece, home_bytes, is_dense
+from pascal_attn_core.several.errand import Errand, Piece, is_dense
 from pascal_attn_core.several.lanes import HostLanes, Lane, Lanes, Place, lanes_between
 from pascal_attn_core.several.pace import PIECES, Pace, best_counts, cut_pieces, shared_ms, time_away
 
@@ -220,14 +220,15 @@ def test_who_waits_may_stop_waiting() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_dense_tensors_cross_without_a_copy_at_home() -> None:
-    for dense, expected in ((True, 0), (False, 1)):
-        lanes = ModelLanes()
-        pieces, _, common, _ = _pieces(3, dense=dense)
-        _done(lanes, pieces, common)
-        assert lanes.allocated[Place.HOME] == expected * 3 * home_bytes(lanes, pieces[0])
-        assert (home_bytes(lanes, pieces[0]) > 0) == (not dense)
-    assert home_bytes(ModelLanes(is_direct=True), pieces[0]) == 0
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("dense", [True, False])
+def test_at_home_only_what_is_not_dense_is_copied(is_direct: bool, dense: bool) -> None:
+    lanes = ModelLanes(is_direct=is_direct)
+    pieces, _, common, _ = _pieces(3, dense=dense)
+    _done(lanes, pieces, common)
+    of_a_piece = sum(t.numel() * t.element_size() for t in (*pieces[0].sources, *pieces[0].targets))
+    assert lanes.allocated[Place.HOME] == (0 if dense or is_direct else 3 * of_a_piece)
+    assert (lanes.allocated[Place.PINNED] == 0) == is_direct
 
 
 @pytest.mark.parametrize(
