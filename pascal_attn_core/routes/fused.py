@@ -69,6 +69,16 @@ class FusedRoute(Route):
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None
 
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
+        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan
+
+    def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
+        plan = request.plan(self)
+        if isinstance(plan, list):
+            return plan
+        untried = why_untried(request.call, shared)
+        return [f"the fused kernel is left off: {untried}"] if untried else shared
+
     def forward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool, for_grad: bool, **_: Any
     ) -> Results:

@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     },
     {"device", "call", "stand_in"},
     {"runtime", "observe"},
-    {"tiled", "ffn"},
+    {"tiled", "ffn", "several"},
     {"fused", "plots"},
     {"routes"},
     {"attention"},
