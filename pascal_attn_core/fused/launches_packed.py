@@ -33,6 +33,4 @@ def _packed(launch: Launch, packed: Packed) -> Launch:
 
 def _longest_of(launch: Launch, packed: Packed) -> int:
     """Of the tokens whose tiles are the launch's blocks."""
-    return {"pa_forward": packed.max_q, "pa_grad_query": packed.max_q, "pa_grad_key_value": packed.max_k}[
-        launch.function
-    ]
+    return packed.max_k if launch.function == "pa_grad_key_value" else packed.max_q

@@ -15,7 +15,8 @@ from ..fused.launches_backward import backward_launches
 from ..fused.launches_int8 import int8_launches
 from ..fused.launches_packed import packed_launches
 from ..fused.plan import Packed, Plan, plan_call
-from ..fused.select import call_reasons, rows_are_readable
+from ..fused.rows import rows_are_readable
+from ..fused.select import call_reasons
 from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
