@@ -265,9 +265,7 @@ class Kernels:
 
     def queue(self, launch: Launch, handle: Any) -> None:
         """Queue one launch as it is; ``handle`` is its function, loaded."""
-        self.open_driver().launch(
-            self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes
-        )
+        self.open_driver().launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
 
 
 def kernels_of(call: AttentionCall) -> Kernels:

@@ -34,7 +34,7 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
     and of keys in part. ``run`` executes launches; the random state of torch is left alone."""
     call = sample_call(variant, device)
     wide = [t.float() for t in (call.query, call.key, call.value)]
-    if variant.kind.startswith("grad"):
+    if variant.is_gradient:
         return _gradient_error(variant, call, wide, run)
     out = empty_output(call).fill_(float("nan"))
     if variant.kind == "int8":

@@ -1,9 +1,10 @@
-// P is kept times 2^PROB_BITS: of small probabilities a half would lose bits. delta and the shift of every row's scores,
-// scaled for that: one warp per query row. Packed sequences are one long one here.
+// P is kept times 2^PROB_BITS, since a half has few bits for small numbers. Here delta and the shift of every row's scores
+// are computed for that: one warp per query row. Packed sequences are one long one here.
 #define PROB_BITS 12.f
 #define PROB_UNIT (1.f / 4096.f)
 
-extern "C" __global__ void __launch_bounds__(128) pa_tensor_delta(const Backward p) {
+#if !PA_KEYS
+extern "C" __global__ void __launch_bounds__(128) pa_tensor_delta(const Params p) {
     const i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
     if (row >= (i64)p.batches * p.heads * p.lq) return;
     const int i = (int)(row % p.lq), h = (int)(row / p.lq % p.heads), b = (int)(row / p.lq / p.heads);
@@ -23,42 +24,31 @@ extern "C" __global__ void __launch_bounds__(128) pa_tensor_delta(const Backward
     p.shift[row] = empty ? POS_INF : lse * LOG2E - PROB_BITS;
 #endif
 }
+#endif
 
-// Where a block works: its rows, and the columns that any of them meets.
-struct Place : Sequence {
-    int b, head, row0, rows;  // head: of the rows
-    int begin, end;           // columns
-    int length;               // of the columns' sequence
-    Band cols;                // which columns row i meets: i + low ... i + high
+// What a query's column or row of scores needs.
+struct Stats {
+    float shift, delta, bits;
 };
 
-INLINE Place find_place(const Backward& p, int z) {
-    Place at;
-    at.b = z + p.first_batch;
-    (Sequence&)at = sequence_of_call(p, at.b);
-    at.head = blockIdx.y;
-#if PA_KEYS
-    at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR;
-    at.rows = at.lk - at.row0;
-    at.length = at.lq;
-    at.cols.low = -at.band.high;
-    at.cols.high = -at.band.low;
+INLINE float prob_of(float s, const Params& p, const Stats& of) {
+#if PA_MASK == 2
+    return exp2_approx(fmaf(s - of.shift, LOG2E, -of.bits));
 #else
-    // Under a causal rule the last tiles have the most keys: they go first.
-    const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
-    at.row0 = (tile + p.first_tile) * PA_BR;
-    at.rows = at.lq - at.row0;
-    at.length = at.lk;
-    at.cols = at.band;
+    return exp2_approx(fmaf(s, p.scale_log2, -of.shift));
 #endif
+}
+
+// Whether the band or an end cuts into the PA_SC columns from col0 on. Queries that do not exist need no care: their
+// probabilities are zero.
+INLINE bool is_cut(const Place& at, int col0) {
     const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
-    at.begin = max_int(0, at.row0 + at.cols.low);
-    at.end = min_int(at.length, last + at.cols.high + 1);
-    return at;
+    const bool ends = !PA_KEYS && col0 + PA_SC > at.length;
+    return ends || col0 + PA_SC - 1 > at.row0 + at.cols.high || col0 < last + at.cols.low;
 }
 
 // Forbids what the band does not allow, and keys that do not exist. Rare: all it needs is computed anew.
-INLINE void forbid_outside(Scores& S, const Backward& p, int col0, const Lane& lane) {
+INLINE void forbid_outside(Scores& S, const Params& p, int col0, const Lane& lane) {
     const Lane t = anew(lane);
     int z = blockIdx.z;
     OPAQUE(z);
@@ -70,34 +60,35 @@ INLINE void forbid_outside(Scores& S, const Backward& p, int col0, const Lane& l
     }
 }
 
-// A moving tile: its first column, and of which head of the group.
+// A moving tile: its first column, of which head of the group, and whether the mask cuts into it.
 struct Step {
     int col0, head;
+    bool is_masked;
 };
 
-INLINE void advance(Step& s, const Place& at) {
-    s.col0 += PA_BC;
-    if (PA_KEYS && s.col0 >= at.end) {
-        s.col0 = at.begin;
-        ++s.head;
+// The first step from `s` on that is worth taking; heads: none is. `fresh`: flags are not those of its head yet.
+#if PA_MASK
+INLINE void settle(Step& s, Flags& flags, bool fresh, const Params& p, const Place& at, int heads, const Lane& t) {
+    while (s.head < heads) {
+        const int tile = s.col0 / PA_BC;
+        if (s.col0 < at.end) {
+            if (fresh || tile % 32 == 0) flags = read_flags(p, at, s.head, tile / 32 * 32, anew(t));
+            fresh = false;
+            const u32 left = flags.seen >> tile % 32;
+            if (left) {
+                const int skipped = __ffs(left) - 1;
+                s.col0 = (tile + skipped) * PA_BC;
+                s.is_masked = flags.cut >> (tile + skipped) % 32 & 1;
+                return;
+            }
+            s.col0 = (tile / 32 * 32 + 32) * PA_BC;
+        }
+        if (s.col0 >= at.end) {
+            s.col0 = at.begin;
+            ++s.head;
+            fresh = true;
+        }
     }
-}
-
-// Whether the band or an end cuts into the PA_SC columns from col0 on. Queries that do not exist need no care: their
-// shift is infinite.
-INLINE bool is_cut(const Place& at, int col0) {
-    const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
-    const bool ends = !PA_KEYS && col0 + PA_SC > at.length;
-    return ends || col0 + PA_SC - 1 > at.row0 + at.cols.high || col0 < last + at.cols.low;
-}
-
-#if PA_KEYS
-// The number that this thread brings to `stats`: threads below PA_BC the shift of a query, those behind delta.
-INLINE float stat_of(const Backward& p, i64 of_head, int col0, int length, const Lane& t) {
-    const int col = col0 + t.tid % PA_BC;
-    const float* const from = t.tid < PA_BC ? p.shift : p.delta;
-    const float x = from[of_head + min_int(col, length - 1)];
-    return col < length ? x : t.tid < PA_BC ? POS_INF : 0.f;
 }
 #endif
 
@@ -120,30 +111,39 @@ extern __shared__ __align__(128) char sm[];
 #else
 __shared__ __align__(128) char sm[SMEM_BYTES];
 #endif
+#define STATS (PA_MASK == 2 ? 3 : 2)
 #if PA_KEYS
-__shared__ __align__(16) float stats[2][2][PA_BC];  // [place][shift, delta] of the moving queries
+__shared__ __align__(16) float stats[2][STATS][PA_BC];  // [place][shift, delta, bits] of the moving queries
+
+// The number that this thread brings to `stats`.
+INLINE float stat_of(const Params& p, i64 of_head, int col0, int length, const Lane& t) {
+    const int which = t.tid / PA_BC, col = col0 + t.tid % PA_BC;
+    if (col >= length) return which == (PA_MASK == 2 ? 2 : 0) ? POS_INF : 0.f;
+    return (which == 0 ? p.shift : which == 1 ? p.delta : p.bits)[of_head + col];
+}
 #endif
 
+// The first `kept` pieces of this warp's rows, through shared memory, to registers.
 template <int kept>
 INLINE void keep_rows(Left (&X)[kept > 0 ? kept / 2 : 1], const T* from, i64 stride, int rows, int dim, const Lane& t) {
     FOR(round, (kept + 7) / 8) {
         __syncthreads();  // what has passed through here before is in registers
         stage_rows<ROUND(kept)>(sm, from, stride, rows, round * 8, dim, t);
-        __syncthreads();
+        __syncthreads();  // these pieces are there
         const u32 row = left_address(sm, ROUND(kept), t);
         FOR(c2, 4) if (round * 8 + 2 * c2 < kept)
             load_left(X[round * 4 + c2 < (kept + 1) / 2 ? round * 4 + c2 : 0], row, ROUND(kept), 2 * c2);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(const Backward p) {
+extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(const Params p) {
     int tid = threadIdx.x;
     OPAQUE(tid);
     const Lane t = lane_of(tid);
     const Place at = find_place(p, blockIdx.z);
     if (at.rows <= 0) return;
 #if PA_KEYS
-    const int heads = p.group, first_head = at.head * p.group, dim_y = p.dim, dim_yy = p.dim_v;
+    const int heads = p.group, first_head = at.head * p.group;
     const i64 xs = p.ks, xxs = p.vs, ys = p.qs, yys = p.gs, yh = p.qh, yyh = p.gh;
     const T* const x = p.k + first_token_at(p.cu_k, at.b, p.kb, p.ks) + at.head * p.kh + at.row0 * p.ks;
     const T* const xx = p.v + first_token_at(p.cu_k, at.b, p.vb, p.vs) + at.head * p.vh + at.row0 * p.vs;
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
     const T* const yy = p.g + first_token_at(p.cu_q, at.b, p.gb, p.gs) + first_head * p.gh;
     const i64 of_stats = first_token_at(p.cu_q, at.b, p.lb, 1) + first_head * p.lh;
 #else
-    const int heads = 1, hk = at.head / p.group, dim_y = p.dim, dim_yy = p.dim_v;
+    const int heads = 1, hk = at.head / p.group;
     const i64 xs = p.qs, xxs = p.gs, ys = p.ks, yys = p.vs, yh = 0, yyh = 0;
     const T* const x = p.q + first_token_at(p.cu_q, at.b, p.qb, p.qs) + at.head * p.qh + at.row0 * p.qs;
     const T* const xx = p.g + first_token_at(p.cu_q, at.b, p.gb, p.gs) + at.head * p.gh + at.row0 * p.gs;
@@ -180,105 +180,143 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
     Sums dXX;
     FOR(m, PA_MT) FOR(c, CHUNKS) FOR(i, 4) dXX.x[m][c][i] = 0.f;
 #else
-    float shift[PA_MT][2], delta[PA_MT][2];
+    Stats of_rows[PA_MT][2];
     FOR(m, PA_MT) FOR(h, 2) {
-        const int r = min_int(row_of(t, m, h), at.rows - 1);
-        shift[m][h] = p.shift[of_stats + r];
-        delta[m][h] = p.delta[of_stats + r];
+        const i64 r = of_stats + min_int(row_of(t, m, h), at.rows - 1);
+        of_rows[m][h].shift = p.shift[r];
+        of_rows[m][h].delta = p.delta[r];
+        of_rows[m][h].bits = PA_MASK == 2 ? p.bits[r] : 0.f;
     }
 #endif
     __syncthreads();  // X and XX are in registers
     Step now;
     now.col0 = at.begin;
     now.head = at.begin < at.end ? 0 : heads;
+    now.is_masked = false;
+#if PA_MASK
+    Flags flags;
+    settle(now, flags, true, p, at, heads, t);
+#endif
     if (now.head < heads) {
-        int4 r[PIECES];
-        fetch_tile(r, y + at.begin * ys, (u32)ys, at.length - at.begin, dim_y, t);
-        store_tile(sm, r, t);
-        fetch_tile(r, yy + at.begin * yys, (u32)yys, at.length - at.begin, dim_yy, t);
-        store_tile(sm + TILE_BYTES, r, t);
+        const Source ys_from = {y + now.head * yh + now.col0 * ys, (u32)ys, at.length - now.col0, p.dim};
+        const Source yys_from = {yy + now.head * yyh + now.col0 * yys, (u32)yys, at.length - now.col0, p.dim_v};
+        FOR(i, PIECES) {
+            int4 r;
+            fetch_piece(r, ys_from, i, t);
+            store_piece(sm, r, i, t);
+            fetch_piece(r, yys_from, i, t);
+            store_piece(sm + TILE_BYTES, r, i, t);
+        }
 #if PA_KEYS
-        if (t.tid < 2 * PA_BC) stats[0][t.tid / PA_BC][t.tid % PA_BC] = stat_of(p, of_stats, at.begin, at.length, t);
+        if (t.tid < STATS * PA_BC)
+            stats[0][t.tid / PA_BC][t.tid % PA_BC] = stat_of(p, of_stats + now.head * p.lh, now.col0, at.length, t);
+#endif
+#if PA_MASK
+        if (now.is_masked && t.tid < WORDS) words[0][t.tid] = word_of(p, at, now.head, now.col0, t);
 #endif
     }
-    __syncthreads();
+    __syncthreads();  // the first tile is there
     int place = 0;  // of this tile; the next one comes to the other
 #pragma unroll 1
     while (now.head < heads) {
-        // Behind the last tile comes the last again, which nobody uses: loads without a branch can be moved freely.
         Step next = now;
-        advance(next, at);
-        const bool more = next.head < heads && next.col0 < at.end;
+        next.col0 += PA_BC;
+#if PA_MASK
+        settle(next, flags, false, p, at, heads, t);
+#else
+        if (next.col0 >= at.end) {
+            next.col0 = at.begin;
+            ++next.head;
+        }
+#endif
+        // Behind the last tile comes the last again, which nobody uses: loads without a branch can be moved freely.
+        const bool more = next.head < heads;
         const Step from = more ? next : now;
         char* const next_sm = sm + (place ^ 1) * MOVING_BYTES;
-        int4 r[PIECES];
-        fetch_tile(r, y + from.head * yh + from.col0 * ys, (u32)ys, at.length - from.col0, dim_y, t);
 #if PA_KEYS
         float stat = 0.f;
-        if (t.tid < 2 * PA_BC) stat = stat_of(p, of_stats + from.head * p.lh, from.col0, at.length, t);
+        if (t.tid < STATS * PA_BC) stat = stat_of(p, of_stats + from.head * p.lh, from.col0, at.length, t);
 #endif
+#if PA_MASK
+        u32 word = 0;
+        if (from.is_masked && t.tid < WORDS) word = word_of(p, at, from.head, from.col0, t);
+#endif
+        int4 r[PER_SLOT];
+#define FETCH(slot)                                                                                              \
+    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot)) {                                                               \
+        const bool is_y = j < PIECES;                                                                            \
+        const Source source = {is_y ? y + from.head * yh + from.col0 * ys : yy + from.head * yyh + from.col0 * yys, \
+                               (u32)(is_y ? ys : yys), at.length - from.col0, is_y ? p.dim : p.dim_v};           \
+        fetch_piece(r[j % PER_SLOT], source, is_y ? j : j - PIECES, t);                                          \
+    }
+#define STORE(slot)                                                                                              \
+    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot))                                                                 \
+        store_piece(next_sm + (j < PIECES ? 0 : TILE_BYTES), r[j % PER_SLOT], j < PIECES ? j : j - PIECES, t);
         FOR(part, PA_BC / PA_SC) {
             const int col0 = now.col0 + part * PA_SC;
             const u32 y_part = y_row + part * PA_SC * PANEL_PITCH(CHUNKS);
             Scores S, dP;
             Halves P;
+            FETCH(2 * part)
             product_rows<PA_XREG>(S, X, x_row, y_part);
-            if (part == 0) {
-                store_tile(next_sm, r, t);
-                fetch_tile(r, yy + from.head * yyh + from.col0 * yys, (u32)yys, at.length - from.col0, dim_yy, t);
+#if PA_MASK == 2
+            FOR(m, PA_MT) FOR(n, NT8) FOR(i, 4) S.x[m][n][i] *= p.scale;
+#endif
+#if PA_MASK
+            if (now.is_masked) {
+                KEEP_BRANCH();
+                apply_mask(S, words[place], p, at, now.head, now.col0, part * PA_SC, anew(t));
             }
+#endif
             if (is_cut(at, col0)) {
                 KEEP_BRANCH();
                 forbid_outside(S, p, col0, t);
             }
-            FOR(n, NT8) {
+            FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
+                FOR(i, 2) {
 #if PA_KEYS
-                const float2 of_cols = *(const float2*)&stats[place][0][part * PA_SC + col_of(t, n, 0)];
-#endif
-                FOR(m, PA_MT) FOR(h, 2) {
-                    FOR(i, 2) {
-                        float& s = S.x[m][n][2 * h + i];
-#if PA_KEYS
-                        s = exp2_approx(fmaf(s, p.scale_log2, -(i ? of_cols.y : of_cols.x)));
+                    const int c = part * PA_SC + col_of(t, n, i);
+                    const Stats of = {stats[place][0][c], 0.f, PA_MASK == 2 ? stats[place][STATS - 1][c] : 0.f};
 #else
-                        s = exp2_approx(fmaf(s, p.scale_log2, -shift[m][h]));
+                    const Stats of = of_rows[m][h];
 #endif
-                    }
-                    P.x[m][n][h] = pack_halves(S.x[m][n][2 * h], S.x[m][n][2 * h + 1]);
+                    S.x[m][n][2 * h + i] = prob_of(S.x[m][n][2 * h + i], p, of);
                 }
+                P.x[m][n][h] = pack_halves(S.x[m][n][2 * h], S.x[m][n][2 * h + 1]);
             }
 #if PA_KEYS
             product_cols(dXX, P, y_part + TILE_BYTES);
 #endif
+            STORE(2 * part)
+            FETCH(2 * part + 1)
             product_rows<PA_XXREG>(dP, XX, xx_row, y_part + TILE_BYTES);
-            FOR(n, NT8) {
+            FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
+                float ds[2];
+                FOR(i, 2) {
 #if PA_KEYS
-                const float2 of_cols = *(const float2*)&stats[place][1][part * PA_SC + col_of(t, n, 0)];
-#endif
-                FOR(m, PA_MT) FOR(h, 2) {
-                    float ds[2];
-                    FOR(i, 2) {
-#if PA_KEYS
-                        const float d = i ? of_cols.y : of_cols.x;
+                    const float delta = stats[place][1][part * PA_SC + col_of(t, n, i)];
 #else
-                        const float d = delta[m][h];
+                    const float delta = of_rows[m][h].delta;
 #endif
-                        ds[i] = S.x[m][n][2 * h + i] * fmaf(dP.x[m][n][2 * h + i], PROB_UNIT, -d);
-                    }
-                    P.x[m][n][h] = pack_halves(ds[0], ds[1]);
+                    ds[i] = S.x[m][n][2 * h + i] * fmaf(dP.x[m][n][2 * h + i], PROB_UNIT, -delta);
                 }
+                P.x[m][n][h] = pack_halves(ds[0], ds[1]);
+            }
+            STORE(2 * part + 1)
+            if (part == PA_BC / PA_SC - 1) {
+#if PA_KEYS
+                if (t.tid < STATS * PA_BC) stats[place ^ 1][t.tid / PA_BC][t.tid % PA_BC] = stat;
+#endif
+#if PA_MASK
+                if (t.tid < WORDS) words[place ^ 1][t.tid] = word;
+#endif
             }
             product_cols(dX, P, y_part);
         }
-        store_tile(next_sm + TILE_BYTES, r, t);
-#if PA_KEYS
-        if (t.tid < 2 * PA_BC) stats[place ^ 1][t.tid / PA_BC][t.tid % PA_BC] = stat;
-#endif
         __syncthreads();  // the next tile is there, this one has been used
         place ^= 1;
-        y_row = y_row + (place ? MOVING_BYTES : -MOVING_BYTES);
+        y_row += place ? MOVING_BYTES : -MOVING_BYTES;
         now = next;
-        if (!more) now.head = heads;
     }
 #if PA_KEYS
     T* const dx = p.dk + first_token_at(p.cu_k, at.b, p.dkb, p.dks) + at.head * p.dkh + at.row0 * p.dks;

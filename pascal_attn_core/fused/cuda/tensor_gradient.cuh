@@ -23,9 +23,18 @@
 #if PA_D % 16 || (PA_SC != 16 && PA_SC != 32) || PA_BC % PA_SC || PA_XREG % 2 || PA_XXREG % 2
 #error "unsupported tile geometry"
 #endif
-#if PA_XREG > CHUNKS || PA_XXREG > CHUNKS || 2 * PA_BC > PA_NT
+#if PA_XREG > CHUNKS || PA_XXREG > CHUNKS || 3 * PA_BC > PA_NT || PA_BC % 32
 #error "unsupported tile geometry"
 #endif
+
+struct TensorBackward : Backward {
+    u32* mask_bits; u8* flags;  // of the mask, see tensor_gradient_masks.cuh; null: there is none
+    i64 bits_b, bits_h, bits_q;     // of mask_bits, in words
+    i64 flags_b, flags_h, flags_q;  // of flags, per tile of queries
+    int mask_heads, mask_rows;      // of a mask, without those that repeat
+};
+
+typedef TensorBackward Params;
 
 struct Lane {
     int tid, warp, lane;
@@ -44,7 +53,7 @@ INLINE Lane anew(Lane t) {
     return lane_of(t.tid);
 }
 
-INLINE Sequence sequence_of_call(const Backward& p, int b) {
+INLINE Sequence sequence_of_call(const Params& p, int b) {
 #if PA_PACKED
     return sequence_of(p, b);
 #else
@@ -64,6 +73,42 @@ INLINE i64 first_token_at(const int* first_tokens, int b, i64 batch_stride, i64 
 #else
     return b * batch_stride;
 #endif
+}
+
+// Where a block works: its rows, and the columns that any of them meets.
+struct Place : Sequence {
+    int b, head, row0, rows;  // head: of the rows
+    int begin, end;           // columns
+    int length;               // of the columns' sequence
+    Band cols;                // row i meets columns i + low ... i + high
+};
+
+INLINE Place find_place(const Params& p, int z) {
+    Place at;
+    at.b = z + p.first_batch;
+    (Sequence&)at = sequence_of_call(p, at.b);
+    at.head = blockIdx.y;
+#if PA_KEYS
+    at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR;
+    at.rows = at.lk - at.row0;
+    at.length = at.lq;
+    at.cols.low = -at.band.high;
+    at.cols.high = -at.band.low;
+#else
+    // Under a causal rule the last tiles have the most keys: they go first.
+    const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+    at.row0 = (tile + p.first_tile) * PA_BR;
+    at.rows = at.lq - at.row0;
+    at.length = at.lk;
+    at.cols = at.band;
+#endif
+    const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
+    at.begin = max_int(0, at.row0 + at.cols.low);
+#if PA_MASK
+    at.begin -= at.begin % PA_BC;  // as the mask's tiles lie
+#endif
+    at.end = min_int(at.length, last + at.cols.high + 1);
+    return at;
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------------------------
@@ -108,12 +153,12 @@ INLINE int4 load_eight(const T* from, int left) {
 #if PA_PAD
     int4 r = zero_piece();
     if (left > 0) {
-        const int2 half = *(const int2*)from;
+        const uint2 half = *(const uint2*)from;
         r.x = half.x;
         r.y = half.y;
     }
     if (left > 4) {
-        const int2 half = *(const int2*)(from + 4);
+        const uint2 half = *(const uint2*)(from + 4);
         r.z = half.x;
         r.w = half.y;
     }
@@ -123,23 +168,33 @@ INLINE int4 load_eight(const T* from, int left) {
 #endif
 }
 
-INLINE void fetch_tile(int4 (&r)[PIECES], const T* base, u32 stride, int rows, int dim, const Lane& t) {
+// A tile of Y and one of YY come in as 2 PIECES pieces of this thread, some in each of SLOTS stretches of the work on the
+// tile before, so that few registers hold them.
+#define SLOTS (2 * PA_BC / PA_SC)
+#define SLOT_OF(piece) ((piece) * SLOTS / (2 * PIECES))
+#define PER_SLOT ((2 * PIECES + SLOTS - 1) / SLOTS)
+
+// Where a tile begins of which `rows` rows exist, and how many of its columns.
+struct Source {
+    const T* at;
+    u32 stride;
+    int rows, dim;
+};
+
+INLINE void fetch_piece(int4& r, const Source& from, int i, const Lane& t) {
     u32 tid = t.tid;
     OPAQUE(tid);
-    FOR(i, PIECES) {
-        const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
-        const T* const from = base + ((u32)min_int((int)row, rows - 1) * stride + chunk * 8);
-        if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) r[i] = load_eight(from, dim - (int)chunk * 8);
-    }
+    const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
+    // Behind the last row comes the last again, which counts for nothing: see is_cut.
+    const T* const piece = from.at + ((u32)min_int((int)row, from.rows - 1) * from.stride + chunk * 8);
+    if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) r = load_eight(piece, from.dim - (int)chunk * 8);
 }
 
-INLINE void store_tile(char* to, const int4 (&r)[PIECES], const Lane& t) {
+INLINE void store_piece(char* to, const int4& r, int i, const Lane& t) {
     u32 tid = t.tid;
     OPAQUE(tid);
-    FOR(i, PIECES) {
-        const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
-        if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) *(int4*)(to + piece_at(CHUNKS, row, chunk)) = r[i];
-    }
+    const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
+    if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) *(int4*)(to + piece_at(CHUNKS, row, chunk)) = r;
 }
 
 // Pieces first ... first + n - 1 of every row that stays to a panel of their own; rows that do not exist are zero.
