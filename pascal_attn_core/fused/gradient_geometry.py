@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,28 @@ _QUERY = {
 }
 _KEY_VALUE = {
     **{dim: _whole(dim, 2) for dim in (32, 48)},
-    64: GradientGeometry(2, (4, 4)),
+    64: GradientGeometry(2, (4, 2)),
     **{dim: _whole(dim, 1) for dim in (80, 96)},
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers.
-_QUERY_TIGHT = _QUERY
-_KEY_VALUE_TIGHT = _KEY_VALUE
-GRADIENT_TABLES = (_QUERY, _QUERY_TIGHT, _KEY_VALUE, _KEY_VALUE_TIGHT)
+# Masks, and sequences whose lengths lie in memory, take registers: the most that were found to fit without spills.
+_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE, 128: GradientGeometry(1, (8, 10))}
+_KEY_VALUE_FLOAT = {**_KEY_VALUE, 64: GradientGeometry(2, (4, 4)), 128: GradientGeometry(1, (10, 6), cols=16)}
+_KEY_VALUE_PACKED = {**_KEY_VALUE, 64: GradientGeometry(2, (4, 4))}
+_KEY_VALUE_PACKED_FLOAT = {**_KEY_VALUE_FLOAT, 64: _whole(64, 1)}
+GRADIENT_TABLES = (
+    *(_QUERY, _KEY_VALUE, _KEY_VALUE_BOOL_PADDED, _KEY_VALUE_FLOAT),
+    *(_KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT),
+)
 
 
 def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
     """Of the kernel of this kind, whose name has ``grad`` in it."""
-    plain, tight = GRADIENT_TABLES[2:] if "key_value" in kind else GRADIENT_TABLES[:2]
-    return (tight if padded or mask != "none" or kind.endswith("packed") else plain)[head_dim]
+    if "key_value" not in kind:
+        return _QUERY[head_dim]
+    if kind.endswith("packed"):
+        return (_KEY_VALUE_PACKED if mask == "none" else _KEY_VALUE_PACKED_FLOAT)[head_dim]
+    if mask == "float":
+        return _KEY_VALUE_FLOAT[head_dim]
+    return (_KEY_VALUE_BOOL_PADDED if mask == "bool" and padded else _KEY_VALUE)[head_dim]

@@ -41,21 +41,26 @@ INLINE float prob_of(float s, const Params& p, const Stats& of) {
 
 // Whether the band or an end cuts into the PA_SC columns from col0 on. Queries that do not exist need no care: their
 // probabilities are zero.
-INLINE bool is_cut(const Place& at, int col0) {
-    const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
-    const bool ends = !PA_KEYS && col0 + PA_SC > at.length;
-    return ends || col0 + PA_SC - 1 > at.row0 + at.cols.high || col0 < last + at.cols.low;
+INLINE bool is_cut(const Where& at, int col0) {
+    const int last = at.row0() + min_int(PA_BR, at.rows()) - 1;
+    const bool ends = !PA_KEYS && col0 + PA_SC > at.length();
+    return ends || col0 + PA_SC - 1 > at.row0() + at.high() || col0 < last + at.low();
 }
 
 // Forbids what the band does not allow, and keys that do not exist. Rare: all it needs is computed anew.
-INLINE void forbid_outside(Scores& S, const Params& p, int col0, const Lane& lane) {
+INLINE void forbid_outside(Scores& S, const Params& p, const Where& where, int col0, const Lane& lane) {
     const Lane t = anew(lane);
+#if KEPT
+    const Where& at = where;
+#else
     int z = blockIdx.z;
     OPAQUE(z);
-    const Place at = find_place(p, z);
+    Where at;
+    at.at = find_place(p, z);
+#endif
     FOR(m, PA_MT) FOR(h, 2) {
-        const int distance = at.row0 + row_of(t, m, h) - col0;
-        const int last = min_int(at.length - 1 - col0, distance + at.cols.high), first = distance + at.cols.low;
+        const int distance = at.row0() + row_of(t, m, h) - col0;
+        const int last = min_int(at.length() - 1 - col0, distance + at.high()), first = distance + at.low();
         FOR(n, NT8) FOR(i, 2) if (col_of(t, n, i) > last || col_of(t, n, i) < first) S.x[m][n][2 * h + i] = NEG_INF;
     }
 }
@@ -66,12 +71,30 @@ struct Step {
     bool is_masked;
 };
 
+// The tile of Y, or of YY, of a step.
+INLINE Source source_of(const Params& p, const Where& at, const Step& s, bool is_y) {
+    Source from;
+#if PA_KEYS
+    const i64 stride = is_y ? p.qs : p.gs;
+    const int head = at.head() * p.group + s.head;
+    from.at = (is_y ? p.q : p.g) + at.queries(is_y ? p.qb : p.gb, stride) + head * (is_y ? p.qh : p.gh) + s.col0 * stride;
+#else
+    const i64 stride = is_y ? p.ks : p.vs;
+    const int head = at.head() / p.group;
+    from.at = (is_y ? p.k : p.v) + at.keys(is_y ? p.kb : p.vb, stride) + head * (is_y ? p.kh : p.vh) + s.col0 * stride;
+#endif
+    from.stride = (u32)stride;
+    from.rows = at.length() - s.col0;
+    from.dim = is_y ? p.dim : p.dim_v;
+    return from;
+}
+
 // The first step from `s` on that is worth taking; heads: none is. `fresh`: flags are not those of its head yet.
 #if PA_MASK
-INLINE void settle(Step& s, Flags& flags, bool fresh, const Params& p, const Place& at, int heads, const Lane& t) {
+INLINE void settle(Step& s, Flags& flags, bool fresh, const Params& p, const Where& at, int heads, const Lane& t) {
     while (s.head < heads) {
         const int tile = s.col0 / PA_BC;
-        if (s.col0 < at.end) {
+        if (s.col0 < at.end()) {
             if (fresh || tile % 32 == 0) flags = read_flags(p, at, s.head, tile / 32 * 32, anew(t));
             fresh = false;
             const u32 left = flags.seen >> tile % 32;
@@ -83,8 +106,8 @@ INLINE void settle(Step& s, Flags& flags, bool fresh, const Params& p, const Pla
             }
             s.col0 = (tile / 32 * 32 + 32) * PA_BC;
         }
-        if (s.col0 >= at.end) {
-            s.col0 = at.begin;
+        if (s.col0 >= at.end()) {
+            s.col0 = at.begin();
             ++s.head;
             fresh = true;
         }
@@ -116,9 +139,10 @@ __shared__ __align__(128) char sm[SMEM_BYTES];
 __shared__ __align__(16) float stats[2][STATS][PA_BC];  // [place][shift, delta, bits] of the moving queries
 
 // The number that this thread brings to `stats`.
-INLINE float stat_of(const Params& p, i64 of_head, int col0, int length, const Lane& t) {
-    const int which = t.tid / PA_BC, col = col0 + t.tid % PA_BC;
-    if (col >= length) return which == (PA_MASK == 2 ? 2 : 0) ? POS_INF : 0.f;
+INLINE float stat_of(const Params& p, const Where& at, const Step& s, const Lane& t) {
+    const int which = t.tid / PA_BC, col = s.col0 + t.tid % PA_BC;
+    if (col >= at.length()) return which == (PA_MASK == 2 ? 2 : 0) ? POS_INF : 0.f;
+    const i64 of_head = at.queries(p.lb, 1) + (at.head() * p.group + s.head) * p.lh;
     return (which == 0 ? p.shift : which == 1 ? p.delta : p.bits)[of_head + col];
 }
 #endif
@@ -140,35 +164,37 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
     int tid = threadIdx.x;
     OPAQUE(tid);
     const Lane t = lane_of(tid);
-    const Place at = find_place(p, blockIdx.z);
-    if (at.rows <= 0) return;
-#if PA_KEYS
-    const int heads = p.group, first_head = at.head * p.group;
-    const i64 xs = p.ks, xxs = p.vs, ys = p.qs, yys = p.gs, yh = p.qh, yyh = p.gh;
-    const T* const x = p.k + first_token_at(p.cu_k, at.b, p.kb, p.ks) + at.head * p.kh + at.row0 * p.ks;
-    const T* const xx = p.v + first_token_at(p.cu_k, at.b, p.vb, p.vs) + at.head * p.vh + at.row0 * p.vs;
-    const T* const y = p.q + first_token_at(p.cu_q, at.b, p.qb, p.qs) + first_head * p.qh;
-    const T* const yy = p.g + first_token_at(p.cu_q, at.b, p.gb, p.gs) + first_head * p.gh;
-    const i64 of_stats = first_token_at(p.cu_q, at.b, p.lb, 1) + first_head * p.lh;
+    Where at;
+    {
+        const Place place = find_place(p, blockIdx.z);
+        if (place.rows <= 0) return;
+#if KEPT
+        if (tid == 0) kept_place = place;
+        __syncthreads();  // the place is there
 #else
-    const int heads = 1, hk = at.head / p.group;
-    const i64 xs = p.qs, xxs = p.gs, ys = p.ks, yys = p.vs, yh = 0, yyh = 0;
-    const T* const x = p.q + first_token_at(p.cu_q, at.b, p.qb, p.qs) + at.head * p.qh + at.row0 * p.qs;
-    const T* const xx = p.g + first_token_at(p.cu_q, at.b, p.gb, p.gs) + at.head * p.gh + at.row0 * p.gs;
-    const T* const y = p.k + first_token_at(p.cu_k, at.b, p.kb, p.ks) + hk * p.kh;
-    const T* const yy = p.v + first_token_at(p.cu_k, at.b, p.vb, p.vs) + hk * p.vh;
-    const i64 of_stats = first_token_at(p.cu_q, at.b, p.lb, 1) + at.head * p.lh + at.row0;
+        at.at = place;
+#endif
+    }
+    const int heads = PA_KEYS ? p.group : 1;
+#if PA_KEYS
+    const i64 xs = p.ks, xxs = p.vs;
+    const T* const x = p.k + at.keys(p.kb, xs) + at.head() * p.kh + at.row0() * xs;
+    const T* const xx = p.v + at.keys(p.vb, xxs) + at.head() * p.vh + at.row0() * xxs;
+#else
+    const i64 xs = p.qs, xxs = p.gs;
+    const T* const x = p.q + at.queries(p.qb, xs) + at.head() * p.qh + at.row0() * xs;
+    const T* const xx = p.g + at.queries(p.gb, xxs) + at.head() * p.gh + at.row0() * xxs;
 #endif
     char* const x_sm = sm + FREE_BYTES;
     char* const xx_sm = x_sm + X_BYTES;
     Left X[PA_XREG > 0 ? PA_XREG / 2 : 1], XX[PA_XXREG > 0 ? PA_XXREG / 2 : 1];
-    keep_rows<PA_XREG>(X, x, xs, at.rows, p.dim, t);
-    keep_rows<PA_XXREG>(XX, xx, xxs, at.rows, p.dim_v, t);
+    keep_rows<PA_XREG>(X, x, xs, at.rows(), p.dim, t);
+    keep_rows<PA_XXREG>(XX, xx, xxs, at.rows(), p.dim_v, t);
 #if PA_XREG < PA_D / 8
-    stage_rows<X_LEFT>(x_sm, x, xs, at.rows, PA_XREG, p.dim, t);
+    stage_rows<X_LEFT>(x_sm, x, xs, at.rows(), PA_XREG, p.dim, t);
 #endif
 #if PA_XXREG < PA_D / 8
-    stage_rows<XX_LEFT>(xx_sm, xx, xxs, at.rows, PA_XXREG, p.dim_v, t);
+    stage_rows<XX_LEFT>(xx_sm, xx, xxs, at.rows(), PA_XXREG, p.dim_v, t);
 #endif
     const u32 x_row = X_LEFT > 0 ? left_address(x_sm, X_LEFT > 0 ? X_LEFT : 8, t) : 0;
     const u32 xx_row = XX_LEFT > 0 ? left_address(xx_sm, XX_LEFT > 0 ? XX_LEFT : 8, t) : 0;
@@ -182,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #else
     Stats of_rows[PA_MT][2];
     FOR(m, PA_MT) FOR(h, 2) {
-        const i64 r = of_stats + min_int(row_of(t, m, h), at.rows - 1);
+        const i64 r = at.queries(p.lb, 1) + at.head() * p.lh + at.row0() + min_int(row_of(t, m, h), at.rows() - 1);
         of_rows[m][h].shift = p.shift[r];
         of_rows[m][h].delta = p.delta[r];
         of_rows[m][h].bits = PA_MASK == 2 ? p.bits[r] : 0.f;
@@ -190,26 +216,22 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #endif
     __syncthreads();  // X and XX are in registers
     Step now;
-    now.col0 = at.begin;
-    now.head = at.begin < at.end ? 0 : heads;
+    now.col0 = at.begin();
+    now.head = now.col0 < at.end() ? 0 : heads;
     now.is_masked = false;
 #if PA_MASK
     Flags flags;
     settle(now, flags, true, p, at, heads, t);
 #endif
     if (now.head < heads) {
-        const Source ys_from = {y + now.head * yh + now.col0 * ys, (u32)ys, at.length - now.col0, p.dim};
-        const Source yys_from = {yy + now.head * yyh + now.col0 * yys, (u32)yys, at.length - now.col0, p.dim_v};
-        FOR(i, PIECES) {
+        FOR(j, 2 * PIECES) {
             int4 r;
-            fetch_piece(r, ys_from, i, t);
-            store_piece(sm, r, i, t);
-            fetch_piece(r, yys_from, i, t);
-            store_piece(sm + TILE_BYTES, r, i, t);
+            fetch_piece(r, source_of(p, at, now, j < PIECES), j % PIECES, t);
+            store_piece(sm + (j < PIECES ? 0 : TILE_BYTES), r, j % PIECES, t);
         }
 #if PA_KEYS
         if (t.tid < STATS * PA_BC)
-            stats[0][t.tid / PA_BC][t.tid % PA_BC] = stat_of(p, of_stats + now.head * p.lh, now.col0, at.length, t);
+            stats[0][t.tid / PA_BC][t.tid % PA_BC] = stat_of(p, at, now, t);
 #endif
 #if PA_MASK
         if (now.is_masked && t.tid < WORDS) words[0][t.tid] = word_of(p, at, now.head, now.col0, t);
@@ -224,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #if PA_MASK
         settle(next, flags, false, p, at, heads, t);
 #else
-        if (next.col0 >= at.end) {
-            next.col0 = at.begin;
+        if (next.col0 >= at.end()) {
+            next.col0 = at.begin();
             ++next.head;
         }
 #endif
@@ -235,23 +257,19 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
         char* const next_sm = sm + (place ^ 1) * MOVING_BYTES;
 #if PA_KEYS
         float stat = 0.f;
-        if (t.tid < STATS * PA_BC) stat = stat_of(p, of_stats + from.head * p.lh, from.col0, at.length, t);
+        if (t.tid < STATS * PA_BC) stat = stat_of(p, at, from, t);
 #endif
 #if PA_MASK
         u32 word = 0;
         if (from.is_masked && t.tid < WORDS) word = word_of(p, at, from.head, from.col0, t);
 #endif
         int4 r[PER_SLOT];
-#define FETCH(slot)                                                                                              \
-    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot)) {                                                               \
-        const bool is_y = j < PIECES;                                                                            \
-        const Source source = {is_y ? y + from.head * yh + from.col0 * ys : yy + from.head * yyh + from.col0 * yys, \
-                               (u32)(is_y ? ys : yys), at.length - from.col0, is_y ? p.dim : p.dim_v};           \
-        fetch_piece(r[j % PER_SLOT], source, is_y ? j : j - PIECES, t);                                          \
-    }
-#define STORE(slot)                                                                                              \
-    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot))                                                                 \
-        store_piece(next_sm + (j < PIECES ? 0 : TILE_BYTES), r[j % PER_SLOT], j < PIECES ? j : j - PIECES, t);
+#define FETCH(slot)                                     \
+    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot))         \
+        fetch_piece(r[j % PER_SLOT], source_of(p, at, from, j < PIECES), j % PIECES, t);
+#define STORE(slot)                                     \
+    FOR(j, 2 * PIECES) if (SLOT_OF(j) == (slot))         \
+        store_piece(next_sm + (j < PIECES ? 0 : TILE_BYTES), r[j % PER_SLOT], j % PIECES, t);
         FOR(part, PA_BC / PA_SC) {
             const int col0 = now.col0 + part * PA_SC;
             const u32 y_part = y_row + part * PA_SC * PANEL_PITCH(CHUNKS);
@@ -270,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #endif
             if (is_cut(at, col0)) {
                 KEEP_BRANCH();
-                forbid_outside(S, p, col0, t);
+                forbid_outside(S, p, at, col0, t);
             }
             FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
                 FOR(i, 2) {
@@ -288,6 +306,14 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
             product_cols(dXX, P, y_part + TILE_BYTES);
 #endif
             STORE(2 * part)
+            if (part == 0) {
+#if PA_KEYS
+                if (t.tid < STATS * PA_BC) stats[place ^ 1][t.tid / PA_BC][t.tid % PA_BC] = stat;
+#endif
+#if PA_MASK
+                if (t.tid < WORDS) words[place ^ 1][t.tid] = word;
+#endif
+            }
             FETCH(2 * part + 1)
             product_rows<PA_XXREG>(dP, XX, xx_row, y_part + TILE_BYTES);
             FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
@@ -303,14 +329,6 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
                 P.x[m][n][h] = pack_halves(ds[0], ds[1]);
             }
             STORE(2 * part + 1)
-            if (part == PA_BC / PA_SC - 1) {
-#if PA_KEYS
-                if (t.tid < STATS * PA_BC) stats[place ^ 1][t.tid / PA_BC][t.tid % PA_BC] = stat;
-#endif
-#if PA_MASK
-                if (t.tid < WORDS) words[place ^ 1][t.tid] = word;
-#endif
-            }
             product_cols(dX, P, y_part);
         }
         __syncthreads();  // the next tile is there, this one has been used
@@ -319,12 +337,12 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
         now = next;
     }
 #if PA_KEYS
-    T* const dx = p.dk + first_token_at(p.cu_k, at.b, p.dkb, p.dks) + at.head * p.dkh + at.row0 * p.dks;
-    T* const dxx = p.dv + first_token_at(p.cu_k, at.b, p.dvb, p.dvs) + at.head * p.dvh + at.row0 * p.dvs;
-    store_rows(dx, p.dks, dX, p.scale, at.rows, p.dim, t);
-    store_rows(dxx, p.dvs, dXX, PROB_UNIT, at.rows, p.dim_v, t);
+    T* const dx = p.dk + at.keys(p.dkb, p.dks) + at.head() * p.dkh + at.row0() * p.dks;
+    T* const dxx = p.dv + at.keys(p.dvb, p.dvs) + at.head() * p.dvh + at.row0() * p.dvs;
+    store_rows(dx, p.dks, dX, p.scale, at.rows(), p.dim, t);
+    store_rows(dxx, p.dvs, dXX, PROB_UNIT, at.rows(), p.dim_v, t);
 #else
-    T* const dx = p.dq + first_token_at(p.cu_q, at.b, p.dqb, p.dqs) + at.head * p.dqh + at.row0 * p.dqs;
-    store_rows(dx, p.dqs, dX, p.scale, at.rows, p.dim, t);
+    T* const dx = p.dq + at.queries(p.dqb, p.dqs) + at.head() * p.dqh + at.row0() * p.dqs;
+    store_rows(dx, p.dqs, dX, p.scale, at.rows(), p.dim, t);
 #endif
 }

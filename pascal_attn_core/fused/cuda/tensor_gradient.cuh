@@ -23,7 +23,7 @@
 #if PA_D % 16 || (PA_SC != 16 && PA_SC != 32) || PA_BC % PA_SC || PA_XREG % 2 || PA_XXREG % 2
 #error "unsupported tile geometry"
 #endif
-#if PA_XREG > CHUNKS || PA_XXREG > CHUNKS || 3 * PA_BC > PA_NT || PA_BC % 32
+#if PA_XREG > CHUNKS || PA_XXREG > CHUNKS || 3 * PA_BC > PA_NT || (!PA_KEYS && PA_BC % 32)
 #error "unsupported tile geometry"
 #endif
 
@@ -53,6 +53,7 @@ INLINE Lane anew(Lane t) {
     return lane_of(t.tid);
 }
 
+// Not read from memory but of packed sequences.
 INLINE Sequence sequence_of_call(const Params& p, int b) {
 #if PA_PACKED
     return sequence_of(p, b);
@@ -67,49 +68,69 @@ INLINE Sequence sequence_of_call(const Params& p, int b) {
 #endif
 }
 
-INLINE i64 first_token_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
-#if PA_PACKED
-    return first_tokens[b] * token_stride;
-#else
-    return b * batch_stride;
-#endif
-}
-
 // Where a block works: its rows, and the columns that any of them meets.
-struct Place : Sequence {
+struct Place {
     int b, head, row0, rows;  // head: of the rows
     int begin, end;           // columns
     int length;               // of the columns' sequence
-    Band cols;                // row i meets columns i + low ... i + high
+    int low, high;            // row i meets columns i + low ... i + high
+    int first_q, first_k;     // PA_PACKED: the first tokens
 };
 
 INLINE Place find_place(const Params& p, int z) {
     Place at;
     at.b = z + p.first_batch;
-    (Sequence&)at = sequence_of_call(p, at.b);
+    const Sequence s = sequence_of_call(p, at.b);
     at.head = blockIdx.y;
+#if PA_PACKED
+    at.first_q = p.cu_q[at.b];
+    at.first_k = p.cu_k[at.b];
+#else
+    at.first_q = at.first_k = 0;
+#endif
 #if PA_KEYS
     at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR;
-    at.rows = at.lk - at.row0;
-    at.length = at.lq;
-    at.cols.low = -at.band.high;
-    at.cols.high = -at.band.low;
+    at.rows = s.lk - at.row0;
+    at.length = s.lq;
+    at.low = -s.band.high;
+    at.high = -s.band.low;
 #else
     // Under a causal rule the last tiles have the most keys: they go first.
-    const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+    const int tile = s.band.high < s.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
     at.row0 = (tile + p.first_tile) * PA_BR;
-    at.rows = at.lq - at.row0;
-    at.length = at.lk;
-    at.cols = at.band;
+    at.rows = s.lq - at.row0;
+    at.length = s.lk;
+    at.low = s.band.low;
+    at.high = s.band.high;
 #endif
     const int last = at.row0 + min_int(PA_BR, at.rows) - 1;
-    at.begin = max_int(0, at.row0 + at.cols.low);
+    at.begin = max_int(0, at.row0 + at.low);
 #if PA_MASK
     at.begin -= at.begin % PA_BC;  // as the mask's tiles lie
 #endif
-    at.end = min_int(at.length, last + at.cols.high + 1);
+    at.end = min_int(at.length, last + at.high + 1);
     return at;
 }
+
+// The place as the loop over tiles sees it. What is computed from the launch alone lies in Turing's uniform registers; what
+// memory says, or depends on a mask, would take registers of the sums: it is read from shared memory where it is needed.
+#define KEPT (PA_PACKED || PA_MASK)
+#if KEPT
+__shared__ Place kept_place;
+#endif
+struct Where {
+#if KEPT
+#define FIELD(name) __device__ __forceinline__ int name() const { return *(volatile const int*)&kept_place.name; }
+#else
+    Place at;
+#define FIELD(name) __device__ __forceinline__ int name() const { return at.name; }
+#endif
+    FIELD(b) FIELD(head) FIELD(row0) FIELD(rows) FIELD(begin) FIELD(end) FIELD(length) FIELD(low) FIELD(high)
+    FIELD(first_q) FIELD(first_k)
+    // Where the queries, and the keys, of the sequence begin, in elements.
+    __device__ __forceinline__ i64 queries(i64 batch, i64 token) const { return PA_PACKED ? first_q() * token : b() * batch; }
+    __device__ __forceinline__ i64 keys(i64 batch, i64 token) const { return PA_PACKED ? first_k() * token : b() * batch; }
+};
 
 // ---- shared memory ---------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@
 
 __shared__ u32 words[2][WORDS];  // [place][query][keys]
 
-// What is added to a score; -inf: the key may not take part.
+// What is added to a score; -inf: the key may not take part. volatile: one at a time, with few registers.
 INLINE float mask_number(const Params& p, i64 at) {
 #if PA_MASK == 1
     return ((const u8*)p.mask)[at] ? 0.f : NEG_INF;
 #else
-    return p.mask_is_float32 ? ((const float*)p.mask)[at] : half_to_float(((const u16*)p.mask)[at]);
+    return p.mask_is_float32 ? ((volatile const float*)p.mask)[at] : half_to_float(((volatile const u16*)p.mask)[at]);
 #endif
 }
 
@@ -54,16 +54,16 @@ struct Flags {
     u32 seen, cut;
 };
 
-INLINE int query_head(const Params& p, const Place& at, int head) { return PA_KEYS ? at.head * p.group + head : at.head; }
+INLINE int query_head(const Params& p, const Where& at, int head) { return PA_KEYS ? at.head() * p.group + head : at.head(); }
 
-INLINE Flags read_flags(const Params& p, const Place& at, int head, int first, const Lane& t) {
+INLINE Flags read_flags(const Params& p, const Where& at, int head, int first, const Lane& t) {
     const int tile = first + t.lane;
     u32 flag = 0;
-    if (tile * PA_BC < at.end) {
+    if (tile * PA_BC < at.end()) {
         flag = SEEN;
         if (p.flags) {
-            const int keys = PA_KEYS ? at.row0 / PA_BR : tile, queries = PA_KEYS ? tile : at.row0 / PA_BR;
-            flag = p.flags[at.b * p.flags_b + query_head(p, at, head) * p.flags_h + queries * p.flags_q + keys];
+            const int keys = PA_KEYS ? at.row0() / PA_BR : tile, queries = PA_KEYS ? tile : at.row0() / PA_BR;
+            flag = p.flags[at.b() * p.flags_b + query_head(p, at, head) * p.flags_h + queries * p.flags_q + keys];
         }
     }
     Flags f;
@@ -73,27 +73,31 @@ INLINE Flags read_flags(const Params& p, const Place& at, int head, int first, c
 }
 
 // The word that this thread brings to `words` for the tile at col0.
-INLINE u32 word_of(const Params& p, const Place& at, int head, int col0, const Lane& t) {
-    const int query0 = PA_KEYS ? col0 : at.row0, key0 = PA_KEYS ? at.row0 : col0;
-    const int query = min_int(query0 + t.tid / ROW_WORDS, at.lq - 1);
-    return p.mask_bits[at.b * p.bits_b + query_head(p, at, head) * p.bits_h + query * p.bits_q + key0 / 32 + t.tid % ROW_WORDS];
+INLINE u32 word_of(const Params& p, const Where& at, int head, int col0, const Lane& t) {
+    const int query0 = PA_KEYS ? col0 : at.row0(), key0 = PA_KEYS ? at.row0() : col0;
+    const int query = min_int(query0 + t.tid / ROW_WORDS, p.lq - 1);
+    return p.mask_bits[at.b() * p.bits_b + query_head(p, at, head) * p.bits_h + query * p.bits_q + key0 / 32 + t.tid % ROW_WORDS];
 }
 
 // Adds a mask's numbers, and forbids what its bits forbid, in PA_SC columns from `first` on of the tile at col0.
-INLINE void apply_mask(Scores& S, const u32* bits, const Params& p, const Place& at, int head, int col0, int first,
+INLINE void apply_mask(Scores& S, const u32* bits, const Params& p, const Where& at, int head, int col0, int first,
                        const Lane& t) {
-    FOR(m, PA_MT) FOR(h, 2) FOR(n, NT8) FOR(i, 2) {
-        const int row = row_of(t, m, h), col = first + col_of(t, n, i);
-        const int query = PA_KEYS ? col : row, key = PA_KEYS ? row : col;
-        float& s = S.x[m][n][2 * h + i];
-        const bool is_allowed = bits[query * ROW_WORDS + key / 32] >> key % 32 & 1;
+    FOR(n, NT8) FOR(i, 2) {
+        int col = first + col_of(t, n, i);
+        OPAQUE(col);
+        FOR(m, PA_MT) FOR(h, 2) {
+            const int row = row_of(t, m, h), query = PA_KEYS ? col : row, key = PA_KEYS ? row : col;
+            float& s = S.x[m][n][2 * h + i];
+            const bool is_allowed = bits[query * ROW_WORDS + key / 32] >> key % 32 & 1;
 #if PA_MASK == 2
-        if (is_allowed) {
-            const int q = min_int(query + (PA_KEYS ? col0 : at.row0), at.lq - 1), k = key + (PA_KEYS ? at.row0 : col0);
-            s += mask_number(p, at.b * p.mb + query_head(p, at, head) * p.mh + q * p.mq + k * p.mk);
-        }
+            if (is_allowed) {
+                const int q = min_int(query + (PA_KEYS ? col0 : at.row0()), p.lq - 1);
+                const int k = key + (PA_KEYS ? at.row0() : col0);
+                s += mask_number(p, at.b() * p.mb + query_head(p, at, head) * p.mh + q * p.mq + k * p.mk);
+            }
 #endif
-        if (!is_allowed) s = NEG_INF;
+            if (!is_allowed) s = NEG_INF;
+        }
     }
 }
 #endif
