@@ -117,8 +117,8 @@ def _empty_bits(call: AttentionCall, view: View) -> Tensor:
 
 
 def _mask_tiles(call: AttentionCall, view: View, variant: Variant, bits: Tensor) -> tuple[Tensor, dict[str, int], Grid]:
-    """Memory for the flags of the tiles of one kernel, the fields that name them and the bits, and the grid of the kernel
-    that writes both."""
+    """Memory for the flags of the tiles of one kernel, the fields that name them and the bits, and the grid of the
+    kernel that writes both."""
     geometry, of_keys = variant.geometry, "key_value" in variant.kind
     queries, keys = (geometry.cols, geometry.rows) if of_keys else (geometry.rows, geometry.cols)
     batches, heads, rows, _ = bits.shape

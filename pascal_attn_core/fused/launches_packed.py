@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from .launches import Launch
 from .plan import Packed
 
-
 _OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta")
 
 

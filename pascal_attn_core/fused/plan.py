@@ -228,8 +228,8 @@ def tensor_plan(
 
 
 def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
-    """The compilations for the gradients of a call that the kernels on tensor cores take: of query, and of key and value.
-    On plain cores where a device or a head_dim has none there."""
+    """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
+    take: on plain cores where a device or a head_dim has none there."""
     dim = table_dim(call.head_dim, call.head_dim_v, GRADIENT_HEAD_DIMS)
     kinds = [f"tensor_{name}{'_packed' if packed else ''}" for name in ("grad_query", "grad_key_value")]
     if dim is None or not Variant(kinds[0], dim, "float16").runs_on(capability):
