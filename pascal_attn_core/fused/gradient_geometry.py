@@ -55,39 +55,52 @@ def _pitch(pieces: int) -> int:
     return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
 
 
-def _whole(head_dim: int, tiles: int) -> GradientGeometry:
-    return GradientGeometry(tiles, (head_dim // 8, head_dim // 8))
+def _whole(head_dim: int, tiles: int, cols: int = 32) -> GradientGeometry:
+    return GradientGeometry(tiles, (head_dim // 8, head_dim // 8), cols=cols)
 
 
 # Two tiles of 16 rows per warp, so that each block that is read serves two products, as far as there are registers.
 _QUERY = {
-    **{dim: _whole(dim, 2) for dim in (32, 48, 64)},
-    **{dim: _whole(dim, 1) for dim in (80, 96, 128)},
+    **{dim: _whole(dim, 2, 64) for dim in (32, 48, 64)},
+    80: _whole(80, 2),
+    96: GradientGeometry(2, (12, 6)),
+    128: _whole(128, 1),
 }
 _KEY_VALUE = {
-    **{dim: _whole(dim, 2) for dim in (32, 48)},
+    **{dim: _whole(dim, 2, 64) for dim in (32, 48)},
     64: GradientGeometry(2, (4, 2)),
-    **{dim: _whole(dim, 1) for dim in (80, 96)},
+    **{dim: _whole(dim, 1, 64) for dim in (80, 96)},
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# Masks, and sequences whose lengths lie in memory, take registers: the most that were found to fit without spills.
-_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE, 128: GradientGeometry(1, (8, 10))}
-_KEY_VALUE_FLOAT = {**_KEY_VALUE, 64: GradientGeometry(2, (4, 4)), 128: GradientGeometry(1, (10, 6), cols=16)}
-_KEY_VALUE_PACKED = {**_KEY_VALUE, 64: GradientGeometry(2, (4, 4))}
+# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads no
+# more words than it has threads.
+_QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
+_KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
+_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 10))}
+_KEY_VALUE_FLOAT = {
+    **_KEY_VALUE_TIGHT,
+    64: GradientGeometry(2, (4, 4)),
+    128: GradientGeometry(1, (10, 6), cols=16),
+}
+_KEY_VALUE_PACKED = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4))}
 _KEY_VALUE_PACKED_FLOAT = {**_KEY_VALUE_FLOAT, 64: _whole(64, 1)}
 GRADIENT_TABLES = (
-    *(_QUERY, _KEY_VALUE, _KEY_VALUE_BOOL_PADDED, _KEY_VALUE_FLOAT),
-    *(_KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT),
+    *(_QUERY, _QUERY_TIGHT, _KEY_VALUE, _KEY_VALUE_TIGHT),
+    *(_KEY_VALUE_BOOL_PADDED, _KEY_VALUE_FLOAT, _KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT),
 )
 
 
 def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
     """Of the kernel of this kind, whose name has ``grad`` in it."""
+    packed = kind.endswith("packed")
+    is_tight = padded or packed or mask != "none"
     if "key_value" not in kind:
-        return _QUERY[head_dim]
-    if kind.endswith("packed"):
+        return (_QUERY_TIGHT if is_tight else _QUERY)[head_dim]
+    if packed:
         return (_KEY_VALUE_PACKED if mask == "none" else _KEY_VALUE_PACKED_FLOAT)[head_dim]
     if mask == "float":
         return _KEY_VALUE_FLOAT[head_dim]
-    return (_KEY_VALUE_BOOL_PADDED if mask == "bool" and padded else _KEY_VALUE)[head_dim]
+    if mask == "bool" and padded:
+        return _KEY_VALUE_BOOL_PADDED[head_dim]
+    return (_KEY_VALUE_TIGHT if is_tight else _KEY_VALUE)[head_dim]
