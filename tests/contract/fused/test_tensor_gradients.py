@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.fused.gradient_geometry import GRADIENT_HEAD_DIMS
+from pascal_attn_core.fused.kernels import parts
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, gradient_variants, variants_of
 from pascal_attn_core.fused.select import tensor_reasons
@@ -156,6 +157,22 @@ def test_gradients_are_the_same_bits_every_time(dim: int) -> None:
     result, grad_out, _ = _example(dim)
     first, second = (run_backward(result, grad_out, seed=seed) for seed in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_launches_in_parts_give_the_same_bits() -> None:
+    result, grad_out, _ = _example(128, 150, 300)
+    query, key, value = whole = [torch.empty_like(t) for t in (result.call.query, result.call.key, result.call.value)]
+    launches = backward_launches(
+        result.call, result.plan, grad_out, result.out, result.lse, None, None, (query, key, value)
+    )
+    cut = [part for launch in launches for part in parts(launch, 1)]
+    assert {part.params.first_tile for part in cut if part.function == "pa_tensor_grad_key_value"} == {0, 1, 2}
+    emulate(launches)
+    once = [t.clone() for t in whole]
+    for t in whole:
+        t.fill_(float("nan"))
+    emulate(cut)
+    assert all(torch.equal(a, b) for a, b in zip(once, whole))
 
 
 @pytest.mark.parametrize("dim", GRADIENT_HEAD_DIMS)
