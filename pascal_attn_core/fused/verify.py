@@ -65,16 +65,17 @@ def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list
 
 
 def _two_sequences(call: AttentionCall) -> Packed:
-    ends = [[0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv)]
-    return Packed.of(*ends, call.query.device, lower_right=True)
+    q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
+    return Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
 
 
 def _sequences(call: AttentionCall, wide: list[Tensor], packed: Packed) -> Iterator[tuple[AttentionCall, list[Tensor]]]:
     """Each sequence as a call of its own, and its query, key and value in float32."""
     ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
-        tensors = [wide[0][..., q0:q1, :], *(t[..., k0:k1, :] for t in wide[1:])]
-        yield check_call(*tensors, scale=call.scale, is_causal=True, enable_gqa=True, alignment="lower_right"), tensors
+        query, key, value = wide[0][..., q0:q1, :], wide[1][..., k0:k1, :], wide[2][..., k0:k1, :]
+        part = check_call(query, key, value, scale=call.scale, is_causal=True, enable_gqa=True, alignment="lower_right")
+        yield part, [query, key, value]
 
 
 def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
@@ -120,7 +121,7 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     if variant.kind.endswith("packed"):
         packed = _two_sequences(call)
         parts = [_gradients_of(part, tensors) for part, tensors in _sequences(call, wide, packed)]
-        out, lse = (torch.cat([part[i] for part in parts], dim=2) for i in (0, 1))
+        out, lse = (torch.cat(tensors, dim=2) for tensors in (list(t) for t in zip(*(part[:2] for part in parts))))
         expected = [torch.cat([part[2][i] for part in parts], dim=2) for i in range(3)]
         call = replace(call, offset=0)
     else:
