@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 log = logging.getLogger("pascal_attn")
 
-ROUTES = ("fused", "torch", "tiled", "math")
+ROUTES = ("fused-tensor", "fused", "torch", "tiled", "math")
 # Less exact: opt-in by name.
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
@@ -44,8 +44,8 @@ class AttentionConfig:
     Order of precedence: argument, environment, default.
 
     Attributes:
-        route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused"``, ``"torch"``, ``"tiled"``,
-            ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
+        route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused-tensor"`` (float16 on tensor cores,
+            sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
             ``"fused-int8"``, never chosen by ``"auto"``: the fused kernel with Q and K in 8 bits (sm_61 and newer, no
             gradients; relative error about 1e-2).
         fused: whether the fused CUDA kernel may be used at all.

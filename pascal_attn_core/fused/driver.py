@@ -15,6 +15,7 @@ from .params import Params
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
 # some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999).
 _LOST = {4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999}
@@ -117,18 +118,35 @@ class Driver:
         """The handle of torch's current stream of a device."""
         return torch.cuda.current_stream(index).cuda_stream
 
+    def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
+        """Let a kernel ask for so many bytes of shared memory at launch: above 48 KiB that has to be said before.
+
+        Raises:
+            DriverError: a block on this device cannot have so much.
+        """
+        with self.on(index):
+            self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, count)
+
     def launch(
-        self, index: int, function: ctypes.c_void_p, grid: tuple[int, int, int], threads: int, params: Params
+        self,
+        index: int,
+        function: ctypes.c_void_p,
+        grid: tuple[int, int, int],
+        threads: int,
+        params: Params,
+        shared_bytes: int = 0,
     ) -> None:
         """Queue a kernel on torch's current stream of a device. The driver copies the parameters.
 
+        Args:
+            shared_bytes: of a block, beside what the kernel declares.
         Raises:
             DriverError: nothing has been queued.
         """
         stream = ctypes.c_void_p(self.stream(index))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         with self.on(index):
-            self.call("cuLaunchKernel", function, *grid, threads, 1, 1, 0, stream, pointers, None)
+            self.call("cuLaunchKernel", function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None)
 
 
 @functools.cache

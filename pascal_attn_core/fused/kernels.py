@@ -130,12 +130,15 @@ class Kernels:
     def _load(self, variant: Variant) -> dict[str, Any]:
         cubin, driver = self.machine_code(variant), self.open_driver()
         try:
-            return driver.load(self.index, cubin, variant.functions)
+            functions = driver.load(self.index, cubin, variant.functions)
         except DriverError as error:
             if not error.is_out_of_memory or self._captures():
                 raise
-        torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
-        return driver.load(self.index, cubin, variant.functions)
+            torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
+            functions = driver.load(self.index, cubin, variant.functions)
+        if variant.dynamic_bytes:
+            driver.allow_shared(self.index, functions[variant.functions[0]], variant.dynamic_bytes)
+        return functions
 
     def _captures(self) -> bool:
         """Whether a graph is being captured on the current stream."""
@@ -262,7 +265,7 @@ class Kernels:
 
     def queue(self, launch: Launch, handle: Any) -> None:
         """Queue one launch as it is; ``handle`` is its function, loaded."""
-        self.open_driver().launch(self.index, handle, launch.grid, launch.threads, launch.params)
+        self.open_driver().launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
 
 
 def kernels_of(call: AttentionCall) -> Kernels:
@@ -278,7 +281,7 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.kind == "split" else max(1, min(x, most_work // per_tile))
+    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile))
     batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         return [launch]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
-from .params import Forward, Params
+from .params import Forward, Params, TensorForward
 from .plan import Plan
 from .source import Variant
 
@@ -32,6 +32,11 @@ class Launch(NamedTuple):
     params: Params
     keep: tuple[Tensor, ...] = ()
     work: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block that is asked for at launch."""
+        return self.variant.dynamic_bytes if self.function == self.variant.functions[0] else 0
 
 
 class View(NamedTuple):
@@ -160,9 +165,12 @@ def forward_launches(
         fields = common_fields(call, view) | result_fields(view.rest[0], "o", "o")
         for name, stat in zip(("lse", "log_sum"), view.rest[1:]):
             fields |= result_fields(stat, name, "l")
-        launches += (
-            _split_launches(call, view, plan, fields) if plan.splits else _plain_launches(call, view, plan, fields)
-        )
+        if plan.forward.on_tensor_cores:
+            launches += _tensor_launches(call, view, plan, fields)
+        elif plan.splits:
+            launches += _split_launches(call, view, plan, fields)
+        else:
+            launches += _plain_launches(call, view, plan, fields)
     return launches
 
 
@@ -178,18 +186,25 @@ def _plain_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -
     return [Launch(variant, "pa_forward", grid, geometry.threads, Forward(**fields), view.tensors, work_of(call, view))]
 
 
-def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
-    variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], plan.splits
-    rows = batches * call.num_heads * call.seq_len_q
-    # out [splits, rows, Dv], then the maximum and the sum [splits, rows] of each row
+def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, dict[str, int]]:
+    """Memory for the parts of a call whose keys are cut, and the fields that name it: out ``[splits, rows, Dv]``, then
+    the maximum and the sum ``[splits, rows]`` of each row."""
+    rows = view.query.shape[0] * call.num_heads * call.seq_len_q
     parts = view.query.new_empty(splits * rows * (call.head_dim_v + 2), dtype=torch.float32)
     address, row_bytes = parts.data_ptr(), 4 * splits * rows
-    fields |= {
+    return parts, {
         "splits": splits,
         "part_out": address,
         "part_max": address + row_bytes * call.head_dim_v,
         "part_sums": address + row_bytes * (call.head_dim_v + 1),
     }
+
+
+def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
+    variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], plan.splits
+    rows = batches * call.num_heads * call.seq_len_q
+    parts, of_parts = part_fields(call, view, splits)
+    fields |= of_parts
     tiles = -(-call.groups * call.seq_len_q // geometry.rows)
     params, keep, work = Forward(**fields), (parts, *view.tensors), work_of(call, view)
     grid = (tiles * splits, call.num_kv_heads, batches)
@@ -197,3 +212,88 @@ def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -
         Launch(variant, "pa_forward_split", grid, geometry.threads, params, keep, work),
         Launch(variant, "pa_combine", (-(-rows // 4), 1, 1), 128, params, keep),
     ]
+
+
+# ---- on tensor cores -------------------------------------------------------------------------------------------------
+
+
+def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
+    variant, geometry, batches = plan.forward, plan.forward.geometry, view.query.shape[0]
+    forward, *others = variant.functions
+    keep, work, splits = list(view.tensors), work_of(call, view), max(1, plan.splits)
+    fields |= {"splits": splits, **_softcap_fields(call)}
+    launches = []
+    if view.mask is not None:
+        bits, of_mask, grid = _mask_bits(call, view, variant)
+        keep += bits
+        fields |= of_mask
+        launches.append(Launch(variant, "pa_mask_bits", grid, 128, TensorForward(**fields), tuple(keep)))
+    if call.sinks is not None:
+        keep.append(call.sinks.float().contiguous())
+        fields["sinks"] = keep[-1].data_ptr()
+    if not variant.is_small:
+        grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
+        params = TensorForward(**fields)
+        return [*launches, Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work)]
+    if splits > 1:
+        parts, of_parts = part_fields(call, view, splits)
+        keep.append(parts)
+        fields |= of_parts
+    params, rows = TensorForward(**fields), batches * call.num_heads * call.seq_len_q
+    grid = (-(-call.groups * call.seq_len_q // geometry.rows) * splits, call.num_kv_heads, batches)
+    launches.append(Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work))
+    if splits > 1:
+        launches.append(Launch(variant, others[0], (-(-rows // 4), 1, 1), 128, params, tuple(keep)))
+    return launches
+
+
+def _softcap_fields(call: AttentionCall) -> dict[str, float]:
+    """Capped scores are softcap * tanh(...): the kernel takes the tanh, and scales by softcap. With scale 0 all are 0."""
+    if call.softcap is None or call.scale == 0:
+        return {}
+    scale = call.softcap
+    return {"scale": scale, "scale_log2": scale * LOG2_E, "tanh_scale": 2 * LOG2_E * call.scale / call.softcap}
+
+
+def _mask_bits(
+    call: AttentionCall, view: View, variant: Variant
+) -> tuple[list[Tensor], dict[str, int], tuple[int, int, int]]:
+    """Memory for a mask's bits and flags (``tensor_masks.cuh``), the fields that name it, and the grid of the kernel that
+    writes it. What a mask repeats is not repeated there."""
+    assert view.mask is not None
+    geometry = variant.geometry
+    of_batch, of_head, of_query, _ = steps(view.mask)
+    batches = view.query.shape[0] if of_batch else 1
+    heads, rows = (call.num_heads if of_head else 1), (call.seq_len_q if of_query else 1)
+    key_tiles = -(-call.seq_len_kv // geometry.cols)
+    words = key_tiles * (geometry.cols // 32)
+    if variant.is_small:  # a tile of rows holds those of a group of heads
+        units, tile_rows = (call.num_kv_heads if of_head else 1), call.groups * call.seq_len_q
+    else:
+        units, tile_rows = heads, rows
+    row_tiles = -(-tile_rows // geometry.rows)
+    bits = view.query.new_empty((batches, heads, rows, words), dtype=torch.int32)
+    flags = view.query.new_empty((batches, units, row_tiles, key_tiles), dtype=torch.uint8)
+    has_row_tiles = variant.is_small or of_query
+    fields = {
+        "bits": bits.data_ptr(),
+        "flags": flags.data_ptr(),
+        "bits_b": bits.stride(0) if of_batch else 0,
+        "bits_h": bits.stride(1) if of_head else 0,
+        "bits_q": bits.stride(2) if of_query else 0,
+        "flags_b": flags.stride(0) if of_batch else 0,
+        "flags_h": flags.stride(1) if of_head else 0,
+        "flags_q": flags.stride(2) if has_row_tiles else 0,
+        "mask_heads": units,
+        "mask_rows": rows,
+    }
+    return [bits, flags], fields, (key_tiles, row_tiles, batches * units)
+
+
+def mask_bits_bytes(call: AttentionCall) -> int:
+    """Memory that the bits of a call's mask take, about."""
+    mask = call.attn_mask
+    if not isinstance(mask, Tensor):
+        return 0
+    unique = math.prod(size for size, step in zip(mask.shape[:-1], mask.stride()[:-1]) if step)
+    return unique * (-(-call.seq_len_kv // 64) * 8)

@@ -27,6 +27,17 @@ class Forward(Params):
     ]
 
 
+class TensorForward(Params):
+    _fields_ = [
+        *_fields(_POINTER, "q k v o mask lse log_sum part_sums part_max part_out cu_q cu_k bits flags sinks"),
+        *_fields(_I64, "qb qh qs kb kh ks vb vh vs ob oh os mb mh mq mk lb lh"),
+        *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
+        *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
+        *_fields(_INT, "first_tile first_batch mask_heads mask_rows"),
+        *_fields(_FLOAT, "scale scale_log2 tanh_scale"),
+    ]
+
+
 class Quantize(Params):
     _fields_ = [
         *_fields(_POINTER, "x mean words scales"),
@@ -45,4 +56,12 @@ class Backward(Params):
             _INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 first_tile first_batch"
         ),
         *_fields(_FLOAT, "scale scale_log2"),
+    ]
+
+
+class TensorBackward(Backward):
+    _fields_ = [
+        *_fields(_POINTER, "mask_bits flags"),
+        *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
+        *_fields(_INT, "mask_heads mask_rows"),
     ]

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from .gradient_geometry import GRADIENT_HEAD_DIMS
+from .rows import rows_are_readable
 from .source import HEAD_DIMS, Geometry, Variant
+from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
 MAX_SPLITS = 64
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
@@ -66,8 +69,8 @@ class Plan(NamedTuple):
     """How the kernels take a call. It holds none of the call's inputs.
 
     Attributes:
-        forward: the compilation of the forward pass, of kind ``forward``, ``split`` or ``int8``.
-        splits: ranges of keys, for kind ``split`` only.
+        forward: the compilation of the forward pass.
+        splits: ranges of keys, for kernels for few query rows only.
         gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
         packed: the sequences of the call, where it holds several.
     """
@@ -118,13 +121,16 @@ class Variants(NamedTuple):
 
 def variants_of(call: AttentionCall) -> Variants:
     """The compilations that a call may need. Its head_dims are in the table."""
+    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call))
+
+
+def _mask_kind(call: AttentionCall) -> str:
+    """One of MASKS."""
     mask = call.attn_mask
     if mask is None:
         # Scores with such a scale are scaled before their maximum is taken, as those with a float mask are.
-        kind = "none" if call.scale > 0 else "float"
-    else:
-        kind = "bool" if mask.dtype == torch.bool else "float"
-    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, kind)
+        return "none" if call.scale > 0 else "float"
+    return "bool" if mask.dtype == torch.bool else "float"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,9 +141,9 @@ def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str) -> 
     return Variants(*(Variant(kind, dim, name, mask, padded) for kind in Variants._fields))
 
 
-def table_dim(head_dim: int, head_dim_v: int) -> int | None:
+def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS) -> int | None:
     """The smallest head_dim of the table that both fit into, or None."""
-    return next((d for d in HEAD_DIMS if max(head_dim, head_dim_v) <= d), None)
+    return next((d for d in table if max(head_dim, head_dim_v) <= d), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,3 +185,75 @@ def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: i
 def _fullness(rows: int, tile_rows: int) -> float:
     """The share of the rows of all tiles that exist."""
     return rows / (-(-rows // tile_rows) * tile_rows)
+
+
+# ---- on tensor cores -------------------------------------------------------------------------------------------------
+
+# Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
+# twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
+_SMALL_SPEED, _ALONE = 0.65, 0.6
+# What joining parts costs, in multiply-adds of a query row with a key.
+_JOINING = 1 << 16
+
+
+def tensor_plan(
+    call: AttentionCall,
+    num_sms: int,
+    capability: tuple[int, int],
+    *,
+    for_grad: bool = False,
+    packed: Packed | None = None,
+) -> Plan:
+    """The plan of a call that the kernels on tensor cores can take.
+
+    Args:
+        num_sms: multiprocessors of the device; capability: its compute capability.
+        for_grad: gradients will be wanted.
+    """
+    generation, table = ("volta", VOLTA_HEAD_DIMS) if capability < (7, 5) else ("tensor", TENSOR_HEAD_DIMS)
+    dim = table_dim(call.head_dim, call.head_dim_v, table)
+    assert dim is not None
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+
+    def variant(suffix: str) -> Variant:
+        return Variant(generation + suffix, dim, "float16", _mask_kind(call), padded)
+
+    gradients = gradient_variants(call, capability, packed=packed is not None) if for_grad else ()
+    if packed is not None:
+        return Plan(variant("_packed"), 0, gradients, packed)
+    wide, small = variant(""), variant("_small")
+    splits = tensor_splits(call, wide, small, num_sms)
+    return Plan(small if splits else wide, splits, gradients)
+
+
+def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
+    """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
+    take: on plain cores where a device or a head_dim has none there."""
+    dim = table_dim(call.head_dim, call.head_dim_v, GRADIENT_HEAD_DIMS)
+    kinds = [f"tensor_{name}{'_packed' if packed else ''}" for name in ("grad_query", "grad_key_value")]
+    if dim is None or not Variant(kinds[0], dim, "float16").runs_on(capability):
+        variants = variants_of(call)
+        return variants.grad_query, variants.grad_key_value
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+    return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
+
+
+def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:
+    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
+    of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
+    keys, batch, own = call.seq_len_kv, call.batch_size, small.geometry
+    wide_blocks = batch * call.num_heads * -(-call.seq_len_q // wide.geometry.rows)
+    best, chosen = -(-wide_blocks // num_sms) * wide.geometry.rows * keys, 0
+    units = batch * call.num_kv_heads * -(-call.groups * call.seq_len_q // own.rows)
+    most = 1 if call.sinks is not None else min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
+    for splits in range(1, most + 1):
+        each = -(-units * splits // num_sms)
+        speed = _SMALL_SPEED * (_ALONE if each < own.blocks else 1.0)
+        cost = each * own.rows * -(-keys // splits) / speed + (_JOINING if splits > 1 else 0)
+        if cost < 0.95 * best:
+            best, chosen = cost, splits
+        if each > own.blocks:  # more parts only add to what is joined
+            break
+    return chosen

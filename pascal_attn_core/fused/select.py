@@ -8,13 +8,14 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
 from .launches import UNBOUNDED
+from .rows import rows_are_readable
 from .source import HEAD_DIMS
+from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
 GRADIENT_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_HEADS = 65535  # a grid's second dimension
-# Offsets within a staged chunk are 32-bit numbers, and so are those within the columns of a mask's tile, at most 128.
-_STRIDE = 1 << 26
+_HEADS = 65535  # a grid's second and third dimension
+# Offsets within the columns of a mask's tile, at most 128, are 32-bit numbers.
 _MASK_STRIDE = 1 << 25
 
 
@@ -28,22 +29,44 @@ def call_reasons(call: AttentionCall, *, int8: bool = False, with_lse: bool = Fa
     return reasons
 
 
+def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> list[str]:
+    """Why the kernels on tensor cores cannot take a call on a device of this compute capability; empty = they can."""
+    if capability is None or capability < (7, 0):
+        found = "an unknown one" if capability is None else f"{capability[0]}.{capability[1]}"
+        return [f"tensor cores need compute capability 7.0, got {found}"]
+    largest = (VOLTA_HEAD_DIMS if capability < (7, 5) else TENSOR_HEAD_DIMS)[-1]
+    reasons = [*_common_reasons(call, largest), *_mask_reasons(call)]
+    if call.query.dtype != torch.float16:
+        reasons.append(f"the kernel on tensor cores takes float16, got {call.query.dtype}")
+    if call.needs_grad and (call.softcap is not None or call.sinks is not None):
+        reasons.append("it has no gradients with softcap or attention sinks")
+    if isinstance(call.attn_mask, Tensor) and call.batch_size * call.num_heads > _HEADS:
+        reasons.append(f"{call.batch_size * call.num_heads} heads of all batch elements > {_HEADS} with attn_mask")
+    return reasons or _layout_reasons(call)
+
+
 def _kind_reasons(call: AttentionCall) -> list[str]:
-    reasons = []
-    if torch._C._are_functorch_transforms_active():
-        reasons.append("torch.func transforms need an operator of torch")
+    reasons = _common_reasons(call, HEAD_DIMS[-1])
     if call.query.dtype not in _DTYPES:
         reasons.append(f"the fused kernel takes float32, float16 and bfloat16, got {call.query.dtype}")
-    if call.dropout_p:
-        reasons.append("the fused kernel has no dropout")
     if call.softcap is not None:
         reasons.append("the fused kernel has no softcap")
     if call.sinks is not None:
         reasons.append("the fused kernel has no attention sinks")
+    return reasons
+
+
+def _common_reasons(call: AttentionCall, largest: int) -> list[str]:
+    """largest: head_dim that a kernel has."""
+    reasons = []
+    if torch._C._are_functorch_transforms_active():
+        reasons.append("torch.func transforms need an operator of torch")
+    if call.dropout_p:
+        reasons.append("the fused kernel has no dropout")
     if call.is_empty or not call.head_dim:
         reasons.append("the call is empty")
-    elif max(call.head_dim, call.head_dim_v) > HEAD_DIMS[-1]:
-        reasons.append(f"head_dim {max(call.head_dim, call.head_dim_v)} > {HEAD_DIMS[-1]}")
+    elif max(call.head_dim, call.head_dim_v) > largest:
+        reasons.append(f"head_dim {max(call.head_dim, call.head_dim_v)} > {largest}")
     elif call.needs_grad and max(call.head_dim, call.head_dim_v) > GRADIENT_HEAD_DIM:
         reasons.append(f"its gradients end at head_dim {GRADIENT_HEAD_DIM}, got {max(call.head_dim, call.head_dim_v)}")
     if call.head_dim % 4 or call.head_dim_v % 4:
@@ -93,17 +116,3 @@ def _layout_reasons(call: AttentionCall) -> list[str]:
         if not rows_are_readable(tensor):
             reasons.append(f"{name}'s rows must be contiguous and begin at multiples of 4 elements")
     return reasons
-
-
-def rows_are_readable(tensor: Tensor) -> bool:
-    """Whether the kernels can read a tensor as it lies: four elements at a time."""
-    *strides, last = tensor.stride()
-    if last != 1 or tensor.data_ptr() % (4 * tensor.element_size()):
-        return False
-    innermost = 0
-    for size, stride in zip(tensor.shape, strides):
-        if size > 1:
-            if stride % 4:
-                return False
-            innermost = stride
-    return innermost < _STRIDE

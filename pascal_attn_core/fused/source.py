@@ -4,46 +4,106 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
+from .tensor_geometry import TENSOR_HEAD_DIMS, TENSOR_TABLES, VOLTA_HEAD_DIMS, TensorGeometry, tensor_geometry
 
 FOLDER = Path(__file__).parent / "cuda"
-# Kernel kind -> (files, macros, functions in it). Order of the files matters: each uses those before it.
-_KINDS: dict[str, tuple[tuple[str, ...], dict[str, object], tuple[str, ...]]] = {
-    "forward": (
-        ("common.cuh", "product.cuh", "masks.cuh", "forward.cu"),
+
+
+class Kind(NamedTuple):
+    """A kind of kernels.
+
+    Attributes:
+        files: its text, in this order: each uses those before it.
+        macros: those that all its variants have.
+        functions: in it.
+        on_tensor_cores: it multiplies there: float16, tables of its own.
+        least, below: compute capabilities that it is for.
+        mask_function: of masked variants on tensor cores, the one that turns the mask into bits.
+    """
+
+    files: tuple[str, ...]
+    macros: dict[str, object]
+    functions: tuple[str, ...]
+    on_tensor_cores: bool = False
+    least: tuple[int, int] = (5, 0)
+    below: tuple[int, int] = (99, 0)
+    mask_function: str = "pa_mask_bits"
+
+
+_PLAIN = ("base.cuh", "common.cuh", "band.cuh", "product.cuh", "sequence.cuh")
+_TENSOR = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh", "tensor_call.cuh", "tensor_tiles.cuh")
+
+
+def _tensor_kinds(name: str, fragments: str, least: tuple[int, int], below: tuple[int, int]) -> dict[str, Kind]:
+    """Whole calls, packed sequences, and few query rows, on the tensor cores of one generation."""
+
+    def kind(suffix: str, *, packed: bool = False, small: bool = False) -> Kind:
+        function = f"pa_{name}{suffix}"
+        macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
+        files = (*_TENSOR, fragments, "tensor_masks.cuh", "tensor_forward.cu", *(("combine.cuh",) if small else ()))
+        combine = f"pa_{name}_combine"
+        if small:
+            macros["PA_COMBINE_NAME"] = combine
+        return Kind(files, macros, (function, combine) if small else (function,), True, least, below)
+
+    return {name: kind(""), f"{name}_packed": kind("_packed", packed=True), f"{name}_small": kind("_small", small=True)}
+
+
+def _gradient_kinds() -> dict[str, Kind]:
+    """The gradients of query, and of key and value, on Turing's tensor cores."""
+    files = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh", "gradients.cuh",
+             "tensor_gradient.cuh", "tensor_gradient_masks.cuh", "tensor_gradient.cu")  # fmt: skip
+    found = {}
+    for of_keys, name in enumerate(("tensor_grad_query", "tensor_grad_key_value")):
+        for packed, suffix in enumerate(("", "_packed")):
+            macros = {"PA_KEYS": of_keys, "PA_PACKED": packed, "PA_GRADIENT_NAME": f"pa_{name}{suffix}"}
+            functions = (f"pa_{name}{suffix}", *(() if of_keys else ("pa_tensor_delta",)))
+            found[name + suffix] = Kind(files, macros, functions, True, (7, 5), mask_function="pa_gradient_bits")
+    return found
+
+
+_KINDS = {
+    "forward": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward"},
         ("pa_forward",),
     ),
-    "split": (
-        ("common.cuh", "product.cuh", "masks.cuh", "forward.cu"),
-        {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split"},
+    "split": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu", "combine.cuh"),
+        {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split", "PA_COMBINE_NAME": "pa_combine"},
         ("pa_forward_split", "pa_combine"),
     ),
-    "grad_query": (
-        ("common.cuh", "product.cuh", "masks.cuh", "backward.cuh", "grad_query.cu"),
-        {},
-        ("pa_delta", "pa_grad_query"),
+    "grad_query": Kind(
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")
     ),
-    "grad_key_value": (
-        ("common.cuh", "product.cuh", "masks.cuh", "backward.cuh", "grad_key_value.cu"),
-        {},
-        ("pa_grad_key_value",),
+    "grad_key_value": Kind(
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
     ),
-    "int8": (
-        ("common.cuh", "product.cuh", "masks.cuh", "int8.cuh", "forward.cu"),
+    "int8": Kind(
+        (*_PLAIN, "masks.cuh", "int8.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 1, "PA_FORWARD_NAME": "pa_forward_int8"},
         ("pa_quantize", "pa_forward_int8"),
+        least=(6, 1),
     ),
+    **_tensor_kinds("volta", "volta.cuh", (7, 0), (7, 5)),
+    **_tensor_kinds("tensor", "turing.cuh", (7, 5), (99, 0)),
+    **_gradient_kinds(),
 }
 KINDS = tuple(_KINDS)
 DTYPES = ("float32", "float16", "bfloat16")
 MASKS = ("none", "bool", "float")
+STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the tiles: see the head of ``common.cuh``."""
+    """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``."""
 
     rows: int
     cols: int
@@ -57,6 +117,12 @@ class Geometry:
     @property
     def threads(self) -> int:
         return self.tx * self.ty
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_TILE of ``product.cuh``."""
+        rows = 2 * self.depth * (self.rows + self.cols)
+        cols = self.cols // self.parts * self.rows + 2 * self.staged * head_dim
+        return 4 * max(rows, cols)
 
 
 _WIDE = Geometry(128, 64, 8, 16)
@@ -127,9 +193,10 @@ class Variant:
 
     Attributes:
         kind: one of KINDS.
-        head_dim: one of HEAD_DIMS.
+        head_dim: one of HEAD_DIMS, on tensor cores of TENSOR_HEAD_DIMS.
         dtype: one of DTYPES; mask: one of MASKS.
-        padded: head_dim or head_dim_v of the tensors is smaller.
+        padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8 bytes
+            at a time.
     """
 
     kind: str
@@ -143,8 +210,30 @@ class Variant:
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
 
     @functools.cached_property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> Geometry | TensorGeometry | GradientGeometry:
+        if self.on_tensor_cores and self.is_gradient:
+            return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
+        if self.on_tensor_cores:
+            return tensor_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         return self._table()[self.head_dim]
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        return _KINDS[self.kind].on_tensor_cores
+
+    @property
+    def is_gradient(self) -> bool:
+        return "grad" in self.kind
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
+        return self.kind.endswith(("split", "small"))
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it is a kernel for devices of this compute capability."""
+        kind = _KINDS[self.kind]
+        return kind.least <= capability < kind.below
 
     def _table(self) -> dict[int, Geometry]:
         """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
@@ -170,25 +259,31 @@ class Variant:
 
     @property
     def tile_bytes(self) -> int:
-        """Shared memory of a block for the tiles of its products: SMEM_TILE of ``product.cuh``. Some kernels have some
-        more."""
-        g = self.geometry
-        rows = 2 * g.depth * (g.rows + g.cols)
-        cols = g.cols // g.parts * g.rows + 2 * g.staged * self.head_dim
-        return 4 * max(rows, cols)
+        """Shared memory of a block for the tiles of its products. Some kernels have some more."""
+        return self.geometry.tile_bytes(self.head_dim)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
+        return self.tile_bytes if self.on_tensor_cores and self.tile_bytes > STATIC_BYTES else 0
 
     @property
     def functions(self) -> tuple[str, ...]:
-        return _KINDS[self.kind][2]
+        """The kernels in it, the one that gives the kind its name first."""
+        kind = _KINDS[self.kind]
+        of_mask = (kind.mask_function,) if self.on_tensor_cores and self.mask != "none" else ()
+        return (*kind.functions, *of_mask)
 
     def macros(self) -> dict[str, object]:
         g = self.geometry
+        common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
+        if not isinstance(g, Geometry):
+            own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
+            return {**common, **own, **_KINDS[self.kind].macros}
         # A number of chunks known when compiling makes ptxas keep more in registers than there are.
         unknown_dim = self.padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
         return {
-            "PA_D": self.head_dim,
-            "PA_DTYPE": DTYPES.index(self.dtype),
-            "PA_MASK": MASKS.index(self.mask),
+            **common,
             "PA_PAD": int(unknown_dim),
             "PA_BR": g.rows,
             "PA_BC": g.cols,
@@ -199,14 +294,31 @@ class Variant:
             "PA_PSPLIT": g.parts,
             "PA_MINB": g.blocks,
             "PA_FLUSH": self.flush_tiles,
-            **_KINDS[self.kind][1],
+            **_KINDS[self.kind].macros,
         }
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every variant that a call can ask for."""
+    for kind in KINDS:
+        is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
+        of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
+        of_tensor = GRADIENT_HEAD_DIMS if is_gradient else of_tensor
+        dims = of_tensor if is_tensor else HEAD_DIMS
+        masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
+        for head_dim in dims:
+            if is_gradient and head_dim > 256:
+                continue
+            for padded in (False, True) if kind != "int8" else (False,):
+                for dtype in ("float16",) if is_tensor else DTYPES:
+                    for mask in masks:
+                        yield Variant(kind, head_dim, dtype, mask, padded)
 
 
 @functools.cache
 def source(kind: str) -> str:
     """The text of a kernel kind, without any include."""
-    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in _KINDS[kind][0])
+    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in _KINDS[kind].files)
 
 
 @functools.cache
@@ -226,4 +338,6 @@ def digest(variant: Variant) -> str:
 @functools.cache
 def kernels_digest() -> str:
     """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
-    return hashlib.sha256(("".join(map(_code, KINDS)) + repr(_TABLES)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
+    ).hexdigest()[:16]

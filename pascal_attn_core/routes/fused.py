@@ -15,7 +15,8 @@ from ..fused.launches_backward import backward_launches
 from ..fused.launches_int8 import int8_launches
 from ..fused.launches_packed import packed_launches
 from ..fused.plan import Packed, Plan, plan_call
-from ..fused.select import call_reasons, rows_are_readable
+from ..fused.rows import rows_are_readable
+from ..fused.select import call_reasons
 from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
@@ -126,7 +127,8 @@ class FusedRoute(Route):
         self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         grad_out = grad_out.expand(saved.out.shape)
-        if not rows_are_readable(grad_out):
+        of_query = plan.gradients[0]
+        if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
         heads = () if call.query.dim() == 2 else (call.num_heads,)
         kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)

@@ -21,15 +21,18 @@ from .math import MathRoute
 from .route import Choice, Request, Route
 from .several import SeveralRoute
 from .short import ShortCalls
+from .tensor import TensorRoute
 from .tiled import FirstTiles, TiledRoute
 from .torch_kernel import TorchRoute
 
 TORCH = TorchRoute()
+_PLAIN = FusedRoute(TORCH)
 # In the order in which they are asked whether they want a call that names no route: the first that claims it has it.
 ROUTES: list[Route] = [
     ShortCalls(),
     FirstTiles(TORCH),
-    FusedRoute(TORCH),
+    TensorRoute(TORCH, _PLAIN),
+    _PLAIN,
     TORCH,
     MathRoute(),
     TiledRoute(TORCH),

@@ -108,17 +108,10 @@ class Timings(TimingTable[Kind, float]):
         device = call.query.device
         with torch.set_grad_enabled(kind.gradients):
             sample = sample_call(call, kind)
-            form, plan = find_form(sample, budget_bytes), ours.plan(Request(sample, _CONFIG))
-            if not isinstance(form, TorchForm) or isinstance(plan, list):
+            form, ours_on_it = find_form(sample, budget_bytes), _by(ours, sample)
+            if not isinstance(form, TorchForm) or ours_on_it is None:
                 return None
-            attempts: list[Callable[[], Tensor]] = [
-                lambda: (
-                    ours.with_gradients(sample, _CONFIG, plan)[0]
-                    if sample.needs_grad
-                    else ours.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
-                ),
-                lambda: run_form(sample, form),
-            ]
+            attempts: list[Callable[[], Tensor]] = [ours_on_it, lambda: run_form(sample, form)]
             our_time, its_time = self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
         log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
         return our_time / its_time
@@ -135,6 +128,93 @@ class Timings(TimingTable[Kind, float]):
 
     def found_in(self, row: Mapping[str, Any]) -> float:
         return float(row["ratio"])
+
+
+class Times(NamedTuple):
+    """Of one kind of call, in units of the time of our kernel on tensor cores.
+
+    Attributes:
+        torch: of torch's kernel; None where it takes no such call.
+        plain: of our kernel on plain cores; None where it takes none.
+    """
+
+    torch: float | None
+    plain: float | None
+
+    @property
+    def fastest(self) -> bool:
+        """Whether the kernel on tensor cores is."""
+        return all(other is None or other > 1 for other in self)
+
+    @property
+    def over_torch(self) -> float | None:
+        return 1 / self.torch if self.torch else None
+
+    def words(self) -> str:
+        known = {"torch's kernel": self.torch, "ours on plain cores": self.plain}
+        return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
+
+
+class TensorTimings(TimingTable[Kind, Times]):
+    """What our kernel on tensor cores is compared with, for each kind of call. Made by ``runtime.part(TensorTimings)``."""
+
+    section = "over_tensor"
+    file_kind = "timings-tensor"
+
+    def of(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
+        """The times for calls of this kind on this device: as :meth:`Timings.fused_over_torch`, from one timing.
+
+        Args:
+            ours: the route on tensor cores, which takes the call; plain: the one on plain cores.
+        """
+        kind = Kind.of(call)
+        if kind not in self.known and in_backward():
+            call = _without_numbers(call)
+        return self.find(kind, lambda: self._timed(kind, ours, plain, call, budget_bytes), may_wait=True)
+
+    def _timed(self, kind: Kind, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
+        device = call.query.device
+        with torch.set_grad_enabled(kind.gradients):
+            sample = sample_call(call, kind)
+            attempts = [_by(route, sample) for route in (ours, plain)]
+            form = find_form(sample, budget_bytes)
+            attempts.append((lambda: run_form(sample, form)) if isinstance(form, TorchForm) else None)
+            if attempts[0] is None:
+                return None
+            there = [attempt for attempt in attempts if attempt is not None]
+            times = iter(self.clock([_with_gradients(sample, attempt) for attempt in there], device))
+            own, on_plain, by_torch = (None if attempt is None else next(times) for attempt in attempts)
+        assert own is not None
+        log.info("timed once on %s: on tensor cores %.2f ms, plain %s ms, torch %s ms for %s", device, own, on_plain,
+                 by_torch, kind)  # fmt: skip
+        return Times(*(None if time is None else time / own for time in (by_torch, on_plain)))
+
+    def conditions(self) -> dict[str, str]:
+        info = self.info
+        return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        return Kind(**fields)
+
+    def row(self, found: Times) -> dict[str, Any]:
+        return {name: None if time is None else round(time, 4) for name, time in found._asdict().items()}
+
+    def found_in(self, row: Mapping[str, Any]) -> Times:
+        return Times(*(None if row[name] is None else float(row[name]) for name in Times._fields))
+
+
+def _by(route: Route, sample: AttentionCall) -> Callable[[], Tensor] | None:
+    """A sample by one of our routes, or None where it does not take it."""
+    plan = route.plan(Request(sample, _CONFIG))
+    if isinstance(plan, list):
+        return None
+
+    def attempt() -> Tensor:
+        if sample.needs_grad:
+            return route.with_gradients(sample, _CONFIG, plan)[0]
+        return route.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
+
+    return attempt
 
 
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:

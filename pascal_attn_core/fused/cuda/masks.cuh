@@ -1,30 +1,3 @@
-// One sequence of a batch. Sequences of different lengths lie one behind the other, without padding: cu_q and cu_k hold
-// the first token of each and, behind the last, their number. lower_right: the band begins in the corner of the last
-// query and the last key.
-struct Sequence {
-    int lq, lk;
-    Band band;
-};
-
-// Not kept: made anew where it is needed, it takes no registers of the sums (OPAQUE).
-template <class P>
-INLINE Sequence sequence_of(const P& p, int b) {
-    OPAQUE(b);
-    Sequence s;
-    s.lq = p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.lq;
-    s.lk = p.cu_q ? p.cu_k[b + 1] - p.cu_k[b] : p.lk;
-    const int corner = p.lower_right ? s.lk - s.lq : 0;
-    s.band.low = p.low + corner;
-    s.band.high = p.high + corner;
-    return s;
-}
-
-// Where a sequence begins, in elements: by its number in a batch, or by its first token.
-INLINE i64 sequence_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
-    OPAQUE(b);
-    return first_tokens ? first_tokens[b] * token_stride : b * batch_stride;
-}
-
 // What a tile is allowed to look at: the band (causal rule, sliding window), the end of the sequence, and the mask.
 
 #define MASK_WORDS ((RM * CN + 31) / 32)
@@ -124,16 +97,6 @@ INLINE void forbid_outside(float (&S)[CN], int distance, const Band& b, int cols
     const int last = min_int(cols - 1, distance + b.high), first = distance + b.low;
     FOR(j, CN) if (COL(j) > last || COL(j) < first) S[j] = NEG_INF;
 }
-
-// Scores are kept in the unit in which exp2 or exp is taken of them: without an added mask times log2(e), folded into
-// one multiply-add; with one in natural units, where the mask's largest numbers do not overflow.
-#if PA_MASK == 2
-#define UNIT_TO_LOG2 LOG2E
-#define UNIT_TO_LN 1.f
-#else
-#define UNIT_TO_LOG2 1.f
-#define UNIT_TO_LN LN2
-#endif
 
 // With an added mask scores are scaled before; otherwise in prob_of.
 INLINE void scale_scores(float (&S)[RM][CN], float scale) {

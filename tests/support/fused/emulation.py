@@ -1,4 +1,4 @@
-"""Runs the launches of the fused route on a CPU: the very CUDA source, built with g++ behind ``fused_emulator``."""
+"""Runs the launches of the fused route on a CPU: the very CUDA source, built with g++ behind ``emulator``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused.launches import Launch
@@ -28,6 +29,11 @@ PARAMS = {
     "pa_combine": "Forward",
     "pa_forward_int8": "Forward",
     "pa_quantize": "Quantize",
+    **dict.fromkeys(
+        [f"pa_tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")],
+        "TensorBackward",
+    ),
+    **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",
@@ -42,10 +48,22 @@ class Deadlock(RuntimeError):
 def build(variant: Variant, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The variant as a shared library; ``text`` in place of its own source, for mutations."""
     text = source(variant.kind) if text is None else text
-    kernels = " ".join(f"X({name},{PARAMS[name]})" for name in variant.functions)
-    macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
-    harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "launch.cpp"))
-    key = hashlib.sha256("\0".join([text, kernels, harness, *macros, *flags]).encode()).hexdigest()[:24]
+    kernels = {name: PARAMS[name] for name in variant.functions}
+    return build_text(text, kernels, {name: str(value) for name, value in variant.macros().items()}, flags)
+
+
+def build_text(
+    text: str, kernels: dict[str, str], macros: dict[str, str] | None = None, flags: tuple[str, ...] = ()
+) -> ctypes.CDLL:
+    """Any CUDA source as a shared library.
+
+    Args:
+        kernels: name -> type of its one parameter.
+    """
+    named = " ".join(f"X({name},{params})" for name, params in kernels.items())
+    defined = [f"-D{name}={value}" for name, value in (macros or {}).items()]
+    harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "warp_on_cpu.h", "launch.cpp"))
+    key = hashlib.sha256("\0".join([text, named, harness, *defined, *flags]).encode()).hexdigest()[:24]
     library = BUILD / f"{key}.so"
     if not library.exists():
         BUILD.mkdir(exist_ok=True)
@@ -53,16 +71,39 @@ def build(variant: Variant, text: str | None = None, flags: tuple[str, ...] = ()
         source_file.write_text(text)
         unfinished = BUILD / f"{key}-{os.getpid()}.so"
         command = [GXX or "g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *flags,
-                   "-DPA_CPU_EMU", f"-DKERNELS(X)={kernels}", f'-DSOURCE_FILE="{source_file}"', *macros,
+                   "-DPA_CPU_EMU", f"-DKERNELS(X)={named}", f'-DSOURCE_FILE="{source_file}"', *defined,
                    f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(unfinished)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         source_file.unlink()
         if done.returncode:
-            raise RuntimeError(f"g++ refused {variant.name}:\n{done.stderr[:4000]}")
+            raise RuntimeError(f"g++ refused {', '.join(kernels)}:\n{done.stderr[:4000]}")
         unfinished.replace(library)
     loaded = ctypes.CDLL(str(library))
     loaded.launch.restype = ctypes.c_long
     return loaded
+
+
+def run(library: ctypes.CDLL, name: str, grid: tuple[int, int, int], threads: int, params: Any, seed: int = 1) -> int:
+    """One launch; returns how many block barriers were passed.
+
+    Raises:
+        Deadlock: a barrier that some threads of a block never reach.
+    """
+    size = library.params_size(name.encode())
+    assert size == ctypes.sizeof(params), f"{name}: {size} bytes of parameters"
+    passed: int = library.launch(name.encode(), *grid, threads, ctypes.byref(params), ctypes.c_ulonglong(seed))
+    if passed == -1:
+        raise Deadlock(name)
+    assert passed >= 0, f"no kernel {name}"
+    return passed
+
+
+def blocks_and_passes(library: ctypes.CDLL) -> tuple[int, int]:
+    """8 x 8 blocks that ldmatrix has read since the library was loaded, and the passes of shared memory for them: as
+    many without bank conflicts."""
+    counts = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    library.blocks_and_passes(*(ctypes.byref(count) for count in counts))
+    return counts[0].value, counts[1].value
 
 
 def emulate(
@@ -81,14 +122,5 @@ def emulate(
     barriers = 0
     for launch in launches:
         library = build(launch.variant, (mutated or {}).get(launch.variant.kind), flags)
-        name = launch.function.encode()
-        size = library.params_size(name)
-        assert size == ctypes.sizeof(launch.params), f"{launch.function}: {size} bytes of parameters"
-        passed = library.launch(
-            name, *launch.grid, launch.threads, ctypes.byref(launch.params), ctypes.c_ulonglong(seed)
-        )
-        if passed == -1:
-            raise Deadlock(launch.function)
-        assert passed >= 0, f"no kernel {launch.function}"
-        barriers += passed
+        barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed)
     return barriers

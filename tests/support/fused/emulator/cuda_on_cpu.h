@@ -2,7 +2,8 @@
 // wherever a thread waits. What a GPU would not tell:
 //   a barrier that not all threads reach            -> run_block returns false (nobody can move)
 //   shared memory that is read before it is written -> NaN: it is poisoned before every block
-//   a missing barrier                               -> other numbers, since the order of the threads is random
+//   a missing barrier                               -> other numbers: the order of the threads is random, and warps drawn
+//                                                      at random run ahead of the others
 //   an access outside of a tensor                   -> built with -fsanitize=address
 #pragma once
 #undef _FORTIFY_SOURCE  // it holds a jump to another stack for an error
@@ -25,16 +26,31 @@
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct Index3 { unsigned x, y, z; };
 
 extern "C" char __start_shared_memory[] __attribute__((visibility("hidden")));
 extern "C" char __stop_shared_memory[] __attribute__((visibility("hidden")));
+__attribute__((used)) __shared__ char emu_a_kernel_may_have_none[128];
 
 namespace emu {
 constexpr size_t STACK = 64 << 10;
-struct Fiber { ucontext_t context; jmp_buf place; bool started = false, done = true; };
-struct Group { unsigned waiting = 0, generation = 0; };  // threads that meet at a barrier
+// What a waiting thread watches: a number in memory that must no longer be `seen`, or that must have reached it.
+struct Watch {
+    const volatile uint32_t* number = nullptr;
+    uint32_t seen = 0;
+    bool is_counter = false;
+    bool is_over() const { return is_counter ? (int32_t)(*number - seen) >= 0 : *number != seen; }
+};
+struct Fiber {
+    ucontext_t context;
+    jmp_buf place;
+    bool started = false, done = true;
+    Watch watch;
+    bool can_run() const { return !done && (!watch.number || watch.is_over()); }
+};
+struct Group { uint32_t waiting = 0, generation = 0; };  // threads that meet at a barrier
 struct State {
     ucontext_t main;
     jmp_buf main_place;
@@ -44,7 +60,7 @@ struct State {
     std::vector<uint32_t> exchange;  // [generation & 1][thread]
     Group block;
     unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0};
-    uint64_t progress = 0, random = 1, barriers = 0;
+    uint64_t random = 1, barriers = 0;
     void (*body)(void*) = nullptr;
     void* argument = nullptr;
 };
@@ -72,8 +88,12 @@ static __attribute__((noipa)) void leave() {
 }
 #endif
 
-static inline void wait_while(const unsigned& generation, unsigned seen) {
-    while (generation == seen) leave();
+// This thread goes on once the watched number is another, or for a counter has reached `seen`.
+static inline void wait_for(const volatile uint32_t* number, uint32_t seen, bool is_counter) {
+    Watch& watch = state.fibers[state.current].watch;
+    watch = {number, seen, is_counter};
+    if (!is_counter || !watch.is_over()) leave();
+    watch.number = nullptr;
 }
 
 static inline unsigned meet(Group& group, unsigned size) {
@@ -81,9 +101,8 @@ static inline unsigned meet(Group& group, unsigned size) {
     if (++group.waiting == size) {
         group.waiting = 0;
         ++group.generation;
-        ++state.progress;
     } else {
-        wait_while(group.generation, seen);
+        wait_for(&group.generation, seen, false);
     }
     return seen;
 }
@@ -110,7 +129,6 @@ static void entry() {
         state.body(state.argument);
         state.fibers[state.current].done = true;
         --state.alive;
-        ++state.progress;
         leave();
     }
 }
@@ -135,6 +153,7 @@ static void start(unsigned threads) {
         Fiber& fiber = state.fibers[i];
         const bool waits_for_work = fiber.started && fiber.done;
         fiber.done = false;
+        fiber.watch = Watch();
         if (waits_for_work) continue;
         fiber.started = false;  // at first, and after a deadlock
         getcontext(&fiber.context);
@@ -145,30 +164,44 @@ static void start(unsigned threads) {
     }
 }
 
+// Which warps run for a while, as a mask: all of them, one alone, or about half. Where warps meet at every instruction
+// of theirs, drawing the next thread alone would keep all warps in step.
+static uint64_t draw_warps(unsigned warps) {
+    const uint64_t one = 1ull << draw() % warps;
+    switch (draw() % 4) {
+    case 0: return ~0ull;
+    case 1: return one;
+    default: return draw() | one;
+    }
+}
+
 // False: the threads wait for each other at different barriers, or some have left a barrier that others wait at.
 static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
     memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
     state.body = body;
     state.argument = argument;
     start(threads);
-    std::vector<unsigned> order(threads);
-    for (unsigned i = 0; i < threads; ++i) order[i] = i;
-    const unsigned warps = threads / 32;
+    std::vector<unsigned> ready;
     uint64_t running = ~0ull;
     unsigned turns = 0;
     while (state.alive) {
-        const uint64_t before = state.progress;
-        for (unsigned i = threads - 1; i > 0; --i) std::swap(order[i], order[draw() % (i + 1)]);
-        for (unsigned thread : order) {
-            if (state.fibers[thread].done || !(running >> (thread / 32) & 1)) continue;
+        ready.clear();
+        for (unsigned thread = 0; thread < threads; ++thread)
+            if (running >> (thread / 32) & 1 && state.fibers[thread].can_run()) ready.push_back(thread);
+        if (ready.empty()) {
+            if (running == ~0ull) return false;
+            running = ~0ull;
+            turns = 0;
+            continue;
+        }
+        for (size_t i = ready.size() - 1; i > 0; --i) std::swap(ready[i], ready[draw() % (i + 1)]);
+        for (unsigned thread : ready) {
             state.current = thread;
             resume(state.fibers[thread]);
         }
-        const bool stuck = state.progress == before, all = running == ~0ull;
-        if (stuck && all) return false;
-        if (stuck || turns-- == 0) {
-            running = stuck || draw() % 4 == 0 ? ~0ull : draw() | 1ull << draw() % warps;
-            turns = draw() % 512;
+        if (turns-- == 0) {
+            running = draw_warps(threads / 32);
+            turns = draw() % (32u << draw() % 8);  // up to some tiles
         }
     }
     return state.block.waiting == 0;
@@ -182,14 +215,17 @@ static inline void __syncthreads() { emu::block_or(0); }
 static inline int __syncthreads_or(int value) { return emu::block_or(value); }
 static inline void __syncwarp() { emu::exchange(0, 0); }
 // Among `width` neighbouring lanes.
-static inline float __shfl_sync(unsigned, float value, int lane, int width = 32) {
+template <class X>
+static inline X __shfl_sync(unsigned, X value, int lane, int width = 32) {
+    static_assert(sizeof(X) == 4, "a shuffle moves 32 bits");
     uint32_t bits;
     memcpy(&bits, &value, 4);
     bits = emu::exchange(bits, (emu::state.current & 31 & -width) | (lane & (width - 1)));
     memcpy(&value, &bits, 4);
     return value;
 }
-static inline float __shfl_xor_sync(unsigned mask, float value, int lane_xor) {
+template <class X>
+static inline X __shfl_xor_sync(unsigned mask, X value, int lane_xor) {
     return __shfl_sync(mask, value, (emu::state.current & 31) ^ lane_xor);
 }
 static inline int __dp4a(int a, int b, int sum) {
@@ -204,3 +240,5 @@ static inline unsigned short emu_float2half(float x) {
     memcpy(&bits, &half, 2);
     return bits;
 }
+
+#include "warp_on_cpu.h"

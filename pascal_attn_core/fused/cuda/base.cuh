@@ -1,0 +1,54 @@
+// Types, constants and conversions shared by all kernels. Nothing is included from outside: NVRTC, nvcc and the CPU
+// emulation of the tests take the same text.
+// Compile-time parameters (macros, all set by the host), besides those of each kind of kernel:
+//   PA_DTYPE  0 float32, 1 float16, 2 bfloat16
+//   PA_MASK   0 none, 1 bool (1 byte, nonzero = takes part), 2 added to the scores (float32 or the tensors' dtype)
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned char u8;
+typedef signed char i8;
+typedef long long i64;
+
+#if PA_DTYPE == 0
+typedef float T;
+#else
+typedef u16 T;
+#endif
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define FULL_WARP 0xffffffffu
+#define INLINE static __device__ __forceinline__
+#define FOR(i, n) _Pragma("unroll") for (int i = 0; i < (n); ++i)
+
+#ifdef PA_CPU_EMU
+INLINE float exp2_approx(float x) { return exp2f(x); }
+INLINE float half_to_float(u16 h) { return emu_half2float(h); }
+INLINE u16 float_to_half(float f) { return emu_float2half(f); }
+INLINE float bits_to_float(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+INLINE u32 float_to_bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+#define KEEP_BRANCH()
+#define OPAQUE(x)
+#else
+INLINE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+INLINE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+INLINE u16 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+INLINE float bits_to_float(u32 u) { return __uint_as_float(u); }
+INLINE u32 float_to_bits(float f) { return __float_as_uint(f); }
+// Work for the rare tile stays behind a branch; otherwise the compiler turns it into selects that every tile pays for.
+#define KEEP_BRANCH() asm volatile("")
+// What depends on an opaque number is computed where it is used and takes no register in the rest of the loop.
+#define OPAQUE(x) asm volatile("" : "+r"(x))
+#endif
+#define NEG_INF (bits_to_float(0xff800000u))
+#define POS_INF (bits_to_float(0x7f800000u))
+
+// Scores are kept in the unit in which exp2 or exp is taken of them: without an added mask times log2(e), folded into
+// one multiply-add; with one in natural units, where the mask's largest numbers do not overflow.
+#if PA_MASK == 2
+#define UNIT_TO_LOG2 LOG2E
+#define UNIT_TO_LN 1.f
+#else
+#define UNIT_TO_LOG2 1.f
+#define UNIT_TO_LN LN2
+#endif

@@ -1,0 +1,147 @@
+// What the kernels on tensor cores are given, and what one of their blocks works on.
+// Compile-time parameters:
+//   PA_D        head_dim of the tiles, a multiple of 8
+//   PA_PAD      1: head_dim and head_dim_v are read from the parameters, multiples of 4, columns behind them are zero,
+//               and rows are read 8 bytes at a time, not 16
+//   PA_MASK     0 none, 1 bits, 2 bits and numbers that are added to the scores: see tensor_masks.cuh
+//   PA_WARPS    warps of a block; PA_MT: tiles of 16 query rows per warp (1, 2; on Volta 2); PA_BC: keys per tile, a
+//               multiple of 32
+//   PA_QREG     16-byte columns of Q that stay in registers, the others are read from shared memory for every tile
+//   PA_BUFFERS  1: K and V have one place each, two barriers per tile; 2: two places, one barrier
+//   PA_COUNTERS 1, with two places: warps wait for each other's counters instead of a barrier, which leaves half a tile
+//               of slack between them
+//   PA_PACKED   1: cu_q, cu_k. A macro, since numbers read from memory cannot lie in Turing's uniform registers
+//   PA_SPLIT    1: the rows of a tile are the queries of all heads of a group, the keys are cut into p.splits ranges, one
+//               block each
+//   PA_DYNAMIC  1: more than 48 KiB of shared memory, which has to be asked for at launch; PA_MINB: blocks that shall
+//               fit one multiprocessor
+#define PA_NT (PA_WARPS * 32)
+#define PA_WR (PA_MT * 16)  // query rows of a warp
+#define PA_BR (PA_WARPS * PA_WR)
+#define CHUNKS (PA_D / 8)   // 16-byte pieces of a row
+#define NT8 (PA_BC / 8)     // tiles of 8 keys
+
+#if PA_D % 8 || PA_BC % 32 || PA_QREG > CHUNKS || PA_QREG < 1 || (PA_COUNTERS && PA_BUFFERS != 2)
+#error "unsupported tile geometry"
+#endif
+
+struct TensorForward {
+    const T* q; const T* k; const T* v; T* o;
+    const void* mask;                  // the numbers that are added, or null
+    float* lse;                        // natural log of the denominator, or null
+    float* log_sum;                    // its part besides the row maximum, or null
+    float* part_sums; float* part_max; float* part_out;  // splits > 1: [splits, B, Hq, Lq] twice and [..., dim_v]
+    const int* cu_q; const int* cu_k;  // PA_PACKED: [B + 1] first tokens of the sequences
+    u32* bits; u8* flags;              // of the mask, see tensor_masks.cuh; null: there is none
+    const float* sinks;                // [Hq]: the score of one more key, whose value is zero; or null
+    i64 qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os;  // strides of batch, head, token in elements
+    i64 mb, mh, mq, mk, lb, lh;                          // of the mask; of lse and log_sum (batch, head)
+    i64 bits_b, bits_h, bits_q;                          // of bits, in words
+    i64 flags_b, flags_h, flags_q;                       // of flags, per tile of rows
+    int lq, lk, heads, group, batches;  // group: query heads per key/value head
+    int low, high;                      // the band
+    int lower_right;                    // add lk - lq to the band
+    int dim, dim_v, mask_is_float32, splits;
+    int first_tile, first_batch;        // of this launch
+    int mask_heads, mask_rows;          // of a mask, without those that repeat
+    float scale, scale_log2;            // softmax scale, and the same times log2(e); with a softcap, of the capped scores
+    float tanh_scale;                   // scores are tanh(score), of which this is 2 log2(e) * what it is taken of; 0: no cap
+};
+
+typedef TensorForward Forward;
+
+INLINE T to_storage(float f) { return float_to_half(f); }
+
+struct Lane {
+    int tid, warp, lane;
+};
+
+INLINE Lane lane_of(int tid) {
+    Lane t;
+    t.tid = tid;
+    t.warp = tid / 32;
+    t.lane = tid % 32;
+    return t;
+}
+
+// The same lane, of which what is derived from its number is computed anew: for rare work, so that it keeps no registers.
+INLINE Lane anew(Lane t) {
+    OPAQUE(t.tid);
+    return lane_of(t.tid);
+}
+
+// Row r of a block's tile is query query(r) of head head(r): of any head of a group with PA_SPLIT, elsewhere of one.
+struct Place : Sequence {
+    int b, hk, first_head;
+    int row0, rows;                   // first row of the tile; rows from there on, may exceed PA_BR
+    int first_query, last_query;      // of the tile
+    int k_begin, k_end, keys, split;  // keys to visit; behind the last of `keys` nothing belongs to this block
+
+#if PA_SPLIT
+    __device__ __forceinline__ int query(int r) const { return (row0 + r) % lq; }
+    __device__ __forceinline__ int head(int r) const { return first_head + (row0 + r) / lq; }
+#else
+    __device__ __forceinline__ int query(int r) const { return row0 + r; }
+    __device__ __forceinline__ int head(int) const { return first_head; }
+#endif
+};
+
+INLINE Sequence sequence_at(const Forward& p, int b) {
+#if PA_PACKED
+    return sequence_of(p, b);
+#else
+    Sequence s;
+    s.lq = p.lq;
+    s.lk = p.lk;
+    const int corner = p.lower_right ? s.lk - s.lq : 0;
+    s.band.low = p.low + corner;
+    s.band.high = p.high + corner;
+    return s;
+#endif
+}
+
+INLINE i64 first_token_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
+#if PA_PACKED
+    return first_tokens[b] * token_stride;
+#else
+    return b * batch_stride;
+#endif
+}
+
+INLINE Place find_place(const Forward& p, int z) {
+    Place at;
+    at.b = z + p.first_batch;
+    (Sequence&)at = sequence_at(p, at.b);
+#if PA_SPLIT
+    at.hk = blockIdx.y;
+    at.first_head = at.hk * p.group;
+    at.split = blockIdx.x % p.splits;
+    at.row0 = ((int)blockIdx.x / p.splits + p.first_tile) * PA_BR;
+    at.rows = p.group * at.lq - at.row0;
+    at.first_query = 0;
+    at.last_query = at.lq - 1;
+#else
+    at.first_head = blockIdx.y;
+    at.hk = at.first_head / p.group;
+    at.split = 0;
+    // Under a causal rule the last tiles have the most keys: they go first.
+    const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+    at.row0 = (tile + p.first_tile) * PA_BR;
+    at.rows = at.lq - at.row0;
+    at.first_query = at.row0;
+    at.last_query = min_int(at.row0 + PA_BR, at.lq) - 1;
+#endif
+    at.k_begin = max_int(0, at.first_query + at.band.low);
+#if PA_MASK
+    at.k_begin -= at.k_begin % PA_BC;  // as the mask's tiles lie
+#endif
+    at.k_end = min_int(at.lk, at.last_query + at.band.high + 1);
+    at.keys = at.lk;
+#if PA_SPLIT
+    const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC, each = (tiles + p.splits - 1) / p.splits;
+    at.k_begin += at.split * each * PA_BC;
+    at.k_end = min_int(at.k_end, at.k_begin + each * PA_BC);
+    at.keys = min_int(at.lk, at.k_end);
+#endif
+    return at;
+}

@@ -1,0 +1,90 @@
+"""The route ``fused-tensor``: float16 on the tensor cores of Volta and Turing."""
+
+from __future__ import annotations
+
+from ..call import AttentionCall
+from ..config import AttentionConfig
+from ..device import MIB
+from ..fused.kernels import kernels_of
+from ..fused.launches import mask_bits_bytes
+from ..fused.plan import Packed, Plan, tensor_plan
+from ..fused.select import tensor_reasons
+from ..runtime import runtime_of
+from .fused import FusedRoute, takes_device, why_untried
+from .route import Choice, Request
+from .timing import TensorTimings
+from .torch_kernel import TorchForm, TorchRoute
+
+
+class TensorRoute(FusedRoute):
+    """Our CUDA kernel on tensor cores; gradients by the one on plain cores. On newer cards by name only.
+
+    Args:
+        plain: our route on plain cores, against which this one is timed, as against torch's kernel.
+    """
+
+    name = "fused-tensor"
+
+    def __init__(self, torch_route: TorchRoute, plain: FusedRoute):
+        super().__init__(torch_route)
+        self.plain = plain
+
+    def plan(self, request: Request) -> Plan | list[str]:
+        return find_tensor_plan(request.call, request.config, request.budget_bytes)
+
+    def claim(self, request: Request) -> Choice | None:
+        """Nothing is taken for granted: a GTX 16xx says 7.5 as a T4 does, and has no tensor cores."""
+        call = request.call
+        if not may_win(call):
+            return None
+        plan = request.plan(self)
+        if isinstance(plan, list):
+            return None
+        untried = why_untried(call, plan)
+        if untried:
+            request.remarks.append(f"the kernel on tensor cores is left off: {untried}")
+            return None
+        form = request.plan(self.torch_route)
+        times = request.runtime.part(TensorTimings).of(self, self.plain, call, request.budget_bytes)
+        if times is None:
+            return None
+        stores = form.torch_stores if isinstance(form, TorchForm) else True
+        if times.fastest:
+            why = f"timed on this card at {times.words()}"
+            return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
+        request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
+        return None
+
+
+def may_win(call: AttentionCall) -> bool:
+    """Whether the kernel can be the fastest route on the call's device, by what the card says of itself."""
+    if not takes_device(call.query.device) or call.query.element_size() != 2 or call.query.is_complex():
+        return False
+    capability = runtime_of(call.query.device).info.capability
+    return capability is not None and (7, 0) <= capability < (8, 0)
+
+
+def find_tensor_plan(
+    call: AttentionCall, config: AttentionConfig, budget_bytes: int, *, packed: Packed | None = None
+) -> Plan | list[str]:
+    """As :func:`.fused.find_plan`, on tensor cores.
+
+    Args:
+        budget_bytes: that the bits of a mask may take.
+    """
+    device = call.query.device
+    info = runtime_of(device).info
+    if not takes_device(device):
+        kind = info.kind if device.type == "cuda" else device.type
+        return [f"the fused kernel needs a CUDA device, got {kind}"]
+    if not config.fused:
+        return ["switched off by the configuration (fused)"]
+    reasons = tensor_reasons(call, info.capability)
+    if not reasons and mask_bits_bytes(call) > budget_bytes:
+        found = mask_bits_bytes(call) // MIB
+        reasons = [f"the bits of attn_mask take {found} MiB, more than the budget of {budget_bytes // MIB} MiB"]
+    if reasons:
+        return reasons
+    assert info.capability is not None
+    plan = tensor_plan(call, info.num_sms, info.capability, for_grad=call.needs_grad, packed=packed)
+    return kernels_of(call).reasons((plan.forward, *plan.gradients)) or plan

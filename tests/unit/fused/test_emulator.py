@@ -1,0 +1,259 @@
+"""What the emulation of a GPU on a CPU says of warps: fragments, votes, bank conflicts, and warps that run ahead.
+
+Where the elements of a fragment lie is written here as in the PTX ISA, per lane and element; the emulation has it the
+other way round, and neither reads the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+from attn_support.fused.emulation import GXX, Deadlock, blocks_and_passes, build_text, run
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+WARP = 32
+Layout = Callable[[int, int], tuple[int, int]]  # of (lane, element) to (row, column)
+
+
+class Tensors(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in "abc"]
+
+
+_TENSORS = "struct Tensors { uint32_t* a; uint32_t* b; float* c; };\n"
+
+
+def _run(body: str, *tensors: Tensor, threads: int = WARP, seed: int = 1) -> ctypes.CDLL:
+    """Runs ``body`` as one block with the tensors as p.a, p.b and p.c."""
+    library = build_text(
+        f"{_TENSORS}__shared__ __align__(128) uint32_t shared[1024];\n"
+        f'extern "C" __global__ void tested(const Tensors p) {{\n{body}\n}}',
+        {"tested": "Tensors"},
+    )
+    run(library, "tested", (1, 1, 1), threads, Tensors(*(t.data_ptr() for t in tensors)), seed)
+    return library
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def _a_16_8_8(lane: int, i: int) -> tuple[int, int]:
+    group, in_group = lane >> 2, lane % 4
+    return (group if i < 2 else group + 8), in_group * 2 + (i & 1)
+
+
+def _b_16_8_8(lane: int, i: int) -> tuple[int, int]:
+    return lane % 4 * 2 + i, lane >> 2
+
+
+def _a_rows(lane: int, i: int) -> tuple[int, int]:
+    return (lane % 4 if lane < 16 else lane % 4 + 4), i
+
+
+def _a_cols(lane: int, i: int) -> tuple[int, int]:
+    return (i % 4 if lane < 16 else i % 4 + 4), lane % 4
+
+
+def _b_rows(lane: int, i: int) -> tuple[int, int]:
+    return lane % 4, (i if lane < 16 else i + 4)
+
+
+def _b_cols(lane: int, i: int) -> tuple[int, int]:
+    return i, (lane % 4 if lane < 16 else lane % 4 + 4)
+
+
+def _c_8_8_4(lane: int, i: int) -> tuple[int, int]:
+    x = (lane & 0b1) + (i & 0b10)
+    return (x if lane < 16 else x + 4), (i & 0b100) + (lane & 0b10) + (i & 0b1)
+
+
+def _fragments(matrices: Tensor, elements: int, layout: Layout) -> Tensor:
+    """``[4, rows, columns]``, one for each quad pair, or ``[1, ...]``: as the lanes hold it, int32 ``[32, n]``."""
+    lanes = torch.empty(WARP, elements, dtype=matrices.dtype)
+    for lane in range(WARP):
+        of = matrices[lane % 16 // 4 % len(matrices)]
+        for i in range(elements):
+            lanes[lane, i] = of[layout(lane, i)]
+    return lanes if lanes.dtype == torch.float32 else lanes.view(torch.int32)
+
+
+def _matrices(count: int, rows: int, cols: int, k: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of factors that between them show where every element of either goes; products are exact in float32."""
+    numbers = torch.arange(1.0, count * max(rows, cols) * k + 1)
+    a, b = (numbers[: count * n * k].view(count, *shape) for n, shape in ((rows, (rows, k)), (cols, (k, cols))))
+    random = [torch.randint(-9, 10, t.shape).float() for t in (a, b)]
+    units = []
+    for part in range(0, max(rows, cols), k):  # a unit matrix shows k columns of the other factor's rows at a time
+        unit_a, unit_b = torch.zeros(count, rows, k), torch.zeros(count, k, cols)
+        for i in range(k):
+            if part + i < rows:
+                unit_a[:, part + i, i] = 1
+            if part + i < cols:
+                unit_b[:, i, part + i] = 1
+        units += [(unit_a, b), (a, unit_b)]
+    return [*units, (random[0], random[1])]
+
+
+@pytest.mark.parametrize("factors", _matrices(1, 16, 8, 8))
+def test_m16n8k8_is_the_product_of_its_fragments(factors: tuple[Tensor, Tensor]) -> None:
+    a, b = factors
+    c = torch.randint(-99, 100, (1, 16, 8)).float()
+    lanes = _fragments(c, 4, _a_16_8_8)  # C lies as A does
+    body = """
+    const int lane = threadIdx.x;
+    const uint32_t a[2] = {p.a[lane * 2], p.a[lane * 2 + 1]};
+    float c[4];
+    memcpy(c, p.c + lane * 4, sizeof c);
+    emu_mma_m16n8k8(c, a, p.b[lane]);
+    memcpy(p.c + lane * 4, c, sizeof c);"""
+    _run(body, _fragments(a.half(), 4, _a_16_8_8), _fragments(b.half(), 2, _b_16_8_8), lanes)
+    assert torch.equal(lanes, _fragments(c + a @ b, 4, _a_16_8_8))
+
+
+@pytest.mark.parametrize("factors", _matrices(4, 8, 8, 4))
+@pytest.mark.parametrize("a_by_rows", [True, False])
+@pytest.mark.parametrize("b_by_rows", [True, False])
+def test_m8n8k4_is_the_product_of_its_fragments(
+    factors: tuple[Tensor, Tensor], a_by_rows: bool, b_by_rows: bool
+) -> None:
+    a, b = factors
+    c = torch.randint(-99, 100, (4, 8, 8)).float()
+    lanes = _fragments(c, 8, _c_8_8_4)
+    body = f"""
+    const int lane = threadIdx.x;
+    float c[8];
+    memcpy(c, p.c + lane * 8, sizeof c);
+    emu_mma_m8n8k4<{int(a_by_rows)}, {int(b_by_rows)}>(
+        c, p.a[lane * 2], p.a[lane * 2 + 1], p.b[lane * 2], p.b[lane * 2 + 1]);
+    memcpy(p.c + lane * 8, c, sizeof c);"""
+    of_a, of_b = _a_rows if a_by_rows else _a_cols, _b_rows if b_by_rows else _b_cols
+    _run(body, _fragments(a.half(), 4, of_a), _fragments(b.half(), 4, of_b), lanes)
+    assert torch.equal(lanes, _fragments(c + a @ b, 8, _c_8_8_4))
+
+
+# ---- shared memory ---------------------------------------------------------------------------------------------------
+
+
+def _ldmatrix(blocks: int, transposed: bool, pitch: int) -> tuple[Tensor, Tensor, int]:
+    """What lies in shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took.
+
+    ``pitch``: bytes from row to row.
+    """
+    halves = torch.arange(blocks * 64, dtype=torch.int16)
+    out = torch.zeros(WARP, blocks, dtype=torch.int32)
+    body = f"""
+    const int lane = threadIdx.x;
+    if (lane < 8 * {blocks}) memcpy((char*)shared + lane * p.b[0], p.a + lane * 4, 16);
+    __syncwarp();
+    uint32_t r[{blocks}];
+    emu_ldmatrix<{blocks}, {int(transposed)}>(r, emu_shared_address((char*)shared + lane % (8 * {blocks}) * p.b[0]));
+    memcpy(p.c + lane * {blocks}, r, sizeof r);"""
+    args = halves, torch.tensor([pitch], dtype=torch.int32), out
+    before = blocks_and_passes(_run(body, *args))
+    after = blocks_and_passes(_run(body, *args))
+    assert after[0] - before[0] == blocks
+    return halves.view(blocks, 8, 8), out.view(torch.int16).view(WARP, blocks, 2), after[1] - before[1]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row(blocks: int, transposed: bool) -> None:
+    memory, got, passes = _ldmatrix(blocks, transposed, 16)
+    for lane in range(WARP):
+        for block in range(blocks):
+            matrix = memory[block].T if transposed else memory[block]
+            assert torch.equal(got[lane, block], matrix[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2])
+    assert passes == blocks
+
+
+@pytest.mark.parametrize(("pitch", "passes"), [(16, 1), (32, 2), (48, 1), (64, 4), (80, 1), (128, 8), (144, 1), (0, 1)])
+def test_ldmatrix_counts_the_passes_that_bank_conflicts_cost(pitch: int, passes: int) -> None:
+    """Rows at the same address are read at once; those of another one in the same banks are not."""
+    assert _ldmatrix(1, False, pitch)[2] == passes
+
+
+def test_votes_and_shuffles_reach_the_lanes_they_name() -> None:
+    out = torch.zeros(4, WARP)
+    body = """
+    const int lane = threadIdx.x;
+    p.c[lane] = __ballot_sync(~0u, lane % 3 == 0) == 0x49249249u;
+    p.c[32 + lane] = __all_sync(~0u, lane < 31) * 2 + __any_sync(~0u, lane == 31);
+    p.c[64 + lane] = __shfl_sync(~0u, lane * 3, lane + 9, 8);
+    p.c[96 + lane] = __shfl_xor_sync(~0u, (unsigned)lane, 5);"""
+    _run(body, out, out, out)
+    lanes = torch.arange(WARP)
+    assert out[0].all()
+    assert (out[1] == 1).all()
+    assert torch.equal(out[2], ((lanes & -8 | (lanes + 9) % 8) * 3).float())
+    assert torch.equal(out[3], (lanes ^ 5).float())
+
+
+# ---- warps that run ahead --------------------------------------------------------------------------------------------
+
+# Two places of a tile in turns: who writes a tile must not be a whole round ahead of those that read the last one.
+_ROUNDS = """
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float sum = 0.f;
+    for (int round = 0; round < 40; ++round) {
+        if (warp == 0) shared[round % 2 * 32 + lane] = round;
+        FENCE
+        for (int i = 0; i < 9; ++i) {  // as a kernel whose warps meet at every product
+            float c[4] = {};
+            const uint32_t a[2] = {0x3c003c00u, 0x3c003c00u};
+            emu_mma_m16n8k8(c, a, 0x3c003c00u);
+            sum += c[0] * shared[round % 2 * 32 + lane];
+        }
+    }
+    p.c[threadIdx.x] = sum;"""
+
+
+def _rounds(fence: str) -> list[Tensor]:
+    outs = []
+    for seed in range(1, 4):
+        outs.append(torch.zeros(4 * WARP))
+        _run(_ROUNDS.replace("FENCE", fence), outs[-1], outs[-1], outs[-1], threads=4 * WARP, seed=seed)
+    return outs
+
+
+_RIGHT = torch.full((4 * WARP,), 8.0 * 9 * sum(range(40)))
+
+
+def test_a_missing_barrier_shows_where_warps_meet_at_every_product() -> None:
+    assert all(torch.equal(out, _RIGHT) for out in _rounds("__syncthreads();"))
+    assert not any(torch.equal(out, _RIGHT) for out in _rounds("__syncwarp();"))
+
+
+_COUNTERS = """
+        if (round == 0 && threadIdx.x < 4) shared[512 + threadIdx.x] = 0;
+        if (round == 0) __syncthreads();
+        emu_signal(shared + 512 + warp, round + 1);
+        emu_wait_for(shared + 512, WARPS, WAITED);"""
+
+
+def test_counters_hold_warps_back_as_a_barrier_does() -> None:
+    counters = _COUNTERS.replace("WARPS", "4").replace("WAITED", "round + 1")
+    assert all(torch.equal(out, _RIGHT) for out in _rounds(counters))
+
+
+@pytest.mark.parametrize(("warps", "waited"), [("1", "round + 1"), ("4", "round")])
+def test_a_counter_that_is_not_waited_for_shows(warps: str, waited: str) -> None:
+    counters = _COUNTERS.replace("WARPS", warps).replace("WAITED", waited)
+    assert not all(torch.equal(out, _RIGHT) for out in _rounds(counters))
+
+
+def test_a_counter_that_nobody_raises_is_a_deadlock() -> None:
+    with pytest.raises(Deadlock):
+        _rounds(_COUNTERS.replace("WARPS", "4").replace("WAITED", "round + 2"))
+
+
+def test_a_lane_that_misses_a_product_is_a_deadlock() -> None:
+    out = torch.zeros(WARP)
+    body = """
+    float c[4] = {};
+    const uint32_t a[2] = {0, 0};
+    if (threadIdx.x) emu_mma_m16n8k8(c, a, 0);"""
+    with pytest.raises(Deadlock):
+        _run(body, out, out, out)

@@ -1,0 +1,176 @@
+"""The model of a multiprocessor on machine code that is written here, where each limit can be worked out by hand."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import tensor_model as model
+import volta
+
+T4, V100 = model.MACHINES["T4"], model.MACHINES["V100"]
+_OPCODES = {
+    "HMMA.1688": 0x23C, "HMMA.884": 0x236, "LDSM": 0x83B, "LDS": 0x984, "STS": 0x388, "LDG": 0x381, "MUFU": 0x308,
+    "FFMA": 0x223, "BAR": 0xB1D, "BRA": 0x947, "EXIT": 0x94D, "IADD3": 0x210,
+}  # fmt: skip
+_SIZES = {1: 0, 2: 2, 4: 4, 8: 5, 16: 6}
+
+
+def code(kind: str, *, stall: int = 1, size: int = 16, to: int = 0, predicate: int = 7, **control: int) -> bytes:
+    """One instruction. ``to``: a branch's distance in instructions, from the one behind it."""
+    low, high = _OPCODES[kind] | predicate << 12, 0
+    if kind == "BRA":
+        low |= (to * 16 & 0xFFFFFFFF) << 32
+        high |= 7 << 23
+    elif kind == "LDSM":
+        high |= {4: 0, 8: 1, 16: 2}[size] << 8
+    else:
+        high |= _SIZES[size] << 9
+    bits = stall | control.get("writes", 7) << 5 | control.get("reads", 7) << 8 | control.get("waits", 0) << 11
+    return struct.pack("<QQ", low, high | bits << 41)
+
+
+def loop(*body: bytes) -> list[volta.Instruction]:
+    """One round of a loop of these instructions."""
+    return volta.usual_path(volta.loops(volta.decode(b"".join(body) + code("BRA", to=-len(body) - 1)))[0])
+
+
+def test_the_fields_of_an_instruction_are_read() -> None:
+    (x,) = volta.decode(code("LDSM", size=8, stall=5, writes=2, reads=3, waits=0b101))
+    assert x == volta.Instruction(0, "LDSM", 8, None, False, 5, 2, 3, 0b101)
+    assert volta.decode(code("FFMA", predicate=3))[0].guarded
+    branch = volta.decode(code("FFMA") + code("BRA", to=-2))[1]
+    assert (branch.target, branch.guarded) == (0, False)
+    assert volta.decode(code("IADD3"))[0].kind == "other"
+
+
+def test_code_of_a_real_compiler_is_read() -> None:
+    """A loop of two ldmatrix and their products, as NVRTC 12.6 writes it for sm_75."""
+    from maxwell import sections
+
+    from pascal_attn_core.fused import nvrtc
+
+    library = nvrtc.find(75)
+    if library is None:
+        pytest.skip("needs NVRTC")
+    text = """
+    extern "C" __global__ void tested(float* out, int n) {
+        __shared__ __align__(16) char sm[8192];
+        float c[4] = {};
+        unsigned at = threadIdx.x * 16;
+    #pragma unroll 1
+        for (int i = 0; i < n; ++i) {
+            unsigned r[4];
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at + i * 512));
+            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+                         "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]));
+            __syncthreads();
+        }
+        out[threadIdx.x] = c[0] + c[1] + c[2] + c[3];
+    }"""
+    found = volta.loops(volta.decode(sections(library.compile(text, 75, {}).cubin)["tested"]))
+    assert len(found) == 1
+    kinds = [x.kind for x in found[0]]
+    assert [kinds.count(kind) for kind in ("LDSM", "HMMA.1688", "BAR", "BRA")] == [1, 1, 1, 1]
+    assert next(x.lane_bytes for x in found[0] if x.kind == "LDSM") == 16
+
+
+def test_rare_work_is_not_on_the_usual_path() -> None:
+    rare = [code("FFMA")] * 5
+    assert len(loop(code("HMMA.1688"), code("BRA", to=5, predicate=0), *rare)) == 3
+    tile = [code("LDG")] * 5
+    assert len(loop(code("HMMA.1688"), code("BRA", to=5, predicate=0), *tile)) == 8
+    assert len(loop(code("HMMA.1688"), code("BRA", to=5), *tile)) == 3  # never run
+
+
+def test_products_alone_keep_the_tensor_cores_busy() -> None:
+    path = loop(*[code("HMMA.1688", stall=8)] * 32)
+    assert model.simulate(path, T4, 8, 1) == pytest.approx(1, abs=0.02)
+    assert model.counts(path, T4).tensor == 32 * 8
+    assert model.simulate(loop(*[code("HMMA.884", stall=2)] * 64), V100, 8, 1) == pytest.approx(1, abs=0.05)
+
+
+def test_shared_memory_is_the_limit_where_it_takes_longer() -> None:
+    """Two ldmatrix.x4 are 1024 bytes, of four schedulers 4096: 64 cycles. Four products are 32."""
+    path = loop(*[code("LDSM")] * 2, *[code("HMMA.1688", stall=8)] * 4)
+    assert model.counts(path, T4).shared == 64
+    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.02)
+    twice = model.Machine("twice", T4.product, 128, 40, 75)
+    assert model.simulate(path, twice, 8, 1, rounds=60) >= 0.9
+
+
+def test_conversions_are_the_limit_where_they_take_longer() -> None:
+    path = loop(*[code("MUFU")] * 8, *[code("HMMA.1688", stall=8)] * 4)
+    assert model.counts(path, T4).conversions == 64
+    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.03)
+
+
+def test_instructions_of_any_kind_take_a_place_in_the_issue() -> None:
+    path = loop(*[code("IADD3")] * 31, code("FFMA"), *[code("HMMA.1688", stall=8)] * 4)
+    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_result_is_waited_for() -> None:
+    """One warp for each scheduler has nothing else to do during 400 cycles."""
+    path = loop(code("LDG", writes=0), code("HMMA.1688", waits=1, stall=8))
+    assert model.simulate(path, T4, 4, 1) < 0.03
+
+
+def test_a_barrier_holds_warps_together() -> None:
+    """Of two warps of a scheduler one multiplies while the other converts; a barrier keeps both in step."""
+    apart = [*[code("MUFU", writes=0)] * 7, code("MUFU", stall=2, writes=0), *[code("HMMA.1688", stall=8, waits=1)] * 8]
+    free, held = (model.simulate(loop(*apart, *end), T4, 8, 1, rounds=60) for end in ((), (code("BAR"),)))
+    assert held < free - 0.1
+
+
+def _with_counter(waits: bool) -> list[volta.Instruction]:
+    work = [*[code("MUFU", writes=0)] * 8, *[code("HMMA.1688", stall=8, waits=1)] * 8]
+    poll = [code("LDS", size=4, writes=1), code("IADD3", waits=2), code("BRA", to=-3, predicate=0)]
+    return loop(*(poll if waits else []), *work, code("STS", size=4, predicate=1))
+
+
+def _rounds_apart(path: list[volta.Instruction]) -> int:
+    """How far the warps of a block get apart of which half begin late."""
+    simulation = model._Simulation(path, T4, 8, 1)
+    for warp in simulation.warps[4:]:
+        warp.ready = 10**6
+    simulation.run(8)
+    return max(w.rounds for w in simulation.warps) - min(w.rounds for w in simulation.warps)
+
+
+def test_a_counter_is_waited_for() -> None:
+    assert model._Counters(_with_counter(True), 8).waits == [0]
+    assert _rounds_apart(_with_counter(True)) <= 2
+    assert _rounds_apart(_with_counter(False)) == 16
+
+
+def test_our_own_kernels_are_found() -> None:
+    """Their loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
+    try:
+        name, cubin, warps, blocks = next(model.own_cubins(["tensor_grad_query"], T4))
+    except SystemExit:
+        pytest.skip("needs NVRTC 12.6")
+    assert (name, warps, blocks) == ("tensor_grad_query-32-float16-none", 8, 1)
+    (path,) = (path for function, path in model.paths(cubin) if function == "pa_tensor_grad_query")
+    assert model.counts(path, T4).by_kind["HMMA.1688"] == 3 * 2 * 8 * 4
+    assert 0.5 < model.simulate(path, T4, warps, blocks) < 1
+
+
+def test_waste_of_a_causal_call() -> None:
+    """Four blocks of 64 rows and 64-column tiles of 256 tokens: 10 tiles of which the diagonal ones are half empty."""
+    found = model.waste(64, 64, 256, 256, heads=1, places=4, allowed=lambda i: (0, i + 1))
+    assert found.unwanted == pytest.approx(1 - 256 * 257 / 2 / (10 * 64 * 64))
+    assert found.idle == pytest.approx(1 - 10 / 16)  # three of four wait for the longest
+
+
+def test_waste_of_blocks_that_do_not_fill_the_card() -> None:
+    assert model.waste(256, 64, 2048, 2048, heads=1, places=40) == model.Waste(0, 1 - 8 / 40)
+    assert model.waste(256, 64, 2048, 2048, heads=10, places=40).idle == 0
+    assert model.waste(256, 64, 300, 64, heads=40, places=40).unwanted == pytest.approx(1 - 300 / 512)
