@@ -7,6 +7,7 @@ from .ffn_chunking import PascalFFNChunking
 from .flash_attn_functions import PascalFlashAttnFunctions, install_if_asked
 from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
+from .second_card import PascalSecondCard
 from .text_encoder_attention import PascalTextEncoderAttention
 from .tile_size import PascalTileSize
 from .vae_attention import PascalVAEAttention
@@ -19,6 +20,7 @@ NODE_CLASS_MAPPINGS = {
     "PascalFFNChunking": PascalFFNChunking,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
+    "PascalSecondCard": PascalSecondCard,
     "PascalFlashAttnFunctions": PascalFlashAttnFunctions,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
@@ -29,6 +31,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalFFNChunking": "Pascal FFN Chunking",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
+    "PascalSecondCard": "Pascal Second Card",
     "PascalFlashAttnFunctions": "Pascal Flash-Attn Functions",
 }
 

@@ -16,6 +16,7 @@ from .comfy.override import OVERRIDE, engine_of, make_override, previous_of
 from .comfy.prompt import where_only_weights_go
 from .comfy.replacements import named_attention
 from .comfy.scope import Scope, make_wrapper
+from .comfy.second import shared_over
 from .comfy.sites import by_name
 from .engine.engine import Engine, Settings
 from .engine.runs import PASSED
@@ -103,7 +104,7 @@ class PascalAttentionPatch:
         engine = Engine(settings, name_of_model(patched.model), "diffusion model", unique_id)
         before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
         behind = runs_first(before, earlier_patch)
-        _install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
+        install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
         blocks = count_blocks(diffusion_model)
         line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
         if before is not None:
@@ -121,7 +122,7 @@ class PascalAttentionPatch:
 _AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet call", "APPLY_MODEL": "call"}
 
 
-def _install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
+def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
     """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -160,6 +161,7 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:
+    engine.share(*shared_over(patcher))
     engine.begin()
 
 

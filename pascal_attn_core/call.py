@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -69,12 +69,37 @@ class Gradients(NamedTuple):
 
 
 @dataclass
+class DeviceShare:
+    """What one device did of a call that several share, or of many such calls.
+
+    Attributes:
+        units, of: its key/value heads, or blocks of query rows, and how many there were.
+        copy_ms: in copies from and to the first device.
+        run_ms: in computation; 0 for the first device, whose time is that of the call.
+    """
+
+    units: int = 0
+    of: int = 0
+    copy_ms: float = 0.0
+    run_ms: float = 0.0
+
+    def add(self, other: DeviceShare) -> None:
+        self.units += other.units
+        self.of += other.of
+        self.copy_ms += other.copy_ms
+        self.run_ms += other.run_ms
+
+
+@dataclass
 class TiledStats:
-    """Query blocks computed, how many of them were bounded, and how often the device ran out of memory meanwhile."""
+    """Query blocks computed, how many of them were bounded, and how often the device ran out of memory meanwhile; for a
+    call that several devices share, what each did, and why one did not do its part."""
 
     blocks: int = 0
     bounded_blocks: int = 0
     budget_halvings: int = 0
+    devices: dict[str, DeviceShare] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)

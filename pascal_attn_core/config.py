@@ -7,6 +7,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,9 @@ class AttentionConfig:
         math_limit_mib: a score matrix up to this size in MiB may go to torch's math attention.
         trim_masks: read the values of a mask to skip keys and tiles that are fully masked. On a GPU this
             costs one synchronisation per masked call.
+        devices: two or more, such as ``("cuda:0", "cuda:1")``: calls whose tensors are on the first are shared out over
+            all of them, where that is faster; see docs/several-cards.md.
+        share_from_tokens: calls with fewer queries or keys stay on the first device.
     """
 
     route: str = "auto"
@@ -69,6 +73,8 @@ class AttentionConfig:
     math_limit_mib: float = 1.0
     trim_masks: bool = True
     fused: bool = True
+    devices: tuple[str, ...] = ()
+    share_from_tokens: int = 1024
 
     token: ClassVar[str] = ""
     """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a custom
@@ -87,6 +93,8 @@ class AttentionConfig:
         for name in ("trim_masks", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        object.__setattr__(self, "devices", _device_names(self.devices))
+        _whole_number("share_from_tokens", self.share_from_tokens)
         object.__setattr__(self, "token", _token(self))
 
     @staticmethod
@@ -185,7 +193,11 @@ def cache_folder() -> Path | None:
 
 def _token(config: AttentionConfig) -> str:
     values = ((field.name, getattr(config, field.name), field.default) for field in dataclasses.fields(config))
-    return ";".join(f"{name}={value}" for name, value, default in values if value != default)
+    return ";".join(f"{name}={_written(value)}" for name, value, default in values if value != default)
+
+
+def _written(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,7 +209,13 @@ def _from_token(token: str) -> AttentionConfig:
     return AttentionConfig(**changes)
 
 
-_NUMBERS = {"budget_mib": float, "math_limit_mib": float, "q_block": int, "kv_block": int}
+_NUMBERS = {
+    "budget_mib": float,
+    "math_limit_mib": float,
+    "q_block": int,
+    "kv_block": int,
+    "share_from_tokens": int,
+}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -216,6 +234,8 @@ def _parse(default: Any, name: str, text: str) -> Any:
         except ValueError:
             kind = "a whole number" if number is int else "a number"
             raise ValueError(f"{name} must be {kind}, got {_shown(text)}") from None
+    if isinstance(default, tuple):
+        return tuple(part.strip().lower() for part in text.split(",") if part.strip())
     return text.lower()
 
 
@@ -242,6 +262,19 @@ def _warn_once(sentence: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _tell_once(sentence: str) -> None:
     log.info("%s", sentence)
+
+
+_DEVICE_NAME = re.compile(r"[a-z]+(:\d+)?")
+
+
+def _device_names(devices: Any) -> tuple[str, ...]:
+    expected = "devices must be two or more names of devices, such as ('cuda:0', 'cuda:1'), or ()"
+    if not isinstance(devices, (tuple, list)):
+        raise TypeError(f"{expected}, got {_shown(devices)}")
+    names = tuple(str(device) for device in devices)
+    if len(names) == 1 or not all(_DEVICE_NAME.fullmatch(name) for name in names):
+        raise ValueError(f"{expected}, got {_shown(devices)}")
+    return names
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -19,6 +19,9 @@ In evaluation ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a nat
 ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double backward:
 remove the patch for a gradient penalty. A model with activation checkpoints needs the patch in its backward pass too;
 functions that it has imported by name are not redirected there, since torch leaves modes while it runs backward.
+
+Inside torch's own ``context_parallel`` calls stay torch's, where the switch was set before; there it cannot be set. To
+share out tokens over processes with ours see :mod:`pascal_attn_core.parallel`.
 """
 
 from __future__ import annotations
@@ -108,6 +111,7 @@ def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = 
             without that 0.
     Raises:
         TypeError, ValueError: an argument is something else.
+        RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
@@ -193,6 +197,12 @@ _made: list[_Replacement] = []
 def _replacement() -> _Replacement:
     """The one whose function is at torch's name now, active or not, else one over the function that is there."""
     current = getattr(F, SDPA_NAME)
+    if str(getattr(current, "__module__", "")).startswith("torch.distributed."):
+        raise RuntimeError(
+            f"the switch must be set before torch's context_parallel is entered, got {SDPA_NAME} of "
+            f"{current.__module__}: over it ours would see the tokens of this process alone. "
+            "pascal_attn_core.parallel.context_parallel_sdpa shares out calls itself"
+        )
     for made in _made:
         if made.function is current or (made.original is current and not made.scopes):
             return made

@@ -30,6 +30,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         eager: modules that are loaded by :meth:`install`, so that they exist without being imported; the others are
             loaded when a program imports them.
         adapt: changes the members of a module, given its name and them, before they are set.
+        enter: ``"module: function"``, called when the modules are put in; it returns what undoes it.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         package: str,
         eager: Sequence[str] = (),
         adapt: Callable[[str, dict[str, Any]], None] | None = None,
+        enter: str | None = None,
     ):
         self.distribution, self.version, self.package = distribution, version, package
-        self._modules, self._eager, self._adapt = modules, eager, adapt
+        self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
+        self._leave: Callable[[], None] | None = None
         self._users = 0
         self._loaded: dict[str, ModuleType] = {}
         self._hidden: dict[str, ModuleType] = {}
@@ -57,19 +60,25 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         A second call shares them: they go with the last Patch."""
         with _lock:
             if not self._users:
-                roots = tuple(f"{name}." for name in self._modules if "." not in name)
-                self._hidden = {
-                    name: module
-                    for name, module in sys.modules.items()
-                    if name in self._modules or name.startswith(roots)
-                }
-                for name in self._hidden:
-                    del sys.modules[name]
-                sys.meta_path.insert(0, self)
-                for name in self._eager:
-                    importlib.import_module(name)
+                try:
+                    self._put_in()
+                except BaseException:
+                    self._take_away()
+                    raise
             self._users += 1
         return Patch(self.distribution, self._release, sites=len(self._modules))
+
+    def _put_in(self) -> None:
+        if self._enter is not None:
+            (enter,) = self._members(self._enter).values()
+            self._leave = enter()
+        roots = tuple(f"{name}." for name in self._modules if "." not in name)
+        for name, module in list(sys.modules.items()):
+            if name in self._modules or name.startswith(roots):
+                self._hidden[name] = sys.modules.pop(name, module)
+        sys.meta_path.insert(0, self)
+        for name in self._eager:
+            importlib.import_module(name)
 
     def _release(self) -> list[str]:
         with _lock:
@@ -88,6 +97,9 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         for name, before in self._hidden.items():
             sys.modules.setdefault(name, before)
         self._loaded, self._hidden = {}, {}
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
         return sentences
 
     # ---- what the import system asks ---------------------------------------------------------------------------------
@@ -107,15 +119,18 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         name = module.__name__
         members: dict[str, Any] = {"__file__": __file__, "__version__": self.version}
         for source in self._modules[name]:
-            where, _, names = source.partition(": ")
-            ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
-            for member in names.split():
-                public, _, own = member.partition("=")
-                members[public] = getattr(ours, own or public)
+            members.update(self._members(source))
         if self._adapt is not None:
             self._adapt(name, members)
         vars(module).update(members)
         self._loaded[name] = module
+
+    def _members(self, source: str) -> dict[str, Any]:
+        """What ``"module: a b c=d"`` names, by the names that programs find."""
+        where, _, names = source.partition(": ")
+        ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
+        pairs = (member.partition("=") for member in names.split())
+        return {public: getattr(ours, own or public) for public, _, own in pairs}
 
     def find_distributions(self, context: Any = None) -> Iterator[_Metadata]:
         name = None if context is None else context.name

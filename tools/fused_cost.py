@@ -24,6 +24,7 @@ from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
 from pascal_attn_core.device import DeviceInfo  # noqa: E402
 from pascal_attn_core.fused.kernels import Kernels  # noqa: E402
 from pascal_attn_core.fused.source import Variant  # noqa: E402
+from pascal_attn_core.fused.trial import Trials  # noqa: E402
 from pascal_attn_core.routes.timing import Timings  # noqa: E402
 from pascal_attn_core.runtime import Runtime, using  # noqa: E402
 
@@ -52,6 +53,14 @@ class TrustedKernels(Kernels):
 
     def largest_error(self, variant: Variant) -> float:
         return 0.0
+
+
+class GoodTrials(Trials):
+    """A machine on which the process that checks the kernels has found them right."""
+
+    def _try(self, needed: list[Variant]) -> str:
+        self._good.update(variant.name for variant in needed)
+        return ""
 
 
 class FasterThanTorch(Timings):
@@ -108,15 +117,16 @@ def functions_of(call: Callable[[], object]) -> list[str]:
     return files
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20_000, help="calls of each kind (default: %(default)s)")
-    repeats = parser.parse_args().repeats
+    repeats = parser.parse_args(arguments).repeats
     torch.set_num_threads(1)
     driver = IdleDriver()
     parts = {
         Kernels: lambda runtime: TrustedKernels(runtime, open_driver=lambda: driver),
         Timings: FasterThanTorch,
+        Trials: lambda runtime: GoodTrials(runtime, folder=lambda: None),
     }
     print(f"{'us':>5} {'functions':>9} {'files':>5}  call")
     with using(Runtime("cpu", CARD, parts)), torch.no_grad():

@@ -4,7 +4,7 @@
     python tools/mutants.py int32_batch_offset    these
 
 Each runs in a copy of the checkout, up to the first test that fails. Missing barriers are not among them:
-test_a_kernel_without_any_one_barrier_is_wrong removes each in turn.
+tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CUDA = Path("pascal_attn_core") / "fused" / "cuda"
 COPIED = ("pascal_attn_core", "tests", "tools", "docs", "pyproject.toml")
 TESTS = ("tests/contract/fused/test_geometries.py", "tests/contract/fused/test_emulation.py")
+GRADIENT_TESTS = ("tests/contract/fused/test_tensor_gradients.py",)
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,18 @@ class Mutant:
         file: in :data:`CUDA`.
         right: what stands there, once; wrong: what is put there.
         is_noticed: False: no number that a test could look at changes, or hardly.
+        tests: files that should notice.
     """
 
     file: str
     right: str
     wrong: str
     is_noticed: bool = True
+    tests: tuple[str, ...] = TESTS
+
+
+def _gradient(right: str, wrong: str, file: str = "tensor_gradient.cu") -> Mutant:
+    return Mutant(file, right, wrong, tests=GRADIENT_TESTS)
 
 
 MUTANTS = {
@@ -46,7 +53,7 @@ MUTANTS = {
     "window_low_edge": Mutant("masks.cuh", "first = distance + b.low;", "first = distance + b.low + 1;"),
     "band_cuts_high": Mutant("masks.cuh", "col0 + PA_BC - 1 > first + b.high", "col0 + PA_BC - 2 > first + b.high"),
     "band_cuts_low": Mutant("masks.cuh", "col0 < last + b.low", "col0 < last + b.low - 1"),
-    "int32_batch_offset": Mutant("masks.cuh", ": b * batch_stride;", ": (int)(b * (int)batch_stride);"),
+    "int32_batch_offset": Mutant("sequence.cuh", ": b * batch_stride;", ": (int)(b * (int)batch_stride);"),
     "int32_row_offset": Mutant(
         "product.cuh",
         "return first + (r < rows ? r : 0) * stride",
@@ -76,12 +83,12 @@ MUTANTS = {
         "const float reference = row_max[i];  // a row",
     ),
     "merge_takes_the_first_maximum": Mutant(
-        "forward.cu",
+        "combine.cuh",
         "best = fmaxf(best, p.part_max[s * total + row]);",
         "best = s ? best : p.part_max[row];",
     ),
     "merge_does_not_scale_sums": Mutant(
-        "forward.cu", "fmaf(p.part_sums[s * total + row], fade, sum)", "p.part_sums[s * total + row] + sum"
+        "combine.cuh", "fmaf(p.part_sums[s * total + row], fade, sum)", "p.part_sums[s * total + row] + sum"
     ),
     "first_tile_ignored": Mutant("forward.cu", "at.row0 = (tile + p.first_tile) * PA_BR;", "at.row0 = tile * PA_BR;"),
     "first_batch_ignored": Mutant("forward.cu", "at.b = blockIdx.z + p.first_batch;", "at.b = blockIdx.z;"),
@@ -104,6 +111,24 @@ MUTANTS = {
     ),
     "flushed_sums_forgotten_at_the_end": Mutant(
         "forward.cu", "if (is_flushed(before)) add_flushed(O[i], o,", "if (0) add_flushed(O[i], o,"
+    ),
+    "gradient_tail_key": _gradient("min_int(at.length() - 1 - col0, distance", "min_int(at.length() - col0, distance"),
+    "gradient_window_low_edge": _gradient("first = distance + at.low();", "first = distance + at.low() + 1;"),
+    "gradient_band_cuts_high": _gradient("col0 + PA_SC - 1 > at.row0()", "col0 + PA_SC - 2 > at.row0()"),
+    "gradient_stats_of_the_tile_before": _gradient("stats[place ^ 1][t.tid / PA_BC]", "stats[place][t.tid / PA_BC]"),
+    "gradient_stats_of_one_head": _gradient("(at.head() * p.group + s.head) * p.lh", "at.head() * p.group * p.lh"),
+    "gradient_queries_that_do_not_exist": _gradient("== 2 ? 2 : 0) ? POS_INF : 0.f", "== 2 ? 2 : 0) ? 0.f : 0.f"),
+    "gradient_probs_not_scaled_back": _gradient("dXX, PROB_UNIT, at.rows()", "dXX, 1.f, at.rows()"),
+    "gradient_delta_takes_the_sign_of_lse": _gradient("(sum - (p.grad_lse", "(sum + (p.grad_lse"),
+    "gradient_words_of_the_tile_before": _gradient("words[place ^ 1][t.tid] = word", "words[place][t.tid] = word"),
+    "gradient_flags_of_one_head": _gradient(
+        "query_head(p, at, head) * p.flags_h", "query_head(p, at, 0) * p.flags_h", "tensor_gradient_masks.cuh"
+    ),
+    "gradient_left_operand_of_the_next_piece": _gradient(
+        "panel_piece(row, n, c) ^ 16u", "panel_piece(row, n, c) ^ 0u", "tensor_gradient.cuh"
+    ),
+    "gradient_first_tile_ignored": _gradient(
+        "at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR", "at.row0 = (int)blockIdx.x * PA_BR", "tensor_gradient.cuh"
     ),
     "scores_kept_far_too_long": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 100.f", is_noticed=False),
     "scores_never_kept": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 0.f", is_noticed=False),
@@ -145,7 +170,7 @@ def first_failure(mutant: Mutant, tests: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTANTS)}")
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="files or tests (%(default)s)")
+    parser.add_argument("--tests", nargs="+", help="files or tests, instead of each one's own")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in MUTANTS]
     if unknown:
@@ -153,7 +178,7 @@ def main() -> None:
     missed = []
     for name in arguments.names or MUTANTS:
         begin = time.monotonic()
-        test = first_failure(MUTANTS[name], list(arguments.tests))
+        test = first_failure(MUTANTS[name], list(arguments.tests or MUTANTS[name].tests))
         if not test and MUTANTS[name].is_noticed:
             missed.append(name)
         print(f"{name:32} {time.monotonic() - begin:5.0f} s  {test or 'not noticed'}", flush=True)

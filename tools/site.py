@@ -20,11 +20,12 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "LICENSE": "LICENSE.txt",
+    "notebooks/attention.ipynb": "notebooks/attention.ipynb",
     "notebooks/cards.ipynb": "notebooks/cards.ipynb",
 }
 # Modules whose public names make a page each.
 API = ("", "attention_map", "capture", "device", "diffusers", "ffn", "flash_attn", "layers", "observe.memory",
-       "observe.progress", "plots", "sdpa_patch", "transformers")  # fmt: skip
+       "observe.progress", "parallel", "plots", "sdpa_patch", "transformers")  # fmt: skip
 _LINK = re.compile(r"(!?)\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\(([^)\s]+)\)")  # its text may be a picture
 _SOURCE = re.compile(r'(src|href)="([^"]+)"')
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")

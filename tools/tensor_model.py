@@ -2,6 +2,7 @@
 
     python tools/tensor_model.py FILE.cubin --warps 8 --blocks 1          each loop with products of each function
     python tools/tensor_model.py FILE.cubin --machine V100 --function pa_forward
+    python tools/tensor_model.py --kinds tensor tensor_grad_query         ours, compiled by NVRTC
     python tools/tensor_model.py --calls                                  work wasted at edges, and idle multiprocessors
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
@@ -33,7 +34,7 @@ from __future__ import annotations
 import argparse
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,22 +60,23 @@ class Machine:
     Attributes:
         product: cycles of its scheduler's tensor cores for an instruction, by kind.
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
-        num_sms: of the card.
+        num_sms: of the card; arch: 75 is sm_75.
     """
 
     name: str
     product: dict[str, int]
     shared_bytes: int
     num_sms: int
+    arch: int
     conversion: int = 8
 
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("T4", {"HMMA.1688": 8}, 64, 40),
-        Machine("RTX 2080 Ti", {"HMMA.1688": 16}, 64, 68),
-        Machine("V100", {"HMMA.884": 2}, 128, 80),
+        Machine("T4", {"HMMA.1688": 8}, 64, 40, 75),
+        Machine("RTX 2080 Ti", {"HMMA.1688": 16}, 64, 68, 75),
+        Machine("V100", {"HMMA.884": 2}, 128, 80, 70),
     )
 }
 
@@ -375,9 +377,22 @@ def print_calls(rows: int, cols: int, blocks: int, machine: Machine) -> None:
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
 
 
+def own_cubins(kinds: list[str], machine: Machine) -> Iterator[tuple[str, bytes, int, int]]:
+    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, without masks."""
+    from fused import compiled
+
+    from pascal_attn_core.fused.source import all_variants
+
+    for variant in all_variants():
+        if variant.kind in kinds and variant.mask == "none" and not variant.padded:
+            cubin = compiled(variant, machine.arch).cubin
+            yield variant.name, cubin, variant.geometry.threads // _LANES, variant.geometry.blocks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cubin", type=Path, nargs="?")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="no cubin: our kernels of these kinds")
     parser.add_argument("--function", default="", help="part of the names of those to look at")
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
@@ -391,8 +406,15 @@ def main() -> None:
         for machine in machines:
             print_calls(arguments.rows, arguments.cols, arguments.blocks, machine)
         return
+    if arguments.kinds:
+        print(HEAD)
+        for machine in machines:
+            for name, cubin, warps, blocks in own_cubins(arguments.kinds, machine):
+                for _, path in paths(cubin):
+                    print(report(name, path, machine, warps, blocks), flush=True)
+        return
     if arguments.cubin is None:
-        parser.error("give a cubin, or --calls")
+        parser.error("give a cubin, --kinds or --calls")
     print(HEAD)
     for function, path in paths(arguments.cubin.read_bytes()):
         for machine in machines if arguments.function in function else ():

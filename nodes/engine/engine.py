@@ -18,7 +18,7 @@ from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
-from ...pascal_attn_core.observe.report import mask_kind
+from ...pascal_attn_core.observe.report import add_shares, mask_kind
 from ...pascal_attn_core.routes import Choice, choose, why_not
 from ...pascal_attn_core.routes.run import run as run_call
 from ...pascal_attn_core.routes.tiled import forget_halvings
@@ -66,6 +66,8 @@ class Settings:
         tile = self.config.kv_block
         parts = [f"route {self.config.route}", f"budget {self.budget_bytes(device) / MIB:g} MiB"]
         parts += [] if tile is None else [f"tiles of {tile} keys"]
+        if self.config.devices:
+            parts.append(f"shared over {' and '.join(self.config.devices)} from {self.config.share_from_tokens} tokens")
         return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
 
 
@@ -116,6 +118,16 @@ class Engine:
         self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
         self._finite_inputs = True  # until a call's inputs were found not to be
         self._handled = 0  # id of the exception that was being handled when the run began
+
+    def share(self, devices: tuple[str, ...], least_tokens: int) -> None:
+        """Share calls of at least so many queries and keys out over devices, the first of which has the model; () = on
+        none but their own. Kinds of calls are decided anew, since what kept one on its device may be over."""
+        config = replace(self.settings.config, devices=devices, share_from_tokens=least_tokens)
+        with self._lock:
+            if devices or config != self.settings.config:
+                self.settings = replace(self.settings, config=config)
+                self._configs.clear()
+                self._decisions.clear()
 
     # ---- runs ----
 
@@ -358,7 +370,7 @@ class Engine:
             tally = run.tally(_taken(kind.block, choice, call, kind.via))
         with run.lock:
             tally.count += 1
-        stats = TiledStats() if choice.route == "tiled" else None
+        stats = TiledStats() if choice.route in ("tiled", "several") else None
         meter = Meter(run, tally, device, measures=asked and is_new and self._is_new(kind))
         one_kernel = decision.choice is not None and (decision.has_form or decision.route == "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
@@ -370,6 +382,9 @@ class Engine:
             tally.blocks += stats.blocks
             tally.bounded_blocks += stats.bounded_blocks
             tally.budget_halvings += stats.budget_halvings
+            add_shares(tally.shares, stats.devices)
+            for remark in stats.remarks:
+                run.note(remark)
         if is_new and asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):
             run.sample = sample_of(call, kind, out) or run.sample
         return out

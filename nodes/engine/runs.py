@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...pascal_attn_core.call import DeviceShare
+from ...pascal_attn_core.observe.report import add_shares
+
 if TYPE_CHECKING:
     from .compare import Difference
 
@@ -67,6 +70,7 @@ class CallTally:
         blocks, bounded_blocks: query blocks of the route ``tiled``, and those that needed no running maximum.
         budget_halvings: how often the device ran out of memory and half the budget was tried.
         repaired: outputs that were not finite and were computed again in float32.
+        shares: what each device did, where several shared the calls.
     """
 
     count: int = 0
@@ -76,6 +80,7 @@ class CallTally:
     bounded_blocks: int = 0
     budget_halvings: int = 0
     repaired: int = 0
+    shares: dict[str, DeviceShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +240,14 @@ class Run:
         """The most that one call needed besides its inputs and output; None if none was measured."""
         known = [t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None]
         return max(known) if known else None
+
+    @property
+    def shares(self) -> dict[str, DeviceShare]:
+        """What each device did of the calls that several shared; {} if none were."""
+        sums: dict[str, DeviceShare] = {}
+        for tally in list(self.tallies.values()):
+            add_shares(sums, tally.shares)
+        return sums
 
     @property
     def math_bytes(self) -> int:

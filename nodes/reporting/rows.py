@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ...pascal_attn_core.call import DeviceShare
+from ...pascal_attn_core.observe.report import add_shares
 from ..engine.runs import CallKind, CallTally, Run
 
 
@@ -123,6 +125,9 @@ def together(runs: Sequence[Run]) -> Run:
 
 def _added(a: CallTally, b: CallTally) -> CallTally:
     known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
+    shares: dict[str, DeviceShare] = {}
+    for tally in (a, b):
+        add_shares(shares, tally.shares)
     return CallTally(
         a.count + b.count,
         a.elapsed_ms + b.elapsed_ms,
@@ -131,4 +136,5 @@ def _added(a: CallTally, b: CallTally) -> CallTally:
         a.bounded_blocks + b.bounded_blocks,
         a.budget_halvings + b.budget_halvings,
         a.repaired + b.repaired,
+        shares,
     )

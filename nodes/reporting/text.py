@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ...pascal_attn_core.observe.machine import describe_facts
+from ...pascal_attn_core.observe.report import shares_text
 from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text
 from .gain import gain_line
@@ -75,6 +76,7 @@ def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
     rows = [("", shown.remark), ("settings", run.settings), ("device", ", ".join(sorted(run.devices) or [run.device]))]
     if run.tallies:
         rows += _call_rows(run)
+        rows.append(("shared", shares_text(run.shares)))
         rows += [("time", time_text(run)), *_memory_rows(run, memory), *_trouble_rows(run)]
     elif run.elapsed_s:
         rows.append(("time", duration_text(run.elapsed_s)))
@@ -157,6 +159,7 @@ def bug_report(findings: Findings) -> list[str]:
         run = shown.run
         lines += ["", f"{shown.title} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
         lines += [f"  {line}" for line in _kind_lines(run)]
+        lines += [f"  shared: {shares_text(run.shares)}"] if run.shares else []
         lines += [f"  {text}" for _, text in _memory_rows(run, findings.memory)]
         lines += [f"  exactness: {shown.exactness.text()}"] if shown.exactness is not None else []
         lines += [f"  WARNING: {text}" for text in run.warnings] + [f"  note: {text}" for text in run.notes]

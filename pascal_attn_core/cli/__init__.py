@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | selftest | bench | run | replay | demo``."""
+"""The command line: ``pascal-attn info | selftest | bench | run | replay | second-card | demo``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "time every route, torch's own kernels and installed peers on typical shapes",
     "run": "run a program with its attention computed by ours, and report at its end",
     "replay": "run captured attention calls over every route",
+    "second-card": "what a second card would gain, per model and pair of cards: a model, not a measurement",
     "demo": "a small pipeline before and after, with the memory it took",
 }
 
@@ -83,7 +84,7 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == wanted:
-            importlib.import_module(f".{name}", __name__).add_parser(subparsers)
+            importlib.import_module(f".{name.replace('-', '_')}", __name__).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
     return parser

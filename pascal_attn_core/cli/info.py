@@ -13,13 +13,24 @@ import torch
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo
-from ..observe.machine import MIB, Machine, complaints, device_lines, device_names, head_lines, line, look_around
+from ..observe.machine import (
+    MIB,
+    Machine,
+    complaints,
+    device_lines,
+    device_names,
+    head_lines,
+    line,
+    look_around,
+    together_lines,
+)
 from ..observe.wheels import judge
 from ..routes import why_not
 from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
+from . import second_card
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
 
@@ -102,8 +113,21 @@ def describe(info: Info) -> str:
     lines = head_lines(info.machine)
     for number, device in enumerate(info.machine.devices):
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
+    lines += _together_lines(info)
     lines += _route_lines(info)
     return "\n".join(lines)
+
+
+def _together_lines(info: Info) -> list[str]:
+    """Of machines with several cards."""
+    machine = info.machine
+    lines = together_lines(machine)
+    if not lines:
+        return []
+    lines.append(line("", "attention on both cards, times as fast as on the first (model, not measured):"))
+    for name, gains in second_card.own_gains(machine):
+        lines.append(line("", f"  {name}: " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains)))
+    return ["", *lines]
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ..function_copy import copy_over
 from .code import calls_sdpa_of_torch
+from .parallel import attend_in_parallel
 from .redirect import FUNCTIONAL, this_thread
 
 _REGISTRY = "_AttentionBackendRegistry"
+_TEMPLATES = "_templated_context_parallel_attention"  # what the backend calls across processes
 
 
 @functools.lru_cache(maxsize=1)
@@ -35,8 +37,7 @@ def native_backend() -> Any:
 def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """``function(*args, **kwargs)``, where ``function`` is diffusers' ``dispatch_attention_fn``, under the redirect."""
     native = native_backend()
-    # across devices the backend calls torch's function in other functions than its own
-    if kwargs.get("backend") is native is not None and kwargs.get("parallel_config") is None:
+    if kwargs.get("backend") is native is not None:
         registry: Any = getattr(function, "__globals__", {}).get(_REGISTRY)
         copy = _with_native_copied(function, registry, getattr(registry, "_backends", {}).get(native))
         if copy is not None:
@@ -53,7 +54,7 @@ def _with_native_copied(function: Callable, registry: Any, backend: Any) -> Call
     kind."""
     if not (isinstance(registry, type) and isinstance(function, FunctionType) and calls_sdpa_of_torch(backend)):
         return None
-    copied = {native_backend(): copy_over(backend, {"torch": _TORCH})}
+    copied = {native_backend(): copy_over(backend, {"torch": _TORCH, _TEMPLATES: attend_in_parallel})}
     return copy_over(function, {_REGISTRY: type(registry.__name__, (registry,), {"_backends": copied})})
 
 

@@ -22,6 +22,9 @@ _ROOT = "flash_attn"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
 _TURING_NAMES = ("fwd", "bwd", "varlen_fwd", "varlen_bwd")
+_INTERFACE_MODULE = "flash_attn.flash_attn_interface"
+# What ``around`` is put around.
+_COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", *_TURING_NAMES)
 _FA3_RESULTS = ("out", "out_and_lse", None)
 _PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
 
@@ -30,13 +33,19 @@ _INTERFACE = (
     ".: flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
 )
+# Without autograd.
+_RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
+_RAW = ".extras.raw: " + " ".join(f"_{name}={name}" for name in _RAW_NAMES)
+_WRAPPED = ".operators: " + " ".join(f"_wrapped_{name}=wrapped_{name}" for name in _RAW_NAMES)
 # Programs import these from flash-attn's modules, which have them from einops.
 _EINOPS = "einops"
 _EINOPS_NAMES = f"{_EINOPS}: rearrange repeat"
 _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn": (_INTERFACE,),
-    "flash_attn.flash_attn_interface": (
+    _INTERFACE_MODULE: (
         _INTERFACE,
+        _RAW,
+        _WRAPPED,
         ".extras.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
         "flash_attn_unpadded_qkvpacked_func flash_attn_unpadded_qkvpacked_split_func",
     ),
@@ -112,9 +121,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     _FA3: (
         ".extras.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_with_kvcache get_scheduler_metadata",
+        ".extras.version3_raw: _flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
     ),
 }
-_EAGER = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
+_EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
 _lock = threading.Lock()
 _installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
 
@@ -132,14 +142,16 @@ def install_as_flash_attn(
     ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.{distributed,generation}``, the names of flash-attn 1
     (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
     and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
-    imported. Other submodules do not exist.
+    imported. Other submodules do not exist. ``flash_attn_interface`` has the functions without autograd too
+    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` likes, and the operators
+    ``torch.ops.flash_attn._flash_attn_forward`` ...): ring attention by yunchang, xDiT, ring-flash-attention and
+    diffusers' backend ``flash`` runs on ours.
 
     Code that has imported the name before, or found that it is missing, keeps what it found: call this first. Package
     metadata agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what
     Transformers asks: with a CUDA device its ``is_flash_attn_2_available()`` is then True, and
     ``attn_implementation="flash_attention_2"`` runs on ours; without CUDA it stays False, as with the real package.
-    Diffusers also needs private functions of the real package, reports that they are missing and continues without it;
-    use :func:`pascal_attn_core.diffusers.patch_pipeline` there.
+    Diffusers offers its backend ``flash`` on any device then.
 
     Args:
         replace: take the place of the real packages where they are installed.
@@ -192,10 +204,10 @@ def _stand_in(fa3: str | None, without: set[str], around: Callable[..., Any] | N
                 members[member] = _with_lse(members[member])
         if around is not None:
             for member, value in members.items():
-                if member.startswith(("flash_attn_", *_TURING_NAMES)) and callable(value):
+                if member.startswith(_COUNTED) and callable(value):
                     members[member] = around(f"{name}.{member}", value)
 
-    return StandIn(_ROOT, VERSION, modules, package=_PACKAGE, eager=_EAGER, adapt=adapt)
+    return StandIn(_ROOT, VERSION, modules, package=_PACKAGE, eager=_EAGER, adapt=adapt, enter=".operators: define")
 
 
 def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .launches import Launch, View, common_fields, result_fields, views, work_of
-from .params import Backward
+from .launches import Launch, View, common_fields, result_fields, steps, views, work_of
+from .params import Backward, TensorBackward
 from .plan import Plan
+from .source import Variant
 
 
 def backward_launches(
@@ -54,14 +55,80 @@ def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool,
         **result_fields(grad_key, "dk", "dk"),
         **result_fields(grad_value, "dv", "dv"),
     }
-    params, keep, work = Backward(**fields), (stats, *view.tensors), work_of(call, view)
-    batches = view.query.shape[0]
     query, key = plan.gradients
-    rows = batches * call.num_heads * call.seq_len_q
-    query_grid = (-(-call.seq_len_q // query.geometry.rows), call.num_heads, batches)
-    key_grid = (-(-call.seq_len_kv // key.geometry.rows), call.num_kv_heads, batches)
+    work = work_of(call, view)
+    if query.on_tensor_cores:
+        return _tensor_launches(call, view, (query, key), fields, stats, 2 * work)
+    params, keep = Backward(**fields), (stats, *view.tensors)
+    delta_grid, query_grid, key_grid = _grids(call, view, query, key)
     return [
-        Launch(query, "pa_delta", (-(-rows // 4), 1, 1), 128, params, keep),
+        Launch(query, "pa_delta", delta_grid, 128, params, keep),
         Launch(query, "pa_grad_query", query_grid, query.geometry.threads, params, keep, 2 * work),
         Launch(key, "pa_grad_key_value", key_grid, key.geometry.threads, params, keep, 2 * work),
     ]
+
+
+Grid = tuple[int, int, int]
+
+
+def _grids(call: AttentionCall, view: View, query: Variant, key: Variant) -> tuple[Grid, Grid, Grid]:
+    """Of delta, of the gradient of query, and of those of key and value."""
+    batches = view.query.shape[0]
+    rows = batches * call.num_heads * call.seq_len_q
+    return (
+        (-(-rows // 4), 1, 1),
+        (-(-call.seq_len_q // query.geometry.rows), call.num_heads, batches),
+        (-(-call.seq_len_kv // key.geometry.rows), call.num_kv_heads, batches),
+    )
+
+
+def _tensor_launches(
+    call: AttentionCall, view: View, variants: tuple[Variant, Variant], fields: dict, stats: Tensor, work: int
+) -> list[Launch]:
+    delta_grid, *grids = _grids(call, view, *variants)
+    keep = [stats, *view.tensors]
+    params = TensorBackward(**fields)
+    launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
+    bits = None if view.mask is None else _empty_bits(call, view)
+    for variant, grid in zip(variants, grids):
+        function, own = variant.functions[0], dict(fields)
+        if bits is not None:
+            flags, of_mask, mask_grid = _mask_tiles(call, view, variant, bits)
+            keep += [bits, flags]
+            own |= of_mask
+            launches.append(Launch(variant, "pa_gradient_bits", mask_grid, 128, TensorBackward(**own), tuple(keep)))
+        launches.append(
+            Launch(variant, function, grid, variant.geometry.threads, TensorBackward(**own), tuple(keep), work)
+        )
+    return launches
+
+
+_KEYS_OF_BLOCK = 256  # the most of any geometry: both kernels write the same bits
+
+
+def _empty_bits(call: AttentionCall, view: View) -> Tensor:
+    """Memory for a mask's bits (``tensor_gradient_masks.cuh``). What a mask repeats is not repeated there."""
+    assert view.mask is not None
+    of_batch, of_head, of_query, _ = steps(view.mask)
+    batches = view.query.shape[0] if of_batch else 1
+    heads, rows = (call.num_heads if of_head else 1), (call.seq_len_q if of_query else 1)
+    words = -(-call.seq_len_kv // _KEYS_OF_BLOCK) * (_KEYS_OF_BLOCK // 32)
+    return view.query.new_empty((batches, heads, rows, words), dtype=torch.int32)
+
+
+def _mask_tiles(call: AttentionCall, view: View, variant: Variant, bits: Tensor) -> tuple[Tensor, dict[str, int], Grid]:
+    """Memory for the flags of the tiles of one kernel, the fields that name them and the bits, and the grid of the
+    kernel that writes both."""
+    geometry, of_keys = variant.geometry, "key_value" in variant.kind
+    queries, keys = (geometry.cols, geometry.rows) if of_keys else (geometry.rows, geometry.cols)
+    batches, heads, rows, _ = bits.shape
+    key_tiles, query_tiles = -(-call.seq_len_kv // keys), -(-rows // queries)
+    flags = bits.new_empty((batches, heads, query_tiles, key_tiles), dtype=torch.uint8)
+    bits_b, bits_h, bits_q, _ = steps(bits)
+    flags_b, flags_h, flags_q, _ = steps(flags)
+    fields = {
+        "mask_bits": bits.data_ptr(), "bits_b": bits_b, "bits_h": bits_h, "bits_q": bits_q,
+        "flags": flags.data_ptr(), "flags_b": flags_b, "flags_h": flags_h, "flags_q": flags_q,
+        "mask_heads": heads, "mask_rows": rows,
+    }  # fmt: skip
+    return flags, fields, (key_tiles, query_tiles, batches * heads)

@@ -7,15 +7,17 @@ from collections.abc import Iterable
 from .launches import Launch
 from .plan import Packed
 
+_OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta")
+
 
 def packed_launches(launches: Iterable[Launch], packed: Packed) -> list[Launch]:
     """The launches of a call ``[1, H, total, D]`` as those of its sequences. Blocks behind the end of a sequence that
-    is shorter than the longest do nothing; what lies behind the last sequence is not written. ``pa_delta`` takes each
-    query alone and stays as it is."""
+    is shorter than the longest do nothing; what lies behind the last sequence is not written. delta takes each query
+    alone and stays as it is."""
     return [
-        launch if launch.function == "pa_delta" else _packed(launch, packed)
+        launch if launch.function in _OF_EACH_QUERY else _packed(launch, packed)
         for launch in launches
-        if launch.function == "pa_delta" or _longest_of(launch, packed)
+        if launch.function in _OF_EACH_QUERY or _longest_of(launch, packed)
     ]
 
 
@@ -33,4 +35,4 @@ def _packed(launch: Launch, packed: Packed) -> Launch:
 
 def _longest_of(launch: Launch, packed: Packed) -> int:
     """Of the tokens whose tiles are the launch's blocks."""
-    return packed.max_k if launch.function == "pa_grad_key_value" else packed.max_q
+    return packed.max_k if "grad_key_value" in launch.function else packed.max_q

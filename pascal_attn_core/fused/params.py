@@ -57,3 +57,11 @@ class Backward(Params):
         ),
         *_fields(_FLOAT, "scale scale_log2"),
     ]
+
+
+class TensorBackward(Backward):
+    _fields_ = [
+        *_fields(_POINTER, "mask_bits flags"),
+        *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
+        *_fields(_INT, "mask_heads mask_rows"),
+    ]

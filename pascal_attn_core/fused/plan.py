@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from .gradient_geometry import GRADIENT_HEAD_DIMS
 from .rows import rows_are_readable
 from .source import HEAD_DIMS, AnyGeometry, Variant
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
@@ -203,7 +204,7 @@ def tensor_plan(
     for_grad: bool = False,
     packed: Packed | None = None,
 ) -> Plan:
-    """The plan of a call that the kernels on tensor cores can take; its gradients are computed on plain cores.
+    """The plan of a call that the kernels on tensor cores can take.
 
     Args:
         num_sms: multiprocessors of the device; capability: its compute capability.
@@ -218,13 +219,25 @@ def tensor_plan(
     def variant(suffix: str) -> Variant:
         return Variant(generation + suffix, dim, "float16", _mask_kind(call), padded)
 
-    variants = variants_of(call) if for_grad else None
-    gradients = () if variants is None else (variants.grad_query, variants.grad_key_value)
+    gradients = gradient_variants(call, capability, packed=packed is not None) if for_grad else ()
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
     wide, small = variant(""), variant("_small")
     splits = tensor_splits(call, wide, small, num_sms)
     return Plan(small if splits else wide, splits, gradients)
+
+
+def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
+    """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
+    take: on plain cores where a device or a head_dim has none there."""
+    dim = table_dim(call.head_dim, call.head_dim_v, GRADIENT_HEAD_DIMS)
+    kinds = [f"tensor_{name}{'_packed' if packed else ''}" for name in ("grad_query", "grad_key_value")]
+    if dim is None or not Variant(kinds[0], dim, "float16").runs_on(capability):
+        variants = variants_of(call)
+        return variants.grad_query, variants.grad_key_value
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+    return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
 
 
 def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:

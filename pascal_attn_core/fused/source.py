@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
 from .tensor_geometry import (
     FLOAT_MASK_HEAD_DIM,
     TENSOR_HEAD_DIMS,
@@ -30,6 +31,7 @@ class Kind(NamedTuple):
         functions: in it.
         on_tensor_cores: it multiplies there: float16, tables of its own.
         least, below: compute capabilities that it is for.
+        mask_function: of masked variants on tensor cores, the one that turns the mask into bits.
     """
 
     files: tuple[str, ...]
@@ -38,6 +40,7 @@ class Kind(NamedTuple):
     on_tensor_cores: bool = False
     least: tuple[int, int] = (5, 0)
     below: tuple[int, int] = (99, 0)
+    mask_function: str = "pa_mask_bits"
 
 
 _PLAIN = ("base.cuh", "common.cuh", "band.cuh", "product.cuh", "sequence.cuh")
@@ -59,6 +62,19 @@ def _tensor_kinds(name: str, fragments: str, least: tuple[int, int], below: tupl
     return {name: kind(""), f"{name}_packed": kind("_packed", packed=True), f"{name}_small": kind("_small", small=True)}
 
 
+def _gradient_kinds() -> dict[str, Kind]:
+    """The gradients of query, and of key and value, on Turing's tensor cores."""
+    files = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh", "gradients.cuh",
+             "tensor_gradient.cuh", "tensor_gradient_masks.cuh", "tensor_gradient.cu")  # fmt: skip
+    found = {}
+    for of_keys, name in enumerate(("tensor_grad_query", "tensor_grad_key_value")):
+        for packed, suffix in enumerate(("", "_packed")):
+            macros = {"PA_KEYS": of_keys, "PA_PACKED": packed, "PA_GRADIENT_NAME": f"pa_{name}{suffix}"}
+            functions = (f"pa_{name}{suffix}", *(() if of_keys else ("pa_tensor_delta",)))
+            found[name + suffix] = Kind(files, macros, functions, True, (7, 5), mask_function="pa_gradient_bits")
+    return found
+
+
 _KINDS = {
     "forward": Kind(
         (*_PLAIN, "masks.cuh", "forward.cu"),
@@ -70,8 +86,12 @@ _KINDS = {
         {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split", "PA_COMBINE_NAME": "pa_combine"},
         ("pa_forward_split", "pa_combine"),
     ),
-    "grad_query": Kind((*_PLAIN, "masks.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")),
-    "grad_key_value": Kind((*_PLAIN, "masks.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)),
+    "grad_query": Kind(
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")
+    ),
+    "grad_key_value": Kind(
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
+    ),
     "int8": Kind(
         (*_PLAIN, "masks.cuh", "int8.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 1, "PA_FORWARD_NAME": "pa_forward_int8"},
@@ -80,6 +100,7 @@ _KINDS = {
     ),
     **_tensor_kinds("volta", "volta.cuh", (7, 0), (7, 5)),
     **_tensor_kinds("tensor", "turing.cuh", (7, 5), (99, 0)),
+    **_gradient_kinds(),
 }
 KINDS = tuple(_KINDS)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -111,7 +132,7 @@ class Geometry:
         return 4 * max(rows, cols)
 
 
-AnyGeometry = Geometry | TensorGeometry
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry
 _WIDE = Geometry(128, 64, 8, 16)
 _HIGH = Geometry(64, 128, 16, 8)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
@@ -198,6 +219,8 @@ class Variant:
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
+        if self.on_tensor_cores and self.is_gradient:
+            return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         if self.on_tensor_cores:
             return tensor_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         return self._table()[self.head_dim]
@@ -205,6 +228,10 @@ class Variant:
     @property
     def on_tensor_cores(self) -> bool:
         return _KINDS[self.kind].on_tensor_cores
+
+    @property
+    def is_gradient(self) -> bool:
+        return "grad" in self.kind
 
     @property
     def is_small(self) -> bool:
@@ -246,20 +273,22 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if not isinstance(self.geometry, TensorGeometry):
+        if not self.on_tensor_cores:
             return 0
-        return self.tile_bytes if self.tile_bytes + self.geometry.counter_bytes > STATIC_BYTES else 0
+        beside = self.geometry.counter_bytes if isinstance(self.geometry, TensorGeometry) else 0
+        return self.tile_bytes if self.tile_bytes + beside > STATIC_BYTES else 0
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The kernels in it, the one that gives the kind its name first."""
-        of_mask = ("pa_mask_bits",) if self.on_tensor_cores and self.mask != "none" else ()
-        return (*_KINDS[self.kind].functions, *of_mask)
+        kind = _KINDS[self.kind]
+        of_mask = (kind.mask_function,) if self.on_tensor_cores and self.mask != "none" else ()
+        return (*kind.functions, *of_mask)
 
     def macros(self) -> dict[str, object]:
         g = self.geometry
         common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
-        if isinstance(g, TensorGeometry):
+        if not isinstance(g, Geometry):
             own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
             return {**common, **own, **_KINDS[self.kind].macros}
         # A number of chunks known when compiling makes ptxas keep more in registers than there are.
@@ -283,8 +312,9 @@ class Variant:
 def all_variants() -> Iterator[Variant]:
     """Every variant that a call can ask for."""
     for kind in KINDS:
-        is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, kind.startswith("grad")
+        is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
         of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
+        of_tensor = GRADIENT_HEAD_DIMS if is_gradient else of_tensor
         dims = of_tensor if is_tensor else HEAD_DIMS
         masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
         for head_dim in dims:
@@ -320,4 +350,6 @@ def digest(variant: Variant) -> str:
 @functools.cache
 def kernels_digest() -> str:
     """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
-    return hashlib.sha256(("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES))).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
+    ).hexdigest()[:16]

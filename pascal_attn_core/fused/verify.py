@@ -4,7 +4,7 @@ device."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
     and of keys in part. ``run`` executes launches; the random state of torch is left alone."""
     call = sample_call(variant, device)
     wide = [t.float() for t in (call.query, call.key, call.value)]
-    if variant.kind.startswith("grad"):
+    if variant.is_gradient:
         return _gradient_error(variant, call, wide, run)
     out = empty_output(call).fill_(float("nan"))
     if variant.kind == "int8":
@@ -58,16 +58,24 @@ def _splits(variant: Variant, call: AttentionCall) -> int:
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
     """Of the tokens of a call as those of two sequences."""
-    q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
-    packed = Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
-    whole = replace(call, offset=0)
-    run(packed_launches(forward_launches(whole, Plan(variant, packed=packed), out), packed))
-    parts = []
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
-        query, key, value = wide[0][..., q0:q1, :], *(t[..., k0:k1, :] for t in wide[1:])
-        rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
-        parts.append(reference_sdpa(query, key, value, None, **rules)[0])
+    packed = _two_sequences(call)
+    run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
+    parts = [_reference(part, tensors)[0] for part, tensors in _sequences(call, wide, packed)]
     return _difference([out], [torch.cat(parts, dim=-2)])
+
+
+def _two_sequences(call: AttentionCall) -> Packed:
+    q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
+    return Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
+
+
+def _sequences(call: AttentionCall, wide: list[Tensor], packed: Packed) -> Iterator[tuple[AttentionCall, list[Tensor]]]:
+    """Each sequence as a call of its own, and its query, key and value in float32."""
+    ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
+        query, key, value = wide[0][..., q0:q1, :], wide[1][..., k0:k1, :], wide[2][..., k0:k1, :]
+        part = check_call(query, key, value, scale=call.scale, is_causal=True, enable_gqa=True, alignment="lower_right")
+        yield part, [query, key, value]
 
 
 def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
@@ -77,6 +85,8 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     rows = 3 if variant.is_small else geometry.rows + 5
     if keys is None:
         keys = 5 * geometry.cols if variant.is_small else geometry.cols + 9
+        if variant.on_tensor_cores and "key_value" in variant.kind:  # the rows of its tiles are keys
+            rows, keys = keys, rows
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, variant.dtype)
 
@@ -99,22 +109,46 @@ def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]
     assert mask is None or isinstance(mask, Tensor)
     mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
     query, key, value = wide
-    return reference_sdpa(query, key, value, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
+    rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+    return reference_sdpa(query, key, value, mask, **rules)
+
+
+_DELTAS = ("pa_delta", "pa_tensor_delta")
 
 
 def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], run: Run) -> float:
-    out, lse = _reference(call, wide)
-    expected = expected_gradients(call, wide, out, lse)
+    packed = None
+    if variant.kind.endswith("packed"):
+        packed = _two_sequences(call)
+        parts = [_gradients_of(part, tensors) for part, tensors in _sequences(call, wide, packed)]
+        out, lse = (torch.cat(tensors, dim=2) for tensors in (list(t) for t in zip(*(part[:2] for part in parts))))
+        expected = [torch.cat([part[2][i] for part in parts], dim=2) for i in range(3)]
+        call = replace(call, offset=0)
+    else:
+        out, lse, expected = _gradients_of(call, wide)
     out = out.to(call.query.dtype)
-    log_sum = torch.zeros_like(lse) if variant.mask == "float" else None
+    log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
-    plan = plan_call(call, _MANY_SMS, for_grad=True)
+    plan = Plan(variant, 0, _both_gradients(variant), packed)
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
-    kinds = ("pa_delta", f"pa_{variant.kind}")
-    run([launch for launch in launches if launch.function in kinds])
-    chosen = slice(1, 3) if variant.kind == "grad_key_value" else slice(0, 1)
+    launches = launches if packed is None else packed_launches(launches, packed)
+    run([launch for launch in launches if launch.variant == variant or launch.function in _DELTAS])
+    chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 1)
     return _difference(grads[chosen], expected[chosen])
+
+
+def _both_gradients(variant: Variant) -> tuple[Variant, Variant]:
+    """The variants for the gradients of query, and of key and value, of which this is one."""
+    of_query = variant.kind.replace("key_value", "query")
+    of_key = of_query.replace("query", "key_value")
+    return replace(variant, kind=of_query), replace(variant, kind=of_key)
+
+
+def _gradients_of(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out, lse, gradients) in float32."""
+    out, lse = _reference(call, wide)
+    return out, lse, expected_gradients(call, wide, out, lse)
 
 
 def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from ..device import DeviceInfo, device_info, free_bytes, smi_id
 from ..version import __version__
+from .together import QUERY, Link, direct_pairs, parse_link
 from .wheels import TorchBuild, judge, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -28,6 +29,7 @@ _SMI_CLOCKS = (
     "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw",
     "--format=csv,noheader,nounits",
 )
+_SMI_LINK = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
 _WATCH_SECONDS = 1.0
 # What a call gets where our kernels do not run, and what it is spared.
 _GETS = "torch's kernel where torch has a fused one for the call, else tiles within the budget (our kernels need CUDA)"
@@ -57,6 +59,8 @@ class Machine:
         free: free memory of each device in bytes, None where it is unknown.
         smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
         driver: version of NVIDIA's driver, "" if unknown.
+        links: the PCIe link of each device, None where it is unknown; () where there is one device.
+        direct: pairs of devices of which the first can read the second's memory.
     """
 
     package: str
@@ -67,6 +71,8 @@ class Machine:
     free: tuple[int | None, ...]
     smi: tuple[SmiCard, ...] = ()
     driver: str = ""
+    links: tuple[Link | None, ...] = ()
+    direct: tuple[tuple[int, int], ...] = ()
 
 
 # ---- gathering -------------------------------------------------------------------------------------------------------
@@ -79,6 +85,7 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         asks_devices: also how much memory is free, which starts CUDA on every card.
     """
     build, names = torch_build(), device_names()
+    are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
     return Machine(
         package=__version__,
         python=platform.python_version(),
@@ -88,6 +95,8 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         free=tuple(_free(name) if asks_devices else None for name in names),
         smi=() if torch.cuda.is_available() else ask_nvidia_smi(),
         driver=ask_driver() if build.kind == "cuda" else "",
+        links=tuple(ask_link(torch.device(name)) for name in names) if are_several else (),
+        direct=direct_pairs(len(names)) if are_several else (),
     )
 
 
@@ -162,6 +171,13 @@ def parse_clocks(text: str) -> Clocks | None:
             value = float(part)
         values.append(value)
     return Clocks(*values)
+
+
+def ask_link(device: torch.device) -> Link | None:
+    """The PCIe link of a card; None where nvidia-smi is missing or does not say."""
+    if torch.version.hip is not None:
+        return None
+    return parse_link(_output_of((*_SMI_LINK, "--id", smi_id(device))))
 
 
 class ClockWatch:
@@ -239,7 +255,7 @@ def describe_facts(machine: Machine) -> list[str]:
     lines = head_lines(machine)
     for number in range(len(machine.devices)):
         lines += device_lines(machine, number)
-    return lines
+    return lines + together_lines(machine)
 
 
 def head_lines(machine: Machine) -> list[str]:
@@ -289,6 +305,21 @@ def device_lines(machine: Machine, number: int) -> list[str]:
             lines.append(line("install", verdict.install))
         if info.kind in _SPARED:
             lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
+    return lines
+
+
+def together_lines(machine: Machine) -> list[str]:
+    """What several cards could do together; nothing for one card."""
+    lines: list[str] = []
+    for number, link in enumerate(machine.links):
+        text = "PCIe link unknown" if link is None else link.text
+        lines.append(line("" if lines else "together", f"{_torch_name(machine.devices[number], number)}: {text}"))
+    count = len(machine.links)
+    for first in range(count):
+        for second in range(first + 1, count):
+            both = {(first, second), (second, first)} <= set(machine.direct)
+            how = "copies cross directly" if both else "copies cross through the computer's memory"
+            lines.append(line("", f"cuda:{first} and cuda:{second}: {how}"))
     return lines
 
 

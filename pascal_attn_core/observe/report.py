@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..call import DeviceShare, TiledStats
 from ..lazy_mask import LazyMask
 
 MIB = 1 << 20
@@ -43,12 +44,16 @@ class CallStats:
         blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
             row maximum because their scores are provably bounded.
         budget_halvings: how often a call of this kind ran out of memory and was tried again with half the budget.
+        devices: what each device did, where several shared the calls.
+        remarks: why one did not do its part, by how often.
     """
 
     count: int = 0
     blocks: int = 0
     bounded_blocks: int = 0
     budget_halvings: int = 0
+    devices: dict[str, DeviceShare] = field(default_factory=dict)
+    remarks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,6 +90,9 @@ class Report:
                 f"{stats.count:6d} x {key.route:5s} q{list(key.query)} k{list(key.key)} {key.dtype} mask {key.mask}"
                 f"{share}{halved}: {key.why}"
             )
+            if stats.devices:
+                lines.append(f"         shared: {shares_text(stats.devices)}")
+            lines += [f"         {count} x {remark}" for remark, count in stats.remarks.items()]
         return "\n".join(lines)
 
 
@@ -111,15 +119,33 @@ def record() -> Iterator[Report]:
             active = tuple(r for r in active if r is not report)
 
 
-def note(key: CallKey, *, blocks: int = 0, bounded_blocks: int = 0, budget_halvings: int = 0) -> None:
+def note(key: CallKey, counted: TiledStats) -> None:
     """Add one call to every report being recorded."""
     with _lock:
         for report in active:
             stats = report.calls.setdefault(key, CallStats())
             stats.count += 1
-            stats.blocks += blocks
-            stats.bounded_blocks += bounded_blocks
-            stats.budget_halvings += budget_halvings
+            stats.blocks += counted.blocks
+            stats.bounded_blocks += counted.bounded_blocks
+            stats.budget_halvings += counted.budget_halvings
+            add_shares(stats.devices, counted.devices)
+            for remark in counted.remarks:
+                stats.remarks[remark] = stats.remarks.get(remark, 0) + 1
+
+
+def add_shares(sums: dict[str, DeviceShare], more: dict[str, DeviceShare]) -> None:
+    """Add what devices did to what they did before."""
+    for device, share in more.items():
+        sums.setdefault(device, DeviceShare()).add(share)
+
+
+def shares_text(devices: dict[str, DeviceShare]) -> str:
+    """``"cuda:0 58 %, cuda:1 42 % (112 ms of copies, 840 ms of computation)"``."""
+    parts = []
+    for device, share in devices.items():
+        spent = f" ({share.copy_ms:.0f} ms of copies, {share.run_ms:.0f} ms of computation)" if share.run_ms else ""
+        parts.append(f"{device} {share.units / max(1, share.of):.0%}{spent}")
+    return ", ".join(parts)
 
 
 def mask_kind(attn_mask: Tensor | LazyMask | None, *, is_causal: bool, left: int | None, right: int | None) -> str:

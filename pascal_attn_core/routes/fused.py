@@ -70,6 +70,16 @@ class FusedRoute(Route):
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None
 
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
+        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan
+
+    def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
+        plan = request.plan(self)
+        if isinstance(plan, list):
+            return plan
+        untried = why_untried(request.call, shared)
+        return [f"the fused kernel is left off: {untried}"] if untried else shared
+
     def forward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool, for_grad: bool, **_: Any
     ) -> Results:
@@ -117,7 +127,8 @@ class FusedRoute(Route):
         self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         grad_out = grad_out.expand(saved.out.shape)
-        if not rows_are_readable(grad_out):
+        of_query = plan.gradients[0]
+        if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
         heads = () if call.query.dim() == 2 else (call.num_heads,)
         kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)

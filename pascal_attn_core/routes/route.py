@@ -103,6 +103,19 @@ class Route:
         """The call for this route, if none that comes later in the list is faster; None = go on."""
         raise NotImplementedError
 
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
+        """What parts of a call (some of its heads, or of its query rows) must know so that each row comes out with the
+        bits that it has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
+
+        Args:
+            plan: of the whole call.
+        """
+        return None
+
+    def plan_part(self, request: Request, shared: Any) -> Any:
+        """:meth:`plan` for a part of a call, which may be on another device of the same process."""
+        return request.plan(self)
+
     def forward(
         self,
         call: AttentionCall,

@@ -19,6 +19,7 @@ from ..observe import report
 from .fused import FusedRoute, Int8Route, may_win, why_untried
 from .math import MathRoute
 from .route import Choice, Request, Route
+from .several import SeveralRoute
 from .short import ShortCalls
 from .tensor import TensorRoute
 from .tiled import FirstTiles, TiledRoute
@@ -37,6 +38,8 @@ ROUTES: list[Route] = [
     TiledRoute(TORCH),
     Int8Route(),
 ]
+# Asked before all of them, and before a route that is named, where a configuration names several devices.
+SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
 
 
 def add_route(route: Route, *, before: str | None = None) -> None:
@@ -86,6 +89,8 @@ def choose(
         UnsupportedAttention: the config names a route that cannot take it, or none can.
     """
     request = Request(call, config, with_lse, in_graph, may_time)
+    if config.devices:
+        return SEVERAL.claim(request)
     if config.route != "auto":
         route = route_named(config.route)
         plan = route.plan(request)
@@ -262,4 +267,4 @@ def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
         choice.why,
     )
     stats = TiledStats() if stats is None else stats
-    report.note(key, blocks=stats.blocks, bounded_blocks=stats.bounded_blocks, budget_halvings=stats.budget_halvings)
+    report.note(key, stats)

@@ -36,9 +36,7 @@ from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
 _ROUNDS = 6
-CLEARLY = (
-    0.97  # of torch's time: tiles that take more of it are not worth the change, since a timing errs by some percent
-)
+CLEARLY = 0.97  # of torch's time: more is not worth the change, since a timing errs by some percent
 _CONFIG = AttentionConfig()
 
 # The timed slice. Torch's kernel takes other blocks for calls below 768 queries.
@@ -161,7 +159,7 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
 
     def _look_up(self, ours: Route, request: Request, key: tuple) -> TileTiming | None:
         call = request.call
-        kind = kind_of_call(call) if _is_usual(request.config) else None
+        kind = kind_of_call(call) if _is_usual(request.config, self.info.default_budget_bytes()) else None
         if kind is None:
             found = None
         elif kind in self.known:
@@ -258,13 +256,10 @@ def tiles_digest() -> str:
     return code.hexdigest()[:16]
 
 
-def _is_usual(config: AttentionConfig) -> bool:
-    """Whether the tiles of a configuration are those that are timed."""
-    enough = config.budget_mib is None or config.budget_mib * MIB >= _CPU_BUDGET
+def _is_usual(config: AttentionConfig, budget_bytes: int) -> bool:
+    """Whether the tiles of a configuration are those that are timed, within ``budget_bytes``."""
+    enough = config.budget_mib is None or config.budget_mib * MIB >= budget_bytes
     return enough and config.q_block is config.kv_block is None and config.softmax == "auto" and config.trim_masks
-
-
-_CPU_BUDGET = 4 * MIB
 
 
 def kind_of_call(call: AttentionCall) -> TileKind | None:

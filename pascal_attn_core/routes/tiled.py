@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats
+from ..call import AttentionCall, Gradients, Results, TiledStats, distinct
 from ..config import AttentionConfig
 from ..runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
 from ..tiled.plan import Walk, plan_call
-from ..tiled.tiles import Basis
+from ..tiled.tiles import Basis, TilePlan
 from .route import Choice, Request, Route
 from .tile_timing import CLEARLY, TileTiming, TileTimings
 
@@ -33,6 +34,19 @@ _SHORT_SCORES = 1 << 18
 _PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
 _MOST_PATIENCE = 1024
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
+
+
+class WholeTiles(NamedTuple):
+    """The tiles of a whole call, for parts of it: with them a row has the same bits in a part as in the whole.
+
+    Attributes:
+        backward: None where no gradients are wanted.
+        may_bound: as in :class:`.tiled.plan.Walk`.
+    """
+
+    forward: TilePlan
+    backward: TilePlan | None
+    may_bound: bool
 
 
 class TiledRoute(Route):
@@ -53,6 +67,30 @@ class TiledRoute(Route):
             return [_TRANSFORMS]
         timing = self.timing(request)
         return None if timing is None else timing.basis
+
+    def for_parts(
+        self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
+    ) -> WholeTiles | list[str]:
+        mask = call.attn_mask
+        if call.num_kv_heads == 1 and (mask is not None or call.has_band):
+            return ["its query rows do not all see the same keys"]
+        if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
+            return ["whether its float mask is padding is asked of all heads together"]
+        walks, tiles = runtime_of(call.query.device).part(Walks), []
+        walk = walks.of(call, config, basis=plan)
+        for each in (walk, walks.of(call, config, backward=True) if call.needs_grad else None):
+            if each is None:
+                continue
+            if each.tiles.units > 1:
+                return ["several heads share a step of the tiles: the call is short"]
+            step = each.q_ranges[0][1]
+            if call.num_kv_heads == 1 and (call.seq_len_q % step or step != walk.q_ranges[0][1]):
+                return ["its query rows do not make blocks of one size"]
+            tiles.append(replace(each.tiles, q_block=step) if call.num_kv_heads == 1 else each.tiles)
+        return WholeTiles(tiles[0], tiles[1] if call.needs_grad else None, walk.may_bound)
+
+    def plan_part(self, request: Request, shared: WholeTiles) -> WholeTiles:
+        return shared
 
     def timing(self, request: Request) -> TileTiming | None:
         """What is known of tiles for calls of this kind on the call's device; nothing of short ones."""
@@ -76,7 +114,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: Basis | None = None,
+        plan: Basis | WholeTiles | None = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,
@@ -109,7 +147,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: Basis | None,
+        plan: Basis | WholeTiles | None,
         grad_out: Tensor,
         saved: Results,
         *,
@@ -129,7 +167,14 @@ class TiledRoute(Route):
                 trim_masks=config.trim_masks,
             )
 
-        return _within_memory(call, config, run, TiledStats(), backward=True)
+        whole = plan if isinstance(plan, WholeTiles) else None
+        return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
+
+
+def _is_padding_of_several(mask: Tensor) -> bool:
+    """One row for all queries, and more than one of them for the heads and batch elements."""
+    one_row = mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
+    return one_row and math.prod(distinct(mask).shape[:-2]) > 1
 
 
 class FirstTiles(TiledRoute):
@@ -178,12 +223,12 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: Basis | None = None,
+        basis: Basis | WholeTiles | None = None,
     ) -> Walk:
         """
         Args:
             most_bytes: of extra memory, if that is less than the budget.
-            basis: of the tile shape, None = the usual one.
+            basis: of the tile shape, None = the usual one; for a part of a call, the tiles of the whole.
         Raises:
             ValueError: the budget does not suffice.
         """
@@ -191,8 +236,13 @@ class Walks:
         kind = None if is_traced else _kind(call, config, most_bytes, backward, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
-            tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
-            walk = Walk.of(call, tiles)
+            if isinstance(basis, WholeTiles):
+                tiles = basis.backward if backward else basis.forward
+                assert tiles is not None
+                walk = replace(Walk.of(call, tiles), may_bound=basis.may_bound)
+            else:
+                tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
+                walk = Walk.of(call, tiles)
             if kind is not None and len(walk.q_ranges) + len(walk.key_ranges) + len(walk.spans) <= _MOST_RANGES:
                 if len(self._walks) >= _MOST_KINDS:
                     self._walks.clear()
@@ -201,7 +251,11 @@ class Walks:
 
 
 def _kind(
-    call: AttentionCall, config: AttentionConfig, most_bytes: int | None, backward: bool, basis: Basis | None
+    call: AttentionCall,
+    config: AttentionConfig,
+    most_bytes: int | None,
+    backward: bool,
+    basis: Basis | WholeTiles | None,
 ) -> tuple:
     """All that :func:`.tiled.plan.plan_call` and :class:`.tiled.plan.Walk` look at."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -302,7 +356,7 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: Basis | None = None,
+    basis: Basis | WholeTiles | None = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)

@@ -56,7 +56,7 @@ def flash_attn_func(
     Raises:
         NotImplementedError: an argument that is not supported, see the module.
     """
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     q, k = _with_values(q, k, v, qv)
     result = functions.flash_attn_func(
         q,
@@ -153,7 +153,7 @@ def flash_attn_varlen_func(
     Returns:
         ``[total_q, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[Hq, total_q]``).
     """
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     q, k = _with_values(q, k, v, qv)
     total = q.shape[0]
     places = None
@@ -161,9 +161,7 @@ def flash_attn_varlen_func(
         places, cu_seqlens_q = _used("seqused_q", cu_seqlens_q, seqused_q)
         q = q.index_select(0, places.to(q.device))
     if seqused_k is not None:
-        key_places, cu_seqlens_k = _used("seqused_k", cu_seqlens_k, seqused_k)
-        key_places = key_places.to(k.device)
-        k, v = k.index_select(0, key_places), v.index_select(0, key_places)
+        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
     result = functions.flash_attn_varlen_func(
         q,
         k,
@@ -229,7 +227,7 @@ def flash_attn_with_kvcache(
     Returns:
         of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]`` or ``[Hq, total_q]``).
     """
-    _refuse(
+    refuse(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -339,7 +337,7 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _refuse(**given: Any) -> None:
+def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not (name == "attention_chunk" and value == 0):
             raise NotImplementedError(f"{name} is not supported by Pascal Attention; got {_shown(value)}")
@@ -356,6 +354,13 @@ def _with_values(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Te
     if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
         raise FlashArgumentError(f"qv must be {[*q.shape[:-1], v.shape[-1]]}, got {list(qv.shape)}")
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+
+
+def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, v, where each sequence starts) with only the first ``used [B]`` tokens of each sequence."""
+    places, ends = _used(name, ends, used)
+    places = places.to(k.device)
+    return k.index_select(0, places), v.index_select(0, places), ends
 
 
 def _used(name: str, ends: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,20 @@ def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
 
 @pytest.fixture(scope="module")
 def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
-    """The front end with the workflow that has every node."""
+    """The front end with the workflow that has every node of the model, and to the right of it the others."""
     open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
     show(browser, opened("Pascal-SD15-every-node"))
+    browser.script(_ADD_MISSING, list(NODES))
     return browser
+
+
+_ADD_MISSING = """
+for (const type of arguments[0].filter(type => !app.graph.nodes.some(n => n.type === type))) {
+  const right = Math.max(...app.graph.nodes.map(n => n.pos[0] + n.size[0]));
+  const node = LiteGraph.createNode(type);
+  node.pos = [right + 200, 0];
+  app.graph.add(node);
+}"""
 
 
 @every_workflow

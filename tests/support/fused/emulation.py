@@ -37,6 +37,11 @@ PARAMS = {
         "TensorForward",
     ),
     "pa_mask_bits": "TensorForward",
+    **dict.fromkeys(
+        [f"pa_tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")],
+        "TensorBackward",
+    ),
+    **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",

@@ -46,6 +46,10 @@ def test_it_is_frozen_and_changed_by_replace() -> None:
         ({"math_limit_mib": 10**30}, ValueError, r"math_limit_mib must be at most"),
         ({"kv_block": 1.5}, TypeError, r"kv_block must be a whole number, got 1.5"),
         ({"q_block": True}, TypeError, r"got True"),
+        ({"devices": ("cuda:0",)}, ValueError, r"devices must be two or more names of devices, .*, got \('cuda:0',\)"),
+        ({"devices": ("cuda:0", "Second card")}, ValueError, r"devices must be two or more names"),
+        ({"devices": "cuda:0,cuda:1"}, TypeError, r"devices must be two or more names .*, got 'cuda:0,cuda:1'"),
+        ({"share_from_tokens": 0}, ValueError, r"share_from_tokens must be at least 1, got 0"),
         ({"trim_masks": "no"}, TypeError, r"trim_masks must be a bool, got 'no'"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
@@ -209,3 +213,12 @@ def test_an_unsupported_call_carries_its_reasons() -> None:
     assert error.reasons == ["head_dim 300 > 256", "dtype float64"]
     assert "route 'fused' cannot take this call: head_dim 300 > 256; dtype float64" in str(error)
     assert isinstance(error, NotImplementedError)
+
+
+def test_devices_travel_as_a_token_and_through_the_environment() -> None:
+    config = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=4096)
+    assert config.token == "devices=cuda:0,cuda:1;share_from_tokens=4096"
+    assert AttentionConfig.from_token(config.token) == config
+    environ = {"PASCAL_ATTN_DEVICES": " cuda:0, CUDA:1 ", "PASCAL_ATTN_SHARE_FROM_TOKENS": "4096"}
+    assert AttentionConfig.from_env(environ) == config
+    assert AttentionConfig(devices=["cuda:0", "cuda:1"]).devices == ("cuda:0", "cuda:1")  # type: ignore[arg-type]

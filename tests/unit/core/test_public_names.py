@@ -64,6 +64,7 @@ PUBLIC: dict[str, set[str]] = {
         "pad_input",
         "unpad_input",
     },
+    "pascal_attn_core.parallel": {"context_parallel_sdpa"},
     "pascal_attn_core.layers": {
         "FlashAttentionV1",
         "FlashAttentionV2",

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
+from pascal_attn_core.call import TiledStats
 from pascal_attn_core.observe import report as reports
 from pascal_attn_core.observe.report import CallKey, Report, mask_kind, note
 
@@ -90,8 +91,8 @@ def test_recording_does_not_change_the_answer() -> None:
 def test_halved_budgets_are_counted_per_call_that_halved() -> None:
     key = CallKey("tiled", (1,), (1,), "float32", "none", "why")
     with record() as report:
-        note(key, blocks=4, bounded_blocks=1, budget_halvings=2)
-        note(key, blocks=4, bounded_blocks=1)
+        note(key, TiledStats(blocks=4, bounded_blocks=1, budget_halvings=2))
+        note(key, TiledStats(blocks=4, bounded_blocks=1))
     assert report.calls[key].budget_halvings == 2
     assert "25% bounded, budget halved 2x: why" in report.text()
     assert isinstance(report, Report)

@@ -486,6 +486,8 @@ def test_a_route_by_name_still_refuses_what_it_cannot_take(tmp_path: Path) -> No
             torch.func.grad(total)(torch.randn(1, 2, 300, 32))
 
 
-def test_a_kind_in_words() -> None:
+@pytest.mark.parametrize(("threads", "words"), [(1, ""), (3, ", 3 threads")])
+def test_a_kind_in_words(threads: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     call: AttentionCall = check_call(*_tensors(), is_causal=True)
-    assert str(kind_of_call(call)) == "float32 head_dim 32: 2048 x 2048 tokens, 4096 rows, causal"
+    assert str(kind_of_call(call)) == f"float32 head_dim 32: 2048 x 2048 tokens, 4096 rows, causal{words}"

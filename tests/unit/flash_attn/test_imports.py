@@ -192,9 +192,10 @@ def test_what_is_loaded_when() -> None:
         from pascal_attn_core.flash_attn import install_as_flash_attn
         assert extras() == {"padding"}, extras()
         patch = install_as_flash_attn()
-        assert extras() == {"padding", "version1"}, extras()
+        needed = {"padding", "raw", "version1", "version3"}
+        assert extras() == needed, extras()
         import flash_attn.layers.rotary
-        assert extras() == {"padding", "version1", "rotary"}, extras()
+        assert extras() == {*needed, "rotary"}, extras()
         from flash_attn import layers
         assert layers.rotary is flash_attn.layers.rotary
         import importlib.util

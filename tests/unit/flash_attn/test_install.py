@@ -152,7 +152,12 @@ def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
             pass
         else:
             import diffusers.models.attention_dispatch as dispatch
-            assert not dispatch._CAN_USE_FLASH_ATTN
+            assert dispatch._CAN_USE_FLASH_ATTN
+            query = torch.randn(1, 12, 2, 8)
+            out = dispatch.dispatch_attention_fn(query, query, query, backend="flash")
+            query = query.transpose(1, 2)
+            right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+            torch.testing.assert_close(out.transpose(1, 2), right)
     """)
 
 
@@ -184,3 +189,24 @@ def test_a_transformers_model_on_its_flash_attention_path_gives_the_same() -> No
             assert seen.total == 4, seen.total  # two layers of two sequences of different lengths
         torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
     """)
+
+
+def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    run(
+        """
+        import sys
+        import flash_attn as real
+        from pascal_attn_core.stand_in import StandIn
+        broken = StandIn("flash_attn", "1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
+                         eager=("flash_attn",))
+        finders = list(sys.meta_path)
+        try:
+            broken.install()
+        except ModuleNotFoundError:
+            pass
+        else:
+            raise SystemExit("there is no such module")
+        assert sys.modules["flash_attn"] is real and sys.meta_path == finders and not broken.is_installed
+        """,
+        paths=(real_package(tmp_path),),
+    )

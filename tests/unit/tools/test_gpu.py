@@ -214,6 +214,7 @@ def _interrupted(folder: str, number: str) -> None:
         job.progress.write_text('{"jobs": ["one"]}')
         return hangs.run(job)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "ask_facts", lambda *arguments: facts())
         patch.setattr(command, "PARTS", [part("first"), dataclasses.replace(hangs, run=grows), part("third")])

@@ -102,7 +102,7 @@ def test_shared_memory_is_the_limit_where_it_takes_longer() -> None:
     path = loop(*[code("LDSM")] * 2, *[code("HMMA.1688", stall=8)] * 4)
     assert model.counts(path, T4).shared == 64
     assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.02)
-    twice = model.Machine("twice", T4.product, 128, 40)
+    twice = model.Machine("twice", T4.product, 128, 40, 75)
     assert model.simulate(path, twice, 8, 1, rounds=60) >= 0.9
 
 
@@ -149,6 +149,18 @@ def test_a_counter_is_waited_for() -> None:
     assert model._Counters(_with_counter(True), 8).waits == [0]
     assert _rounds_apart(_with_counter(True)) <= 2
     assert _rounds_apart(_with_counter(False)) == 16
+
+
+def test_our_own_kernels_are_found() -> None:
+    """Their loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
+    try:
+        name, cubin, warps, blocks = next(model.own_cubins(["tensor_grad_query"], T4))
+    except SystemExit:
+        pytest.skip("needs NVRTC 12.6")
+    assert (name, warps, blocks) == ("tensor_grad_query-32-float16-none", 8, 1)
+    (path,) = (path for function, path in model.paths(cubin) if function == "pa_tensor_grad_query")
+    assert model.counts(path, T4).by_kind["HMMA.1688"] == 3 * 2 * 8 * 4
+    assert 0.5 < model.simulate(path, T4, warps, blocks) < 1
 
 
 def test_waste_of_a_causal_call() -> None:

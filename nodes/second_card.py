@@ -1,0 +1,137 @@
+"""Node: Pascal Second Card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..pascal_attn_core.observe.report import shares_text
+from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
+from .attention_patch import install, name_of_model
+from .comfy import host, inputs
+from .comfy.others import AUTO, runs_first
+from .comfy.override import OVERRIDE, engine_of, previous_of
+from .comfy.second import share_over, visible_cards
+from .engine import runs
+from .engine.engine import Engine, Settings
+
+_CALLBACK = f"{host.KEY}_second_card"
+
+
+class PascalSecondCard:
+    """MODEL -> MODEL: a second card computes some of the attention heads of every large call."""
+
+    DESCRIPTION = (
+        "Another card in the same computer computes a share of the attention: some heads of each large call are copied "
+        "there and back while the first card works on the rest. The model stays where it is, so the second card needs "
+        "only some hundred MiB, and it may be slower: its share is timed once. For large pictures and videos, at any "
+        "cfg. The result has the same bits as without it when both cards are of the same kind. With one card, or when "
+        "the second one fails, everything is computed on the first."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = (
+        "multi gpu",
+        "multigpu",
+        "two cards",
+        "second gpu",
+        "sequence parallel",
+        "pascal",
+        "p40",
+        "faster",
+    )
+    RETURN_TYPES = ("MODEL",)
+    OUTPUT_TOOLTIPS = ("The model whose attention two cards share. Give it to the sampler.",)
+    FUNCTION = "patch"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        device = (
+            "The card that helps, as PyTorch numbers them. auto: the first one that does not have the model. Start "
+            "ComfyUI without --cuda-device, which hides the others."
+        )
+        least = (
+            "Calls with fewer tokens stay on the first card: copying them takes as long as computing them. A picture "
+            "of 1024 x 1024 has 4096 tokens in most models."
+        )
+        number = {"default": 2048, "min": 1, "max": 1048576, "step": 1, "tooltip": least, **inputs.ADVANCED}
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model; it is not changed, a clone is. Before or after the patch."}),
+                "device": ([AUTO, *visible_cards()], {"default": AUTO, "tooltip": device}),
+                "least_tokens": ("INT", number),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, device: str) -> bool:
+        """Any: a workflow made on a machine with more cards runs here too, without them."""
+        return True
+
+    def patch(
+        self, model: Any, device: str = AUTO, least_tokens: int = 2048, unique_id: str | None = None
+    ) -> tuple[Any]:
+        """A clone of ``model`` whose attention is shared out, by Pascal Attention Patch's engine: that of the patch
+        which the model has, or one with the patch's defaults. The model itself where there is no second card."""
+        home = str(model.load_device)
+        other, why = _other_card(home, device)
+        if not other:
+            host.say(f"second card: {why}: the model goes on as it came", unique_id)
+            return (model,)
+        patched = model.clone()
+        share_over(patched, (home, other), least_tokens)
+        set_before = patched.model_options["transformer_options"].get(OVERRIDE)
+        if engine_of(set_before) is None:
+            engine = Engine(Settings(), name_of_model(patched.model), "diffusion model", unique_id)
+            before = previous_of(set_before)
+            install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
+        _say_afterwards(patched, unique_id)
+        name = torch.cuda.get_device_name(other) if other.startswith("cuda") else other
+        host.say(f"second card: {other} ({name}) helps {home} from {least_tokens} tokens on", unique_id)
+        return (patched,)
+
+
+def _other_card(home: str, wanted: str) -> tuple[str, str]:
+    """(the card that helps, ""), or ("", why there is none)."""
+    cards = visible_cards()
+    others = [card for card in cards if card != home]
+    if home not in cards:
+        return "", f"the model is on {home}, and cards share with cards"
+    if not others:
+        return "", "there is one card only (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others)"
+    if wanted == AUTO:
+        return others[0], ""
+    if wanted == home:
+        return "", f"{wanted} has the model itself; choose another card, or {AUTO}"
+    return (wanted, "") if wanted in others else ("", f"there is no {wanted} here, but {' and '.join(others)}")
+
+
+def _say_afterwards(patched: Any, unique_id: str | None) -> None:
+    """After a run, write on the node what each card did."""
+    from comfy.patcher_extension import CallbacksMP
+
+    def say(patcher: Any) -> None:
+        engine = engine_of(
+            patcher.model_options["transformer_options"].get(OVERRIDE)
+        )  # of a patch behind this node too
+        if engine is not None:
+            host.send_status(_status(engine), unique_id)
+
+    patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK)
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK, say)
+
+
+def _status(engine: Engine) -> str:
+    """``"cuda:0 58%, cuda:1 42% (...)"``, or why nothing was shared."""
+    run = next((run for run in reversed(runs.remembered()) if run.unique_id == engine.unique_id), None)
+    if run is None or not run.tallies:
+        return "second card: no attention call came"
+    if run.shares:
+        return f"second card: {shares_text(run.shares)}"
+    counts: dict[str, int] = {}
+    for kind, tally in list(run.tallies.items()):
+        why = kind.why.rpartition(ON_ONE_DEVICE)[2]
+        counts[why] = counts.get(why, 0) + tally.count
+    return f"second card: nothing shared: {max(counts, key=lambda why: counts[why])}"

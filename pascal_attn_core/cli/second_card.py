@@ -1,0 +1,131 @@
+"""``pascal-attn second-card``: what a second card would gain, per model and pair of cards, by the arithmetic of
+:mod:`pascal_attn_core.several.pace`. Nothing is measured."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+from ..device import DeviceInfo
+from ..observe.machine import Machine, device_names, look_around
+from ..observe.together import REACHED, Link
+from ..several.pace import LINK_BYTES, PEAK_SHARE, START_MS, Load, modelled_gain
+from . import CommandError
+
+
+class Model(NamedTuple):
+    """The self-attention of a model at one size: batch 1, float32."""
+
+    name: str
+    heads: int
+    tokens: int
+    head_dim: int
+
+    def load(self) -> Load:
+        """Of one head."""
+        row = self.tokens * self.head_dim * 4
+        return Load(4.0 * self.tokens * self.tokens * self.head_dim, 3 * row, row)
+
+
+MODELS = (
+    Model("SDXL 1024", 10, 4096, 64),
+    Model("Z-Image, Flux 1024", 24, 4608, 128),
+    Model("Flux 2048", 24, 16896, 128),
+    Model("Wan 1.3B 480p, 81 frames", 12, 32760, 128),
+    Model("Wan 14B 480p, 81 frames", 40, 32760, 128),
+    Model("Wan 14B 720p, 81 frames", 40, 75600, 128),
+)
+
+
+def _card(name: str, capability: tuple[int, int], num_sms: int, mhz: int) -> DeviceInfo:
+    return DeviceInfo("cuda", name, capability=capability, num_sms=num_sms, clock_hz=mhz * 1_000_000)
+
+
+# Multiprocessors and boost clock as their maker gives them.
+CARDS = {
+    card.name: card
+    for card in (
+        _card("GTX 1060 6GB", (6, 1), 10, 1708),
+        _card("GTX 1070", (6, 1), 15, 1683),
+        _card("GTX 1080", (6, 1), 20, 1733),
+        _card("GTX 1080 Ti", (6, 1), 28, 1582),
+        _card("P40", (6, 1), 30, 1531),
+        _card("P100", (6, 0), 56, 1303),
+        _card("V100", (7, 0), 80, 1380),
+    )
+}
+X8, X1 = Link(3, 8, 16), Link(3, 1, 16)
+PAIRS = (
+    ("GTX 1080 Ti", "GTX 1080 Ti", X8),
+    ("P40", "P40", X8),
+    ("P100", "P100", X8),
+    ("GTX 1080 Ti", "GTX 1060 6GB", X8),
+    ("GTX 1080 Ti", "GTX 1080 Ti", X1),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``second-card`` to the command line."""
+    parser = subparsers.add_parser(
+        "second-card", help="what a second card would gain, per model and pair of cards: a model, not a measurement"
+    )
+    parser.add_argument(
+        "--pair", metavar="FIRST,SECOND", help=f"two cards of {', '.join(CARDS)}; without it a choice of pairs"
+    )
+    parser.add_argument("--lanes", type=int, default=8, help="PCIe 3.0 lanes of the slower slot, for --pair (8)")
+    parser.set_defaults(func=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    pairs = list(PAIRS)
+    if options.pair:
+        names = [name.strip() for name in options.pair.split(",")]
+        unknown = [name for name in names if name not in CARDS]
+        if unknown or len(names) != 2:
+            raise CommandError(f"--pair must be two of {', '.join(CARDS)}, got {options.pair!r}")
+        if options.lanes not in (1, 2, 4, 8, 16):
+            raise CommandError(f"--lanes must be 1, 2, 4, 8 or 16, got {options.lanes}")
+        pairs = [(names[0], names[1], Link(3, options.lanes, 16))]
+    print(table(pairs))
+    if not options.pair and len(device_names()) > 1:
+        for name, gains in own_gains(look_around()):
+            print(f"\nthis machine, {name} (model): " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains))
+    return 0
+
+
+def table(pairs: Any = PAIRS) -> str:
+    """In Markdown: how many times as fast attention is as on the first card alone."""
+    heads = [f"{second} beside {first}, PCIe {link.generation}.0 x{link.width}" for first, second, link in pairs]
+    lines = ["| attention of (model) | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for model in MODELS:
+        gains = [
+            modelled_gain(model.heads, model.load(), CARDS[first], CARDS[second], link.bytes_per_second)
+            for first, second, link in pairs
+        ]
+        lines.append(f"| {model.name} | " + " | ".join(f"{gain:.2f}" for gain in gains) + " |")
+    lines += ["", assumptions()]
+    return "\n".join(lines)
+
+
+def assumptions() -> str:
+    """What the figures rest on, as a sentence."""
+    return (
+        f"Model, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
+        f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s each way for PCIe 3.0 x8), "
+        f"{START_MS} ms per call."
+    )
+
+
+def own_gains(machine: Machine) -> list[tuple[str, list[tuple[str, float]]]]:
+    """For each other card of this machine beside the first: (the pair, the gain per model)."""
+    found = []
+    for number, card in enumerate(machine.devices[1:], start=1):
+        links = [link for link in (*machine.links[:1], *machine.links[number : number + 1]) if link is not None]
+        rates = [link.bytes_per_second for link in links if link.bytes_per_second]
+        rate = min(rates, default=LINK_BYTES)
+        gains = [
+            (model.name, modelled_gain(model.heads, model.load(), machine.devices[0], card, rate)) for model in MODELS
+        ]
+        found.append((f"{card.name} (cuda:{number}) beside {machine.devices[0].name} (cuda:0)", gains))
+    return found

@@ -1,0 +1,346 @@
+"""flash-attn's functions without autograd: ``_flash_attn_forward``, ``_flash_attn_backward`` and their likes, by which
+ring attention and diffusers' backend ``flash`` reach its kernels.
+
+A forward pass returns lse, and a backward pass goes back from a given (out, lse), which may come from more keys than it
+is handed (Dao 2023, FlashAttention-2, Algorithm 2). Shapes are flash-attn's: q ``[B, L, Hq, D]``, k ``[B, S, Hkv, D]``,
+v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``, k and v ``[total_k, Hkv, D]``, lse
+``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. ``rng_state`` holds what dropout was
+drawn from, one number for each sequence; the backward pass takes what the forward pass returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall, Gradients, Options, Results, check_call
+from ...config import AttentionConfig, default_config
+from ...routes.run import choose, gradients, note, run, show
+from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
+from ..varlen import read_ends, varlen_attend
+from .version3 import cut_to_used
+
+__all__ = [
+    "flash_attn_backward",
+    "flash_attn_forward",
+    "flash_attn_varlen_backward",
+    "flash_attn_varlen_forward",
+]
+
+_ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
+
+
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``_flash_attn_forward``.
+
+    Args:
+        return_softmax: changes nothing: no score matrix exists.
+        others: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
+    Returns:
+        (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
+    """
+    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
+    window = window_size_left, window_size_right
+    options = _options(q, 2, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    with torch.no_grad():
+        out, lse, seed = _attend(q, k, v, options)
+    return out, lse, q.new_empty(0), _rng_state([seed], q.device)
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
+
+    Args:
+        dout, out: ``[B, L, Hq, Dv]``; softmax_lse: ``[B, Hq, L]``.
+        deterministic: as :func:`pascal_attn_core.flash_attn.flash_attn_func`; these gradients are always so.
+    Returns:
+        float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero behind the last query.
+    """
+    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v, out=out, dout=dout)
+    window = window_size_left, window_size_right
+    options = _options(q, 2, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    with torch.no_grad():
+        grads = _go_back(dout, q, k, v, out, softmax_lse, options, _seed_of(rng_state, options, 0))
+        for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
+            if target is not None:
+                _check_target(name, target, grad)
+                target.copy_(grad)
+        sums = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    return torch.nn.functional.pad(sums, (0, -sums.shape[2] % _ROWS))
+
+
+def flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends.
+        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``.
+        seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
+        max_seqlen_q, max_seqlen_k, zero_tensors, num_splits: change nothing.
+    Returns:
+        (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
+    Raises:
+        NotImplementedError: leftpad_k is given, or block_table together with dropout or seqused_k.
+    """
+    check_layout("[total, heads, head_dim]", 3, q=q)
+    if leftpad_k is not None:
+        raise NotImplementedError("leftpad_k is not supported by Pascal Attention; give cu_seqlens_k without padding")
+    if block_table is not None and (dropout_p or seqused_k is not None):
+        raise NotImplementedError("block_table is not supported by Pascal Attention with dropout_p or seqused_k")
+    window = window_size_left, window_size_right
+
+    def options(batch: int) -> FlashOptions:
+        return _options(q, 1, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, batch)
+
+    if seqused_k is not None:
+        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
+    with torch.no_grad():
+        if not dropout_p:
+            out, lse = varlen_attend(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True, block_table=block_table
+            )
+            assert lse is not None
+            return out, lse, q.new_empty(0), _rng_state([None], q.device)
+        out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
+        seeds, all_options = [], options(len(cu_seqlens_q) - 1)
+        for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+            part, part_lse, seed = _attend(q[None, of_q], k[None, of_k], v[None, of_k], all_options.part(b, b + 1))
+            out[of_q], lse[:, of_q] = part[0], part_lse[0]
+            seeds.append(seed)
+    return out, lse, q.new_empty(0), _rng_state(seeds, q.device)
+
+
+def flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero behind the
+    last sequence.
+
+    Returns:
+        float32 ``[Hq, total_q + 128 * B]``: the sum over dout * out of each query, in the places of its sequence's
+        first query plus 128 times the number of the sequence; else zero.
+    """
+    check_layout("[total, heads, head_dim]", 3, q=q, k=k, v=v, out=out, dout=dout)
+    window = window_size_left, window_size_right
+    batch = len(cu_seqlens_q) - 1
+    options = _options(q, 1, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, batch)
+    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
+    with torch.no_grad():
+        for name, target, like in zip(("dq", "dk", "dv"), (dq, dk, dv), (q, k, v)):
+            if target is not None:
+                _check_target(name, target, like)
+                target.zero_()
+        for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+            seed = _seed_of(rng_state, options, b)
+            lse = softmax_lse[None, :, of_q]
+            one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q], lse
+            grads = _go_back(*one, options.part(b, b + 1), seed)
+            for target, grad, tokens in zip((dq, dk, dv), grads, (of_q, of_k, of_k)):
+                if target is not None:
+                    target[tokens] = grad[0]
+            sums = (dout[of_q].float() * out[of_q].float()).sum(-1).T
+            softmax_d[:, of_q.start + _ROWS * b : of_q.stop + _ROWS * b] = sums
+    return softmax_d
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
+def _options(
+    q: Tensor,
+    heads_dim: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window: Sequence[int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    batch: int | None = None,
+) -> FlashOptions:
+    return FlashOptions.of(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window,
+        softcap or 0.0,
+        None if alibi_slopes is None else alibi_slopes.detach(),
+        deterministic=True,
+        batch=q.shape[0] if batch is None else batch,
+        heads=q.shape[heads_dim],
+    )
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
+    given = Options(
+        options.dropout_p,
+        options.causal,
+        options.scale,
+        q.shape[2] != k.shape[2],
+        options.alignment,
+        options.window,
+        options.softcap,
+    )
+    query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
+    return check_call(query, key, value, alibi_mask(options.slopes, q, k), *given)
+
+
+def _config(options: FlashOptions) -> AttentionConfig:
+    config = options.config or default_config()
+    # what dropout was drawn from is known of the tiles alone
+    return replace(config, route="tiled") if options.dropout_p else config
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``, what dropout was drawn from: int64 ``[1]`` or None)."""
+    call, config = _checked(q, k, v, options), _config(options)
+    seed = None
+    if call.dropout_p:
+        show(call)
+        choice = choose(call, config, with_lse=True)
+        results = choice.by.forward(call, config, choice.plan, with_lse=True, for_grad=False, stats=None)
+        note(call, choice, None)
+        out, lse, seed = results.out, results.lse, results.seed
+    else:
+        out, lse = run(call, config, with_lse=True)
+    assert lse is not None
+    return out.transpose(1, 2).contiguous(), lse, seed
+
+
+def _go_back(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: FlashOptions,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v in their layout."""
+    call = _checked(q, k, v, options)
+    expected = (*call.out_shape[:-1],)
+    for name, tensor in (("out", out), ("dout", dout)):
+        if tuple(tensor.transpose(1, 2).shape) != call.out_shape:
+            shape = [*q.shape[:3], v.shape[-1]]
+            raise FlashArgumentError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+    if tuple(lse.shape) != expected:
+        raise FlashArgumentError(f"softmax_lse must have shape {list(expected)}, got {list(lse.shape)}")
+    saved = Results(out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, seed)
+    grads: Gradients = gradients(call, _config(options), dout.transpose(1, 2), saved, None)
+    return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Number, queries and keys of each sequence that has queries or keys."""
+    ends_q = read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    ends_k = read_ends("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    if len(ends_q) != len(ends_k):
+        raise FlashArgumentError(
+            f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got [{len(ends_q)}] and [{len(ends_k)}]"
+        )
+    for b, (of_q, of_k) in enumerate(zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k))):
+        yield b, slice(*of_q), slice(*of_k)
+
+
+def _check_target(name: str, target: Tensor, like: Tensor) -> None:
+    if target.shape != like.shape:
+        raise FlashArgumentError(f"{name} must have shape {list(like.shape)}, got {list(target.shape)}")
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def _rng_state(seeds: list[Tensor | None], device: torch.device) -> Tensor:
+    """int64, at least ``[2]`` as in flash-attn: one number for each sequence."""
+    state = torch.zeros(max(2, len(seeds)), dtype=torch.int64, device=device)
+    for b, seed in enumerate(seeds):
+        if seed is not None:
+            state[b : b + 1] = seed
+    return state
+
+
+def _seed_of(rng_state: Tensor | None, options: FlashOptions, sequence: int) -> Tensor | None:
+    if not options.dropout_p:
+        return None
+    if rng_state is None or rng_state.dtype != torch.int64 or rng_state.numel() <= sequence:
+        got = "None" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)}"
+        raise FlashArgumentError(f"rng_state must be what the forward pass returned, with dropout_p, got {got}")
+    return rng_state[sequence : sequence + 1]

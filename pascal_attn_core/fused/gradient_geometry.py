@@ -1,0 +1,106 @@
+"""Sizes of the tiles of the gradient kernels on tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GradientGeometry:
+    """See the head of ``tensor_gradient.cuh``.
+
+    Attributes:
+        warps: of a block; tiles: of 16 rows, per warp.
+        cols: columns of a tile; at_once: of them that are worked on at a time.
+        in_registers: 16-byte columns of the two tensors of the rows that stay there, even numbers.
+        blocks: that shall fit a multiprocessor.
+    """
+
+    tiles: int
+    in_registers: tuple[int, int]
+    warps: int = 8
+    cols: int = 32
+    at_once: int = 16
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles * self.warps
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_BYTES of ``tensor_gradient.cuh``."""
+        chunks = head_dim // 8
+        passing = [self.rows * _pitch(min(8, kept)) if kept else 0 for kept in self.in_registers]
+        left = [self.rows * _pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
+        return max(4 * self.cols * _pitch(chunks), *passing) + sum(left)
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        return {
+            "PA_WARPS": self.warps,
+            "PA_MT": self.tiles,
+            "PA_BC": self.cols,
+            "PA_SC": self.at_once,
+            "PA_XREG": self.in_registers[0],
+            "PA_XXREG": self.in_registers[1],
+            "PA_MINB": self.blocks,
+        }
+
+
+def _pitch(pieces: int) -> int:
+    """PANEL_PITCH of ``tensor_gradient.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+    return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
+
+
+def _whole(head_dim: int, tiles: int, cols: int = 32) -> GradientGeometry:
+    return GradientGeometry(tiles, (head_dim // 8, head_dim // 8), cols=cols)
+
+
+# Two tiles of 16 rows per warp, so that each block that is read serves two products, as far as there are registers.
+_QUERY = {
+    **{dim: _whole(dim, 2, 64) for dim in (32, 48, 64)},
+    80: _whole(80, 2),
+    96: GradientGeometry(2, (12, 6)),
+    128: _whole(128, 1),
+}
+_KEY_VALUE = {
+    **{dim: _whole(dim, 2, 64) for dim in (32, 48)},
+    64: GradientGeometry(2, (4, 2)),
+    **{dim: _whole(dim, 1, 64) for dim in (80, 96)},
+    128: GradientGeometry(1, (12, 6)),
+}
+GRADIENT_HEAD_DIMS = tuple(_QUERY)
+# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads no
+# more words than it has threads.
+_QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
+_KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
+_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 10))}
+_KEY_VALUE_FLOAT = {
+    **_KEY_VALUE_TIGHT,
+    64: GradientGeometry(2, (4, 4)),
+    128: GradientGeometry(1, (10, 6), cols=16),
+}
+_KEY_VALUE_PACKED = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4))}
+_KEY_VALUE_PACKED_FLOAT = {**_KEY_VALUE_FLOAT, 64: _whole(64, 1)}
+GRADIENT_TABLES = (
+    *(_QUERY, _QUERY_TIGHT, _KEY_VALUE, _KEY_VALUE_TIGHT),
+    *(_KEY_VALUE_BOOL_PADDED, _KEY_VALUE_FLOAT, _KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT),
+)
+
+
+def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
+    """Of the kernel of this kind, whose name has ``grad`` in it."""
+    packed = kind.endswith("packed")
+    is_tight = padded or packed or mask != "none"
+    if "key_value" not in kind:
+        return (_QUERY_TIGHT if is_tight else _QUERY)[head_dim]
+    if packed:
+        return (_KEY_VALUE_PACKED if mask == "none" else _KEY_VALUE_PACKED_FLOAT)[head_dim]
+    if mask == "float":
+        return _KEY_VALUE_FLOAT[head_dim]
+    if mask == "bool" and padded:
+        return _KEY_VALUE_BOOL_PADDED[head_dim]
+    return (_KEY_VALUE_TIGHT if is_tight else _KEY_VALUE)[head_dim]

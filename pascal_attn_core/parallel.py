@@ -1,0 +1,445 @@
+"""One attention call over several processes, each of which holds a part of the tokens: ring attention, Ulysses, both.
+
+    out = context_parallel_sdpa(query, key, value, ring=group)  # of its own tokens, each
+
+Ring (Liu, Zaharia and Abbeel 2023): the keys and values travel from process to process while the queries stay, and the
+results over each part are merged by their lse. No process holds the keys of more than two at once. Ulysses (Jacobs et
+al. 2023): all tokens of some heads are exchanged for some tokens of all heads, and back. Both (Fang and Zhao 2024):
+Ulysses within, the ring around it.
+
+Every process of the groups makes the same call at the same time, under torch.distributed as the program has set it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .attention import sdpa, sdpa_backward, sdpa_with_lse
+from .call import check_call
+from .config import AttentionConfig
+
+__all__ = ["context_parallel_sdpa"]
+
+Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
+
+
+def context_parallel_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    ring: Group | None = None,
+    ulysses: Group | None = None,
+    uneven: bool = False,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """Attention of all tokens of all processes, each of which passes its own and gets its own: exact, in O(N) memory,
+    with gradients of query, key and value.
+
+    The tokens lie in the order of the ranks; with both groups, rank i of the ring holds what the ranks of its Ulysses
+    group hold, in their order.
+
+    Args:
+        query: ``[B, Hq, L, D]``, this process's tokens; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``.
+        attn_mask: bool (True = takes part) or float (added), broadcast to ``[B, Hq, rows, columns]``. Rows: 1, those of
+            this process's queries, or those of all. Columns: 1, all keys, or this process's keys alone, whose parts are
+            then gathered; that needs one row. It gets no gradient.
+        is_causal: query i of all sees the keys up to the i-th of all; as many keys as queries.
+        ring, ulysses: process groups; None = no such sharing.
+        uneven: processes may hold different numbers of tokens; the numbers are exchanged first. Otherwise all must hold
+            the same number, which is not checked.
+        others: as in :func:`pascal_attn_core.sdpa`.
+    Returns:
+        ``[B, Hq, L, Dv]``; zero where a query sees no key.
+    Raises:
+        TypeError, ValueError: arguments that do not fit together; nothing has been sent.
+        RuntimeError: another process is gone or did not answer within its group's timeout.
+    """
+    check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
+    if query.dim() != 4:
+        raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")
+    if isinstance(attn_mask, Tensor) and attn_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("attn_mask must not require a gradient across processes; pass attn_mask.detach()")
+    share = _Share.of(query, key, ring, ulysses, uneven=uneven)
+    if is_causal and share.queries != share.keys:
+        raise ValueError(
+            f"is_causal needs as many keys as queries, got {share.keys.lengths} and {share.queries.lengths}"
+        )
+    heads = _Heads.of(query.shape[1], key.shape[1], share.within)
+    mask = None if attn_mask is None else _mask_for(attn_mask, query.shape[1], heads, share)
+    if share.within.size > 1:
+        if heads.kept is not None:
+            key, value = key[:, heads.kept], value[:, heads.kept]
+        within, queries, keys = share.within, share.queries.of_part(share), share.keys.of_part(share)
+        query = _exchange(query, heads.query, queries, within, to_heads=True)
+        key, value = (_exchange(t, heads.key, keys, within, to_heads=True) for t in (key, value))
+    if share.around.size > 1:
+        out = _Ring.apply(query, key, value, mask, is_causal, scale, share, config)
+    else:
+        out = sdpa(query, key, value, mask, 0.0, is_causal, scale, query.shape[1] != key.shape[1], config=config)
+    if share.within.size > 1:
+        out = _exchange(out, heads.query, share.queries.of_part(share), share.within, to_heads=False)
+    return out
+
+
+# ---- who holds what --------------------------------------------------------------------------------------------------
+
+
+class _Ranks(NamedTuple):
+    """A group, or this process alone."""
+
+    group: Group
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: Group | None) -> _Ranks:
+        return _Ranks(None, 0, 1) if group is None else _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+class _Tokens(NamedTuple):
+    """How many tokens each process holds, ``lengths[rank of the ring][rank of Ulysses]``."""
+
+    lengths: tuple[tuple[int, ...], ...]
+
+    @property
+    def parts(self) -> list[int]:
+        """Of each rank of the ring."""
+        return [sum(part) for part in self.lengths]
+
+    @property
+    def starts(self) -> list[int]:
+        """Number of the first token of each rank of the ring, and that behind the last one."""
+        return [0, *itertools.accumulate(self.parts)]
+
+    def of_part(self, share: _Share) -> tuple[int, ...]:
+        """Of each process of this one's Ulysses group."""
+        return self.lengths[share.around.rank]
+
+    def here(self, share: _Share) -> int:
+        return self.of_part(share)[share.within.rank]
+
+
+class _Share(NamedTuple):
+    """The processes of a call. around: the ring; within: Ulysses."""
+
+    around: _Ranks
+    within: _Ranks
+    queries: _Tokens
+    keys: _Tokens
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, ring: Group | None, ulysses: Group | None, *, uneven: bool) -> _Share:
+        around, within = _Ranks.of(ring), _Ranks.of(ulysses)
+        own = query.shape[2], key.shape[2]
+        if not uneven:
+            queries, keys = (_Tokens(((count,) * within.size,) * around.size) for count in own)
+            return _Share(around, within, queries, keys)
+        counts = torch.tensor(own, device=query.device)
+        part = torch.stack(_gathered(counts, within, "the numbers of tokens"))
+        table = torch.stack(_gathered(part, around, "the numbers of tokens"))
+        queries, keys = (_Tokens(tuple(tuple(row) for row in t.tolist())) for t in table.unbind(-1))
+        return _Share(around, within, queries, keys)
+
+
+class _Heads(NamedTuple):
+    """Which heads each process of a Ulysses group computes: how many of the query and of the key, in order.
+
+    kept: numbers of the key/value heads to send, where some go to several processes; None = all.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    kept: list[int] | None
+
+    @staticmethod
+    def of(query_heads: int, key_heads: int, ranks: _Ranks) -> _Heads:
+        groups = query_heads // key_heads
+        if key_heads >= ranks.size:
+            shares = [key_heads // ranks.size + (r < key_heads % ranks.size) for r in range(ranks.size)]
+            return _Heads(tuple(groups * share for share in shares), tuple(shares), None)
+        each = query_heads // ranks.size
+        if query_heads % ranks.size or groups % each:
+            raise ValueError(
+                f"ulysses needs a key/value head for each of {ranks.size} processes, or query heads that can be shared "
+                f"out evenly without cutting a group, got {query_heads} query and {key_heads} key/value heads"
+            )
+        return _Heads((each,) * ranks.size, (1,) * ranks.size, [r * each // groups for r in range(ranks.size)])
+
+
+def _mask_for(mask: Tensor, query_heads: int, heads: _Heads, share: _Share) -> Tensor:
+    """The mask of this process's heads and of the queries of its Ulysses group over all keys."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    rows, columns = mask.shape[2:]
+    all_rows, all_columns = share.queries.starts[-1], share.keys.starts[-1]
+    own_rows, own_columns = share.queries.here(share), share.keys.here(share)
+    has_own_rows, has_own_columns = rows not in (1, all_rows), columns not in (1, all_columns)
+    if (has_own_rows and rows != own_rows) or (has_own_columns and columns != own_columns):
+        raise ValueError(
+            f"attn_mask must have 1, {own_rows} or {all_rows} rows and 1, {own_columns} or {all_columns} columns here, "
+            f"got {list(mask.shape)}"
+        )
+    if has_own_columns and rows != 1:
+        raise ValueError(
+            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: what this "
+            "process's queries may see of the keys of others is not known"
+        )
+    if mask.shape[1] == query_heads > 1:
+        mask = mask.split(heads.query, 1)[share.within.rank]
+    if has_own_columns:
+        mask = _gathered_tokens(mask, 3, share.keys.of_part(share), share.within)
+        mask = _gathered_tokens(mask, 3, share.keys.parts, share.around)
+    if has_own_rows:
+        mask = _gathered_tokens(mask, 2, share.queries.of_part(share), share.within)
+    elif rows != 1:
+        mask = mask.split(share.queries.parts, 2)[share.around.rank]
+    return mask
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of this process's queries over the keys of all, which travel around. Algorithms 1 and 2 of
+    FlashAttention-2 (Dao 2023), with processes for blocks of keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        share: _Share,
+        config: AttentionConfig | None,
+    ) -> Tensor:
+        sums: Tensor | None = None
+        lse: Tensor | None = None
+        for owner, part_key, part_value in _travelling(key, value, share):
+            seen = _seen(owner, mask, is_causal, share)
+            if seen is None:
+                continue
+            part, part_lse = sdpa_with_lse(
+                query,
+                part_key,
+                part_value,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+                config=config,
+                **seen,
+            )
+            part = part.to(part_lse.dtype)
+            if sums is None or lse is None:
+                sums, lse = part, part_lse
+                continue
+            new_lse = torch.logaddexp(lse, part_lse)
+            nothing = new_lse == -torch.inf  # no key of any part so far
+            for total, total_lse in ((sums, lse), (part, part_lse)):
+                total *= (total_lse - new_lse).exp_().masked_fill_(nothing, 0.0)[..., None]
+            sums += part
+            lse = new_lse
+        assert sums is not None  # every query block sees its own process's keys
+        assert lse is not None
+        out = sums.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.given = is_causal, scale, share, config
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        is_causal, scale, share, config = ctx.given
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        grads = _TravellingGradients(key, value, share, lse.dtype)
+        for owner, part_key, part_value in _travelling(key, value, share):
+            seen = _seen(owner, mask, is_causal, share)
+            found = None
+            if seen is not None:
+                found = sdpa_backward(
+                    grad_out, query, part_key, part_value, out, lse, scale=scale,
+                    enable_gqa=query.shape[1] != key.shape[1], config=config, **seen,
+                )  # fmt: skip
+                grad_query += found[0]
+            grads.add(owner, None if found is None else found[1:])
+        grad_key, grad_value = grads.own()
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), *[None] * 5
+
+
+def _seen(owner: int, mask: Tensor | None, is_causal: bool, share: _Share) -> dict[str, Any] | None:
+    """The rule between this process's queries and the owner's keys, as arguments of ``sdpa``; None = none is seen."""
+    start, end = share.keys.starts[owner : owner + 2]
+    rule: dict[str, Any] = {}
+    if mask is not None:
+        rule["attn_mask"] = mask if mask.shape[3] == 1 else mask[..., start:end]
+    if is_causal:
+        if owner > share.around.rank:
+            return None
+        rule["is_causal"] = owner == share.around.rank
+    return rule
+
+
+def _travelling(key: Tensor, value: Tensor, share: _Share) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(owner, its keys, its values) of every process of the ring, this one's first. The next ones are on their way
+    meanwhile."""
+    ranks, lengths = share.around, share.keys.parts
+    # the part in use, and the one on its way: each arrives where the one before the last was
+    places = [key.new_empty(_numel(key, value, max(lengths))) for _ in range(2)]
+    _pack(places[0], key, value)
+    for step in range(ranks.size):
+        owner, following = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size
+        held, arriving = (
+            place[: _numel(key, value, lengths[whose])] for place, whose in zip(places, (owner, following))
+        )
+        is_last = step + 1 == ranks.size
+        transfer = [] if is_last else _start_transfer(held, arriving, ranks)
+        yield owner, *_unpacked(held, key, value, lengths[owner])
+        _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
+        places.reverse()
+
+
+class _TravellingGradients:
+    """The gradients of each process's keys and values follow them around the ring and are added to on the way."""
+
+    def __init__(self, key: Tensor, value: Tensor, share: _Share, dtype: torch.dtype):
+        self.key, self.value, self.ranks, self.lengths, self.dtype = key, value, share.around, share.keys.parts, dtype
+        self.arriving: Tensor | None = None
+        self.transfer: list[Any] = []
+        self.leaving: Tensor | None = None  # kept until it has been sent
+
+    def add(self, owner: int, found: Sequence[Tensor] | None) -> None:
+        """Add this process's share of the owner's gradients, and pass the sum on to the next process."""
+        held = self._arrived()
+        if held is None:
+            held = self.key.new_zeros(_numel(self.key, self.value, self.lengths[owner]), dtype=self.dtype)
+        if found is not None:
+            for total, part in zip(_unpacked(held, self.key, self.value, self.lengths[owner]), found):
+                total += part
+        following = (owner - 1) % self.ranks.size  # whose gradients the previous process holds now
+        self.leaving = held
+        self.arriving = held.new_empty(_numel(self.key, self.value, self.lengths[following]))
+        self.transfer = _start_transfer(held, self.arriving, self.ranks)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """This process's, after all have added theirs."""
+        held = self._arrived()
+        assert held is not None
+        return _unpacked(held, self.key, self.value, self.lengths[self.ranks.rank])
+
+    def _arrived(self) -> Tensor | None:
+        if self.arriving is not None:
+            _finish(self.transfer, self.ranks, "passing on gradients")
+        self.leaving = None
+        return self.arriving
+
+
+def _numel(key: Tensor, value: Tensor, tokens: int) -> int:
+    return key.shape[0] * key.shape[1] * tokens * (key.shape[3] + value.shape[3])
+
+
+def _pack(place: Tensor, key: Tensor, value: Tensor) -> None:
+    for part, tensor in zip(_unpacked(place, key, value, key.shape[2]), (key, value)):
+        part.copy_(tensor)
+
+
+def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    sizes = [t.shape[0] * t.shape[1] * tokens * t.shape[3] for t in (key, value)]
+    parts = held[: sum(sizes)].split(sizes)
+    first, second = (part.view(*t.shape[:2], tokens, t.shape[3]) for part, t in zip(parts, (key, value)))
+    return first, second
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _named_errors(what: str, ranks: _Ranks) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
+        raise RuntimeError(f"{what} failed on rank {ranks.rank} of {ranks.size}: {error}") from error
+
+
+def _start_transfer(held: Tensor, arriving: Tensor, ranks: _Ranks) -> list[Any]:
+    """Send to the next process of the ring and receive from the previous one, while this one goes on."""
+    following, previous = (dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size) for step in (1, -1))
+    operations = [
+        dist.P2POp(dist.isend, held, following, ranks.group),
+        dist.P2POp(dist.irecv, arriving, previous, ranks.group),
+    ]
+    with _named_errors("starting a transfer", ranks):
+        return dist.batch_isend_irecv(operations)
+
+
+def _finish(transfer: list[Any], ranks: _Ranks, what: str) -> None:
+    with _named_errors(what, ranks):
+        for work in transfer:
+            work.wait()
+
+
+def _gathered(tensor: Tensor, ranks: _Ranks, what: str) -> list[Tensor]:
+    """The tensors of all processes, which have the same shape."""
+    if ranks.size == 1:
+        return [tensor]
+    as_bytes = tensor.dtype == torch.bool  # not every backend sends bools
+    tensor = (tensor.to(torch.uint8) if as_bytes else tensor).contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(ranks.size)]
+    with _named_errors(f"gathering {what}", ranks):
+        dist.all_gather(parts, tensor, group=ranks.group)
+    return [part.bool() for part in parts] if as_bytes else parts
+
+
+def _gathered_tokens(tensor: Tensor, dim: int, lengths: Sequence[int], ranks: _Ranks) -> Tensor:
+    """The parts of all processes, concatenated along ``dim``, where process r has ``lengths[r]``."""
+    longest = max(lengths)
+    missing = longest - tensor.shape[dim]
+    if missing:
+        shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    parts = _gathered(tensor, ranks, "the mask")
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths)], dim)
+
+
+def _exchange(tensor: Tensor, heads: Sequence[int], tokens: Sequence[int], ranks: _Ranks, *, to_heads: bool) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(tensor, tuple(heads), tuple(tokens), ranks, to_heads)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """All heads of some tokens for some heads of all tokens, or back; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, heads: tuple[int, ...], tokens: tuple[int, ...], ranks: _Ranks, to_heads: bool
+    ) -> Tensor:
+        ctx.given = heads, tokens, ranks, to_heads
+        batch, dim, rank = tensor.shape[0], tensor.shape[3], ranks.rank
+        sent = tensor.split(heads, 1) if to_heads else tensor.split(tokens, 2)
+        shapes = [
+            (batch, heads[rank], tokens[r], dim) if to_heads else (batch, heads[r], tokens[rank], dim)
+            for r in range(ranks.size)
+        ]
+        sizes = [batch * h * t * dim for _, h, t, _ in shapes]
+        leaving = torch.cat([part.reshape(-1) for part in sent])
+        arriving = leaving.new_empty(sum(sizes))
+        with _named_errors("exchanging heads for tokens", ranks):
+            dist.all_to_all_single(arriving, leaving, sizes, [part.numel() for part in sent], group=ranks.group)
+        parts = [part.view(shape) for part, shape in zip(arriving.split(sizes), shapes)]
+        return torch.cat(parts, 2 if to_heads else 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        heads, tokens, ranks, to_heads = ctx.given
+        return _exchange(grad, heads, tokens, ranks, to_heads=not to_heads), None, None, None, None

@@ -1,0 +1,264 @@
+"""One call over two to four processes gives what one process gives, gradients too; who is gone is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attn_support import fresh
+from attn_support.parallel.processes import run_in
+from torch import Tensor
+
+from pascal_attn_core import parallel, sdpa
+from pascal_attn_core.parallel import context_parallel_sdpa
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes are forked"),
+    pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed"),
+]
+F64 = torch.float64
+#: name -> (query heads, key/value heads, options of the call, kind of mask)
+CALLS: dict[str, tuple[int, int, dict[str, Any], str]] = {
+    "plain": (4, 4, {}, ""),
+    "GQA": (4, 2, {"enable_gqa": True}, ""),
+    "one key/value head": (4, 1, {"enable_gqa": True}, ""),
+    "causal": (4, 4, {"is_causal": True}, ""),
+    "causal, GQA, scale": (4, 2, {"is_causal": True, "enable_gqa": True, "scale": 0.4}, ""),
+    "padding, own columns": (4, 4, {}, "own columns"),
+    "padding, all columns": (4, 4, {}, "all columns"),
+    "own rows": (4, 4, {}, "own rows"),
+    "all rows, per head": (4, 4, {}, "per head"),
+    "float mask": (4, 2, {"enable_gqa": True}, "float"),
+    "empty rows": (4, 4, {}, "empty rows"),
+}
+
+
+def lengths_of(world: int, *, uneven: bool) -> list[int]:
+    return [7, 3, 9, 5][:world] if uneven else [6] * world
+
+
+def mask_of(kind: str, tokens: int, own: slice) -> tuple[Tensor | None, Tensor | None]:
+    """(the whole mask, what the process with the tokens ``own`` passes)."""
+    draws = torch.Generator().manual_seed(3)
+    padding = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
+    padding[0, ..., -4:] = False
+    if kind == "own columns":
+        return padding, padding[..., own]
+    if kind == "all columns":
+        return padding, padding
+    if kind == "own rows":
+        mask = torch.rand(1, 1, tokens, tokens, generator=draws) > 0.3
+        return mask, mask[:, :, own]
+    if kind == "per head":
+        mask = torch.rand(2, 4, tokens, tokens, generator=draws) > 0.3
+        return mask, mask
+    if kind == "float":
+        mask = torch.randn(tokens, tokens, generator=draws, dtype=F64)
+        return mask, mask
+    if kind == "empty rows":
+        mask = torch.rand(1, 1, tokens, tokens, generator=draws) > 0.3
+        mask[:, :, 2] = mask[:, :, -2] = False
+        return mask, mask[:, :, own]
+    return None, None
+
+
+def groups_of(how: str) -> dict[str, Any]:
+    if how == "both":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ring", "ulysses"))
+        return {name: mesh[name].get_group() for name in ("ring", "ulysses")}
+    return {how: dist.group.WORLD}
+
+
+def differences(rank: int, how: str, name: str, *, uneven: bool, groups: dict[str, Any]) -> list[float]:
+    """Largest difference of out and of each gradient between this process's part and one process's answer."""
+    heads, kv_heads, options, kind = CALLS[name]
+    lengths = lengths_of(dist.get_world_size(), uneven=uneven)
+    total, start = sum(lengths), sum(lengths[:rank])
+    own = slice(start, start + lengths[rank])
+    draws = torch.Generator().manual_seed(1)
+    shapes = (heads, 16), (kv_heads, 16), (kv_heads, 8), (heads, 8)
+    *tensors, grad = (torch.randn(2, h, total, d, generator=draws, dtype=F64) for h, d in shapes)
+    whole_mask, mask = mask_of(kind, total, own)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out = sdpa(*leaves, whole_mask, **options)
+    expected = [out, *torch.autograd.grad(out, leaves, grad)]
+    parts = [t[:, :, own].clone().requires_grad_() for t in tensors]
+    found = context_parallel_sdpa(*parts, mask, **options, **groups, uneven=uneven)
+    answers = [found, *torch.autograd.grad(found, parts, grad[:, :, own])]
+    if not all(answer.isfinite().all() for answer in answers):
+        return [float("nan")] * 4
+    return [(one - other[:, :, own]).abs().max().item() for one, other in zip(answers, expected)]
+
+
+def _every_call(world: str) -> None:
+    ways = {2: ["ring", "ulysses"], 3: ["ring", "ulysses"], 4: ["both"]}[int(world)]
+
+    def work(rank: int) -> dict[str, Any]:
+        found = {}
+        for how in ways:
+            groups = groups_of(how)
+            for name, (_, kv_heads, _, _) in CALLS.items():
+                if how == "ulysses" and world == "3" and kv_heads < 3:
+                    continue  # refused, see below
+                found[how, name] = differences(rank, how, name, uneven=world == "3", groups=groups)
+        return found
+
+    answers = run_in(int(world), work)
+    assert all(isinstance(answer, dict) and len(answer) >= len(CALLS) for answer in answers), answers
+    wrong = [
+        (rank, *item) for rank, answer in enumerate(answers) for item in answer.items() if not max(item[1]) < 1e-12
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_call_gives_what_one_process_gives(world: int) -> None:
+    """Two: ring, Ulysses. Three, each with another number of tokens: ring, Ulysses. Four: both together."""
+    fresh.call(_every_call, str(world))
+
+
+def _no_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    out, lse = REAL["sdpa_with_lse"](*args, **kwargs)
+    return out, torch.zeros_like(lse)
+
+
+def _wrong_order(key: Tensor, value: Tensor, share: Any) -> Any:
+    for owner, *part in REAL["_travelling"](key, value, share):
+        yield (owner + 1) % share.around.size, *part
+
+
+def _not_gathered(tensor: Tensor, dim: int, lengths: Any, ranks: Any) -> Tensor:
+    return torch.cat([tensor] * ranks.size, dim)
+
+
+REAL: dict[str, Any] = {name: getattr(parallel, name) for name in ("sdpa_with_lse", "_travelling", "_gathered_tokens")}
+MUTANTS: dict[str, tuple[str, Any, str]] = {
+    "lse zeroed": ("sdpa_with_lse", _no_lse, "plain"),
+    "parts in the wrong order": ("_travelling", _wrong_order, "padding, all columns"),
+    "a mask that is not gathered": ("_gathered_tokens", _not_gathered, "padding, own columns"),
+}
+
+
+def _mutants() -> None:
+    def work(rank: int) -> dict[str, list[float]]:
+        found = {}
+        for which, (name, wrong, call) in MUTANTS.items():
+            setattr(parallel, name, wrong)
+            found[which] = differences(rank, "ring", call, uneven=False, groups=groups_of("ring"))
+            setattr(parallel, name, REAL[name])
+        return found
+
+    first, second = run_in(2, work)
+    survivors = [which for which in MUTANTS if not max(first[which][0], second[which][0]) > 1e-2]
+    assert not survivors, (first, second)
+
+
+def test_a_wrong_ring_would_be_noticed() -> None:
+    fresh.call(_mutants)
+
+
+def _in_16_bits_and_short_of_tokens() -> None:
+    def work(rank: int) -> float:
+        lengths, draws = (5, 0, 4), torch.Generator().manual_seed(0)
+        own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        query, key, value = (torch.randn(1, 2, 9, 32, generator=draws) for _ in range(3))
+        right = sdpa(query, key, value)[:, :, own]
+        parts = [t[:, :, own].bfloat16() for t in (query, key, value)]
+        out = context_parallel_sdpa(*parts, ring=dist.group.WORLD, uneven=True)
+        assert out.dtype == torch.bfloat16
+        assert out.shape == right.shape
+        return (out.float() - right).abs().max().item() if right.numel() else 0.0
+
+    answers = run_in(3, work)
+    assert max(answers) < 2e-2, answers
+
+
+def test_16_bits_and_a_process_without_tokens() -> None:
+    fresh.call(_in_16_bits_and_short_of_tokens)
+
+
+def _memory() -> None:
+    from pascal_attn_core import measure_memory
+
+    def work(rank: int) -> float:
+        query, key, value = torch.randn(1, 2, 8, 32), torch.randn(1, 2, 4096, 32), torch.randn(1, 2, 4096, 32)
+        with torch.no_grad(), measure_memory("cpu") as peak:
+            context_parallel_sdpa(query, key, value, ring=dist.group.WORLD)
+        return peak.peak_bytes / (key.nbytes + value.nbytes)
+
+    answers = run_in(4, work)
+    assert max(answers) < 2.5, answers  # those that leave and those that arrive; all of them would be 4
+
+
+def test_no_process_holds_the_keys_of_more_than_two() -> None:
+    fresh.call(_memory)
+
+
+def _who_fails(how: str) -> None:
+    def work(rank: int) -> str:
+        tensors = [torch.randn(1, 2, 64, 32).requires_grad_() for _ in range(3)]
+        context_parallel_sdpa(*tensors, ring=dist.group.WORLD)
+        if rank == 1:
+            if how == "dies":
+                os._exit(1)
+            if how == "hangs":
+                time.sleep(12)
+            raise ValueError("of its own")
+        began = time.monotonic()
+        try:
+            context_parallel_sdpa(*tensors, ring=dist.group.WORLD).sum().backward()
+        except RuntimeError as error:
+            return f"{time.monotonic() - began:.0f} s: {error}"
+        return "no error"
+
+    first, second, third = run_in(3, work, seconds=8)
+    for answer in (first, third):
+        assert int(answer.partition(" s")[0]) <= 16, answer
+        assert "failed on rank" in answer, answer
+    assert second is None if how == "dies" else "of its own" in second
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_the_others_end_with_an_error_that_says_where(how: str) -> None:
+    fresh.call(_who_fails, how)
+
+
+def _refusals() -> None:
+    def work(rank: int) -> list[str]:
+        query = torch.randn(1, 4, 6, 8)
+        ring: Any = {"ring": dist.group.WORLD}
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((query, query[:, :, 1:], query[:, :, 1:]), {**ring, "is_causal": True}),
+            ((query, query, query, torch.ones(1, 1, 6, 6, dtype=torch.bool)), ring),
+            ((query, query, query, torch.ones(1, 1, 1, 5, dtype=torch.bool)), ring),
+            ((query, query, query, torch.zeros(1, 1, 1, 12, requires_grad=True)), ring),
+            ((query[:, :3], query[:, :1], query[:, :1]), {"ulysses": dist.group.WORLD, "enable_gqa": True}),
+            ((query[0], query[0], query[0]), ring),
+        ]
+        said = []
+        for tensors, options in calls:
+            try:
+                context_parallel_sdpa(*tensors, **options)
+            except ValueError as error:
+                said.append(str(error))
+            else:
+                said.append("taken")
+        return said
+
+    causal, block, columns, gradient, heads, dims = run_in(2, work)[0]
+    assert "is_causal needs as many keys as queries, got ((5,), (5,)) and ((6,), (6,))" in causal
+    assert "must hold the columns of all 12 keys, or one row, got [1, 1, 6, 6]" in block
+    assert "1, 6 or 12 rows and 1, 6 or 12 columns here, got [1, 1, 1, 5]" in columns
+    assert "attn_mask must not require a gradient" in gradient
+    assert "got 3 query and 1 key/value heads" in heads
+    assert "query must be [B, heads, tokens, head_dim], got [4, 6, 8]" in dims
+
+
+def test_what_does_not_fit_is_named_before_anything_is_sent() -> None:
+    fresh.call(_refusals)

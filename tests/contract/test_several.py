@@ -1,0 +1,210 @@
+"""Several devices give the bits of one, for every kind of call that they share; the others stay on the first."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case, routes_for
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, explain, mask_rule, record, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
+from pascal_attn_core.lazy_mask import LazyMask
+from pascal_attn_core.routes import choose
+from pascal_attn_core.runtime import Runtime, using
+from pascal_attn_core.several import cut
+
+SHARED_BY = ("auto", "torch", "tiled", "online", "small_tiles", "small_budget")
+# Why calls of the table stay on the first device. All others are shared.
+REASONS = (
+    "it has fewer than 1 queries or keys",
+    "it is empty",
+    "its query rows do not all see the same keys",
+    "its query rows do not make blocks of one size",
+    "several heads share a step of the tiles: the call is short",
+    "there is nothing to cut: one key/value head",
+    "whether its float mask is padding is asked of all heads together",
+    "gradients of what all parts need would be summed over the devices",
+)
+
+
+@pytest.fixture(autouse=True)
+def _helpers_of_its_own() -> Iterator[None]:
+    with using(Runtime("cpu")):
+        yield
+
+
+def shared(config: AttentionConfig, *devices: str) -> AttentionConfig:
+    return replace(config, devices=devices or ("cpu", "cpu", "cpu"), share_from_tokens=1)
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_bits_are_those_of_one_device(step: int) -> None:
+    taken: collections.Counter[str] = collections.Counter()
+    for case in TABLE[::step]:
+        inputs, options = case.build()
+        call = check_call(*inputs, **options)
+        for route in routes_for(case, of=SHARED_BY):
+            config = ROUTES[route]
+            choice = choose(call, shared(config))
+            if choice.route == "several":
+                taken[route] += 1
+                with record() as report:
+                    out = sdpa(*inputs, **options, config=shared(config))
+                assert torch.equal(out, sdpa(*inputs, **options, config=config)), (case.name, route)
+                ((_, stats),) = report.calls.items()
+                assert stats.remarks == {}
+                assert sum(share.units for share in stats.devices.values()) == stats.devices["cpu"].of
+            else:
+                assert choice.route == choose(call, config).route
+                assert choice.why.rpartition("; on one device: ")[2].startswith(REASONS), (case.name, route, choice.why)
+    assert taken["torch"] > 100 // step
+    assert taken["small_tiles"] > 200 // step
+    assert taken["small_budget"] > 150 // step
+
+
+@pytest.mark.parametrize("case", TABLE[::15], ids=lambda case: case.name)
+def test_so_are_those_of_lse(case: Case) -> None:
+    inputs, options = case.build()
+    for route in ("small_tiles", "small_budget"):
+        expected = sdpa_with_lse(*inputs, **options, config=ROUTES[route])
+        found = sdpa_with_lse(*inputs, **options, config=shared(ROUTES[route]))
+        assert torch.equal(found.out, expected.out)
+        assert torch.equal(found.lse, expected.lse)
+
+
+def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
+    inputs, options = case.build(requires_grad=True)
+    leaves = [t for t in inputs[:3] if t is not None]
+    inputs = [*leaves, None if inputs[3] is None else inputs[3].detach()]
+    with record() as report:
+        out = sdpa(*inputs, **options, config=config)
+    weight = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
+    (route,) = report.routes()
+    return [out, *torch.autograd.grad(out, leaves, weight)], route
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
+def test_and_those_of_gradients(route: str, step: int) -> None:
+    taken = 0
+    for case in GRADIENT_TABLE[::step]:
+        if route in routes_for(case, of=[route]):
+            found, by = _gradients(case, shared(ROUTES[route], "cpu", "cpu"))
+            taken += by == "several"
+            if by == "several":
+                expected, _ = _gradients(case, ROUTES[route])
+                assert all(map(torch.equal, found, expected)), case.name
+    assert taken > (15 if route == "auto" else 40) // step
+
+
+def test_gradients_of_lse_flow_through() -> None:
+    query, key, value = (torch.randn(2, 4, 90, 16, requires_grad=True) for _ in range(3))
+    found = []
+    for config in (ROUTES["small_tiles"], shared(ROUTES["small_tiles"])):
+        out, lse = sdpa_with_lse(query, key, value, config=config)
+        found.append(torch.autograd.grad(out.sum() + (lse * lse).sum(), (query, key, value)))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("route", ["torch", "tiled"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_key_value_head_is_cut_by_query_rows(route: str, heads: int) -> None:
+    query, key, value = torch.randn(1, heads, 4096, 16), torch.randn(1, 1, 700, 16), torch.randn(1, 1, 700, 16)
+    config = AttentionConfig(route=route)
+    with record() as report:
+        out = sdpa(query, key, value, config=shared(config, "cpu", "cpu"))
+    assert torch.equal(out, sdpa(query, key, value, config=config))
+    ((key_, _),) = report.calls.items()
+    assert key_.route == "several"
+    assert "query rows" in key_.why
+    mask = torch.rand(1, 1, 4096, 700) < 0.8
+    out = sdpa(query, key, value, mask, config=shared(config, "cpu", "cpu"))
+    assert torch.equal(out, sdpa(query, key, value, mask, config=config))
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("window", [None, (700, 20)])
+def test_rows_of_a_causal_call_know_where_the_diagonal_is(alignment: str, window: tuple[int, int] | None) -> None:
+    """The cut by rows itself, whichever route may take it."""
+    query, key, value = torch.randn(1, 2, 1700, 8), torch.randn(1, 1, 1900, 8), torch.randn(1, 1, 1900, 8)
+    call = check_call(query, key, value, is_causal=True, alignment=alignment, window=window, enable_gqa=True)
+    seam = cut.seam_of(call)
+    assert (seam.kind, seam.count) == (cut.ROWS, 3)
+    options = {"is_causal": True, "alignment": alignment, "window": window, "enable_gqa": True}
+    whole = sdpa(query.double(), key.double(), value.double(), **options)
+    for first in range(3):
+        own = cut.Part(seam, first, first + 1).of_call(call)
+        rows = slice(768 * first, min(768 * (first + 1), 1700))
+        assert own.offset == call.offset + rows.start
+        route = choose(own, AttentionConfig(route="tiled"))
+        out = route.by.forward(own, AttentionConfig(), None, with_lse=False, for_grad=False, stats=None).out
+        torch.testing.assert_close(out, whole[:, :, rows].float(), atol=1e-5, rtol=1e-5)
+
+
+# ---- what stays on the first device ----------------------------------------------------------------------------------
+
+
+@mask_rule
+def _near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query - key).abs() < 50
+
+
+def _why(config: AttentionConfig, *given: Tensor | LazyMask | None, **options: object) -> str:
+    text = explain(*given, **options, config=config)  # type: ignore[arg-type]
+    return text.splitlines()[0].rpartition("; on one device: ")[2]
+
+
+def test_explain_says_why_a_call_stays() -> None:
+    config = AttentionConfig(devices=("cpu", "cpu"), share_from_tokens=64, math_limit_mib=0)
+    inputs = [torch.randn(1, 4, 100, 16) for _ in range(3)]
+    assert explain(*inputs, config=config).startswith("route several: of 4 key/value heads 2 on cpu, 2 on cpu #2")
+    lazy = LazyMask((1, 1, 100, 100), _near, device="cpu")
+    bias = torch.zeros(100, 100, requires_grad=True)
+    assert _why(replace(config, share_from_tokens=101), *inputs) == "it has fewer than 101 queries or keys"
+    assert _why(config, *inputs, dropout_p=0.1) == "it has dropout"
+    assert _why(config, *inputs, lazy) == "its mask is a rule, not a tensor"
+    assert _why(config, *inputs, bias) == "it needs the gradient of its mask"
+    assert _why(config, *inputs, sinks=torch.zeros(4)) == "it has attention sinks"
+    assert _why(config, *(t[:, :1] for t in inputs)).startswith("there is nothing to cut: one key/value head")
+    elsewhere = replace(config, devices=("cuda:0", "cuda:1"))
+    assert _why(elsewhere, *inputs) == "its tensors are on cpu, and calls of cuda:0 are shared out"
+    mixed = replace(config, devices=("cpu", "cuda:0"))
+    assert _why(mixed, *inputs) == "the devices are of kinds that do not work together"
+    assert _why(replace(config, math_limit_mib=9), *inputs) == "its score matrix is small"
+
+
+def test_a_compiled_graph_with_gradients_stays_and_one_without_is_shared() -> None:
+    query, key, value = (torch.randn(1, 4, 128, 16) for _ in range(3))
+    config = shared(AttentionConfig(route="tiled", q_block=64, kv_block=64))
+    alone = replace(config, devices=())
+    compiled = torch.compile(lambda *t: sdpa(*t, config=config), fullgraph=True, backend="aot_eager")
+    with record() as report:
+        out = compiled(query, key, value)
+    assert torch.equal(out, sdpa(query, key, value, config=alone))
+    assert report.routes() == {"several": 1}
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    with record() as report:
+        out = compiled(*leaves)
+        grads = torch.autograd.grad(out.sum(), leaves)
+    assert report.routes() == {"tiled": 1}
+    expected = torch.autograd.grad(sdpa(*leaves, config=alone).sum(), leaves)
+    assert all(map(torch.equal, grads, expected))
+
+
+@pytest.mark.parametrize(
+    "around", [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu")]
+)
+def test_the_callers_modes_hold_for_the_result(around: object) -> None:
+    query, key, value = (torch.randn(1, 4, 128, 16) for _ in range(3))
+    with around():  # type: ignore[operator]
+        out = sdpa(query, key, value, config=shared(ROUTES["small_tiles"]))
+        expected = sdpa(query, key, value, config=ROUTES["small_tiles"])
+    assert torch.equal(out, expected)
+    assert (out.dtype, out.requires_grad, out.is_inference()) == (
+        expected.dtype, expected.requires_grad, expected.is_inference(),
+    )  # fmt: skip

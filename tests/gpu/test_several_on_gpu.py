@@ -1,0 +1,167 @@
+"""Streams and events for real: two streams of one card, and two cards where there are two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
+from pascal_attn_core.observe.memory import PeakMemory
+from pascal_attn_core.routes.share_timing import ShareTimings
+from pascal_attn_core.runtime import Runtime, runtime_of, using
+from pascal_attn_core.several import helpers
+from pascal_attn_core.several.errand import bring, take_back
+from pascal_attn_core.several.lanes import CudaLanes
+
+pytestmark = pytest.mark.gpu
+HOME = torch.device("cuda", 0)
+COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+needs_two = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, there are {COUNT}")
+OTHERS = ["cuda:0", pytest.param("cuda:1", marks=needs_two)]
+
+
+@pytest.fixture(autouse=True)
+def _helpers_of_its_own() -> Iterator[None]:
+    if not COUNT:
+        yield
+        return
+    with using(Runtime(HOME)):
+        yield
+
+
+@pytest.fixture(params=["direct", "pinned"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How copies cross; pinned memory works between any two."""
+    if request.param == "pinned":
+        monkeypatch.setattr(helpers, "lanes_between", lambda home, away: CudaLanes(home, away, is_direct=False))
+    return request.param
+
+
+def _inputs(layout: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    tensors = [torch.randn(2, 8, 2048, 64, device=HOME, dtype=dtype) for _ in range(3)]
+    return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors] if layout == "tokens" else tensors
+
+
+def _same_card(other: str) -> bool:
+    return torch.cuda.get_device_name(0) == torch.cuda.get_device_name(torch.device(other))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("route", ["torch", "tiled"])
+def test_results_are_those_of_one_device(path: str, other: str, layout: str, route: str) -> None:
+    alone = AttentionConfig(route=route)
+    shared = replace(alone, devices=("cuda:0", other), share_from_tokens=1)
+    inputs = _inputs(layout)
+    mask = torch.rand(2, 1, 1, 2048, device=HOME) < 0.8
+    for given, options in (((), {}), ((mask,), {}), ((), {"is_causal": True})):
+        with record() as report:
+            out = sdpa(*inputs, *given, **options, config=shared)
+        expected = sdpa(*inputs, *given, **options, config=alone)
+        if report.routes() == {"several": 1}:
+            (stats,) = report.calls.values()
+            assert stats.remarks == {}
+        else:
+            ((key, _),) = report.calls.items()
+            assert "on one device: several heads share a step" in key.why
+        if _same_card(other):
+            assert torch.equal(out, expected)
+        else:
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_many_calls_without_a_wait_between_them(path: str, other: str) -> None:
+    """Memory of one call is given out again in the next: nothing may still be in flight in it."""
+    alone = AttentionConfig(route="torch")
+    shared = replace(alone, devices=("cuda:0", other), share_from_tokens=1)
+    first = _inputs("tokens")
+    expected, found = first[0], first[0]
+    for _ in range(20):
+        expected = sdpa(expected, first[1], first[2], config=alone)
+        found = sdpa(found * 1.0, first[1].clone(), first[2].clone(), config=shared)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_gradients(path: str, other: str) -> None:
+    config = AttentionConfig(route="tiled", q_block=512, kv_block=512)
+    leaves = [t.requires_grad_() for t in _inputs("heads")]
+    found = []
+    for each in (config, replace(config, devices=("cuda:0", other), share_from_tokens=1)):
+        out, lse = sdpa_with_lse(*leaves, config=each)
+        found.append(torch.autograd.grad(out.square().sum() + lse.sum(), leaves))
+    for one, several in zip(*found):
+        torch.testing.assert_close(several, one, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_caller_may_use_a_stream_of_its_own(path: str, other: str) -> None:
+    shared = AttentionConfig(route="torch", devices=("cuda:0", other), share_from_tokens=1)
+    inputs = _inputs("heads")
+    expected = sdpa(*inputs, config=replace(shared, devices=()))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream(HOME)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = [t + 0 for t in inputs]
+        out = sdpa(*late, config=shared)
+        total = out.sum()
+    torch.testing.assert_close(total, expected.sum())
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_copies_keep_every_layout(other: str, is_direct: bool) -> None:
+    away = torch.device(other)
+    if is_direct and away != HOME and not torch.cuda.can_device_access_peer(HOME, away):
+        pytest.skip("no peer access between the two cards")
+    lanes = CudaLanes(HOME, away, is_direct=is_direct)
+    whole = torch.randn(2, 6, 100, 32, device=HOME)
+    for source in (whole, whole[:, 2:4], whole.transpose(1, 2), whole[:, :1].expand(-1, 6, -1, -1), whole[..., ::2]):
+        lanes.follow_caller()
+        with lanes.open():
+            brought = bring(lanes, [source])
+            lanes.wait(brought.mark)
+            assert brought.tensors[0].device == away
+            target = (
+                torch.zeros_like(whole)[:, : source.shape[1]] if source.shape[-1] == 32 else torch.empty_like(source)
+            )
+            if target.shape == source.shape:
+                torch.cuda.synchronize()
+                back = take_back(lanes, brought.tensors, [target])
+                lanes.wait(back.mark)
+                assert torch.equal(target, source)
+        lanes.drain()
+        assert lanes.spent()[0] >= 0
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_shares_are_timed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(HOME, parts={ShareTimings: lambda own: ShareTimings(own, folder=lambda: None, is_on=True)})
+    with using(runtime):
+        config = AttentionConfig(devices=("cuda:0", other), share_from_tokens=1, math_limit_mib=0)
+        inputs = _inputs("heads")
+        out = sdpa(*inputs, config=config)
+        torch.testing.assert_close(out, sdpa(*inputs, config=replace(config, devices=())), atol=1e-5, rtol=1e-4)
+        (timing,) = runtime_of(HOME).part(ShareTimings).known.values()
+        assert timing is not None
+        assert min(timing.home_ms, timing.away_ms, timing.in_ms, timing.back_ms, timing.start_ms) > 0
+
+
+@needs_two
+def test_memory_of_the_first_card() -> None:
+    config = AttentionConfig(route="torch", devices=("cuda:0", "cuda:1"), share_from_tokens=1)
+    inputs = _inputs("heads")
+    sdpa(*inputs, config=config)
+    with PeakMemory(HOME, follow=False) as alone:
+        sdpa(*inputs, config=replace(config, devices=()))
+    with PeakMemory(HOME, follow=False) as shared:
+        out = sdpa(*inputs, config=config)
+    out_bytes = out.numel() * out.element_size()
+    assert shared.peak_bytes <= alone.peak_bytes + 3 * out_bytes

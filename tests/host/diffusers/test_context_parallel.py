@@ -1,0 +1,208 @@
+"""diffusers' context parallelism with our attention, over two and four processes: the answer of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import diffusers
+import torch
+import torch.distributed as dist
+from attn_support import fresh
+from attn_support.parallel.processes import run_in
+
+from pascal_attn_core import parallel
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from tools.families import families
+from tools.families.family import Family
+from tools.families.proof import outputs
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes are forked"),
+    pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none"),
+]
+MODELS = [
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel (text to video)",
+    "WanTransformer3DModel (image to video)",
+    "LTXVideoTransformer3DModel",
+    "ChronoEditTransformer3DModel",
+]
+TWO: list[dict[str, Any]] = [
+    {"ring_degree": 2},
+    {"ulysses_degree": 2},
+    {"ring_degree": 2, "ring_anything": True},
+    {"ulysses_degree": 2, "ulysses_anything": True},
+]
+FOUR: list[dict[str, Any]] = [{"ring_degree": 4}, {"ring_degree": 2, "ulysses_degree": 2}]
+TEXT = 9  # tokens of the families' texts: diffusers shares out even numbers only
+
+
+def shared_out(name: str, *, even: bool) -> Family:
+    """The family with inputs that can be shared out, and an output that can be gathered."""
+    family = next(family for family in families() if family.name == name)
+
+    def inputs(draw: Any) -> dict[str, Any]:
+        given = {**family.inputs(draw), "return_dict": False}
+        for key, value in given.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if even and TEXT in value.shape:
+                value = value.narrow(value.shape.index(TEXT), 0, TEXT - 1)
+            given[key] = value[None] if name.startswith("Flux2") and key.endswith("_ids") else value
+        return given
+
+    return dataclasses.replace(family, inputs=inputs)
+
+
+def distance(name: str, sharing: dict[str, Any], *, ours: str = "processor", first: bool = False) -> float:
+    """Between the output with this sharing and that of one process, relative to its largest value."""
+    family = shared_out(name, even=not any(key.endswith("anything") for key in sharing))
+    model: Any = family.build()
+    stock = outputs(family, model)
+    steps = [lambda: model.enable_parallelism(config=diffusers.ContextParallelConfig(**sharing))]
+    if ours:
+        by_patch = ours == "patch"
+        ours_set = (
+            (lambda: patch_pipeline(model)) if by_patch else (lambda: model.set_attn_processor(PascalAttnProcessor()))
+        )
+        steps.insert(0 if first else 1, ours_set)
+    for step in steps:
+        step()
+    return (outputs(family, model) - stock).abs().max().item() / stock.abs().max().item()
+
+
+def _every_model(world: str) -> None:
+    def work(rank: int) -> dict[str, float]:
+        sharings = TWO if world == "2" else FOUR
+        return {f"{name} {sharing}": distance(name, sharing) for sharing in sharings for name in MODELS}
+
+    for answer in run_in(int(world), work):
+        assert isinstance(answer, dict), answer
+        assert max(answer.values()) < 2e-6, answer
+
+
+def _orders_and_mutants() -> None:
+    flux, qwen = MODELS[0], MODELS[2]
+
+    def work(rank: int) -> list[Any]:
+        found = [distance(flux, TWO[way], ours=ours, first=True) for way in (0, 1) for ours in ("processor", "patch")]
+        found.append(distance(qwen, TWO[0], ours="patch"))
+        gathered = parallel._gathered_tokens
+        parallel._gathered_tokens = lambda tensor, dim, lengths, ranks: torch.cat([tensor] * ranks.size, dim)
+        wrong = distance(qwen, TWO[0])
+        parallel._gathered_tokens = gathered
+        try:
+            stock = str(distance(flux, TWO[0], ours=""))
+        except ValueError as error:
+            stock = str(error)
+        return [found, wrong, stock]
+
+    for found, wrong, stock in run_in(2, work):
+        assert max(found) < 2e-6
+        assert wrong > 1e-3  # each process's part of the mask, applied to the keys of the other
+        assert "return_lse" in stock  # diffusers' own backend of this name refuses a ring
+
+
+def _gradients() -> None:
+    from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def work(rank: int) -> dict[str, float]:
+        found = {}
+        for sharing in TWO:
+            torch.manual_seed(0)
+            sizes = {"query_dim": 32, "heads": 2, "dim_head": 16, "out_dim": 32}
+            module = FluxAttention(**sizes, bias=True, pre_only=True, processor=FluxAttnProcessor())
+            image, grad = torch.randn(2, 24, 32, requires_grad=True), torch.randn(2, 24, 32)
+            rotary = torch.randn(24, 16), torch.randn(24, 16)
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            out = module(image, image_rotary_emb=rotary)
+            right = torch.autograd.grad(out, [image, *parameters], grad, allow_unused=True)
+            config = diffusers.ContextParallelConfig(**sharing)
+            shape = config.ring_degree, config.ulysses_degree
+            config.setup(
+                rank, 2, torch.device("cpu"), init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+            )
+            module.set_processor(PascalAttnProcessor())
+            module.processor._parallel_config = diffusers.ParallelConfig(context_parallel_config=config)
+            own = slice(12 * rank, 12 * rank + 12)
+            part = image[:, own].detach().requires_grad_()
+            out = module(part, image_rotary_emb=tuple(t[own] for t in rotary))
+            grads = torch.autograd.grad(out, [part, *parameters], grad[:, own], allow_unused=True)
+            differences = [(grads[0] - right[0][:, own]).abs().max().item() / right[0].abs().max().item()]
+            for one, other in zip(grads[1:], right[1:]):
+                if one is not None:
+                    dist.all_reduce(one)
+                    differences.append((one - other).abs().max().item() / other.abs().max().item())
+            assert len(differences) > 6
+            found[str(sharing)] = max(differences)
+        return found
+
+    for answer in run_in(2, work):
+        assert isinstance(answer, dict), answer
+        assert max(answer.values()) < 1e-5, answer
+
+
+def _all() -> None:
+    _every_model("2")
+    _every_model("4")
+    _orders_and_mutants()
+    _gradients()
+
+
+def test_the_answer_is_that_of_one_process() -> None:
+    """Of every model that diffusers shares out: Qwen-Image with padding masks among them, and with anything= numbers of
+    tokens that cannot be shared out evenly. Ours set before and after, by the processor and by the patch; gradients of
+    an attention module, those of its weights summed over the processes. One process imports diffusers for all."""
+    fresh.call(_all)
+
+
+def _backend_flash() -> None:
+    from pascal_attn_core.flash_attn import install_as_flash_attn
+
+    def work(rank: int) -> list[float]:
+        found = []
+        for name in MODELS[0], MODELS[3]:
+            for sharing in (TWO[0], TWO[1], {"ring_degree": 2, "ring_anything": True}):
+                family = shared_out(name, even=True)
+                model: Any = family.build()
+                stock = outputs(family, model)
+                model.set_attention_backend("flash")
+                model.enable_parallelism(config=diffusers.ContextParallelConfig(**sharing))
+                found.append((outputs(family, model) - stock).abs().max().item() / stock.abs().max().item())
+        return found
+
+    with install_as_flash_attn(replace=True):
+        import diffusers.models.attention_dispatch as dispatch
+
+        assert dispatch._CAN_USE_FLASH_ATTN
+        for answer in run_in(2, work):
+            assert isinstance(answer, list), answer
+            assert max(answer) < 2e-6, answer
+
+
+def test_diffusers_own_backend_flash_runs_its_ring_on_ours() -> None:
+    out = fresh.execute(
+        f"""
+        import sys, types
+        sys.path.insert(0, {str(fresh.ROOT)!r})
+        shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
+        shared.__path__ = [{str(fresh.ROOT / "tests" / "support")!r}]
+        from pascal_attn_core.flash_attn import install_as_flash_attn
+        install_as_flash_attn(replace=True)
+        import importlib.util
+        spec = importlib.util.spec_from_file_location("the_tests", {__file__!r})
+        module = sys.modules["the_tests"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module._backend_flash()
+        """
+    )
+    assert out.returncode == 0, out.stderr

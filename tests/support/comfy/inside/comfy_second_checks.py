@@ -1,0 +1,97 @@
+"""Pascal Second Card inside the host: see ``comfy_checks``. The second device is a thread on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from comfy_checks import check, close, pack, replaced, run_checks, runs
+from comfy_inproc import load_model, load_pack, sample
+
+NODES = load_pack()
+
+__all__ = ["run_checks"]
+
+
+def with_patch(model, **more):
+    settings = {"route": "auto", "budget_mib": 0, "tile_size": 0, "coverage": "auto", "min_keys": 0, "nan_guard": True}
+    return NODES["PascalAttentionPatch"]().patch(model, *{**settings, **more}.values())[0]
+
+
+def with_second(model, least_tokens=64):
+    with replaced(pack("second_card"), "_other_card", lambda home, wanted: ("cpu", "")):
+        return NODES["PascalSecondCard"]().patch(model, "auto", least_tokens, "9")[0]
+
+
+def latents(model, name="sd15", cfg=3.0):
+    with runs() as found:
+        out = sample(model, name, steps=2, cfg=cfg)
+    return out, found
+
+
+@check
+def before_the_patch_and_behind_it():
+    model = load_model("sd15")
+    expected, _ = latents(with_patch(model))
+    for place in (lambda m: with_second(with_patch(m)), lambda m: with_patch(with_second(m))):
+        out, (run,) = latents(place(model))
+        assert torch.equal(out, expected)
+        assert run.routes().get("several"), run.line()
+        assert run.shares["cpu #2"].units * 2 == run.shares["cpu"].of
+        assert run.warnings == []
+
+
+@check
+def without_the_patch_it_patches_by_itself():
+    model = load_model("flux")
+    stock = sample(model, "flux", steps=2)
+    out, (run,) = latents(with_second(model), "flux", cfg=1.0)
+    close(out, stock)
+    assert run.unique_id == "9"
+    assert run.count("taken") or run.count(), run.line()
+
+
+@check
+def the_model_itself_stays_what_it_was():
+    model = load_model("sd15")
+    stock = sample(model, "sd15", steps=2)
+    patched = with_patch(model)
+    expected, _ = latents(patched)
+    with_second(patched)
+    with_second(model)
+    assert torch.equal(sample(model, "sd15", steps=2), stock)
+    again, (run,) = latents(patched)
+    assert torch.equal(again, expected)
+    assert run.shares == {}
+
+
+@check
+def a_model_on_the_cpu_goes_on_as_it_came():
+    model = load_model("sd15")
+    assert NODES["PascalSecondCard"]().patch(model, "auto", 64, "9")[0] is model
+    assert NODES["PascalSecondCard"]().patch(model, "cuda:1", 64, "9")[0] is model
+
+
+@check
+def clones_with_other_settings_do_not_share_them():
+    model = with_patch(load_model("sd15"))
+    shared = with_second(model)
+    first, (run,) = latents(shared)
+    assert run.shares
+    second, (run,) = latents(model)
+    assert run.shares == {}
+    assert torch.equal(first, second)
+
+
+@check
+def a_device_that_fails_changes_no_picture():
+    model = with_second(with_patch(load_model("sd15")))
+    expected, _ = latents(model)
+    errand = pack("core.several.errand")
+
+    def broken(lanes, sources):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    core = pack("core.runtime")
+    with core.using(core.Runtime("cpu")), replaced(errand, "bring", broken):
+        out, (run,) = latents(model)
+    assert torch.equal(out, expected)
+    assert any("cpu failed (RuntimeError: CUDA error: unspecified launch failure)" in note for note in run.notes)

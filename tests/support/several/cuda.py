@@ -1,0 +1,149 @@
+"""Streams and events as torch has them for CUDA, without CUDA: who is current where, and what waits for what.
+
+Tensors lie on the CPU and are copied at once; which stream a copy would be in is worked out by torch's own rules
+(aten/src/ATen/native/cuda/Copy.cu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOME, AWAY, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+_copy = torch.Tensor.copy_
+
+
+@dataclass(eq=False)
+class Copied:
+    """A copy: from where to where, in which stream, what is over when it begins, and the storages it touches."""
+
+    source: torch.device
+    target: torch.device
+    stream: FakeStream
+    before: set[Copied]
+    reads: int
+    writes: int
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, device: torch.device):
+        self.cuda, self.device = cuda, torch.device(device)
+        self.done: set[Copied] = set()  # over when the next thing in it begins
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.done |= event.done
+
+    def synchronize(self) -> None:
+        self.cuda.host |= self.done
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False):
+        self.cuda, self.timed = cuda, enable_timing
+        self.stream: FakeStream | None = None
+        self.done: set[Copied] = set()
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.done = stream, set(stream.done)
+
+    def synchronize(self) -> None:
+        self.cuda.host |= self.done
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timed
+        assert end.timed
+        assert self.stream is end.stream is not None, "the two events are of different streams"
+        assert end.done <= self.cuda.host, "the host has not waited for them"
+        return 1.0
+
+
+@dataclass
+class FakeCuda:
+    """In place of ``torch.cuda``.
+
+    Attributes:
+        places: device of each storage that was made through ``FakeTorch``; all others are at home.
+        host: copies that the host knows to be over.
+    """
+
+    places: dict[int, torch.device] = field(default_factory=dict)
+    copies: list[Copied] = field(default_factory=list)
+    host: set[Copied] = field(default_factory=set)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._current = {device: FakeStream(self, device) for device in (HOME, AWAY)}
+        self._device = HOME
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, device)
+
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self._current[device]
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self._device = self._device, device
+        yield
+        self._device = before
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current[stream.device] = self._current[stream.device], stream
+        with self.device(stream.device):
+            yield
+        self._current[stream.device] = before
+
+    def place(self, tensor: Tensor) -> torch.device:
+        return self.places.get(tensor.untyped_storage().data_ptr(), HOME)
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """``target.copy_(source)``."""
+        to, of = self.place(target), self.place(source)
+        stream = self._current[of if of != HOST else to]
+        if HOST not in (to, of):
+            other = self._current[to]
+            stream.done |= other.done
+        copied = Copied(of, to, stream, stream.done | self.host, *_addresses(source, target))
+        self.copies.append(copied)
+        stream.done = stream.done | {copied}
+        if HOST not in (to, of):
+            self._current[to].done |= stream.done
+        assert non_blocking or HOST not in (to, of), "a copy from or to the host would wait"
+        return _copy(target, source)
+
+
+def _addresses(source: Tensor, target: Tensor) -> tuple[int, int]:
+    return source.untyped_storage().data_ptr(), target.untyped_storage().data_ptr()
+
+
+class FakeTorch:
+    """In place of the name ``torch`` in a module: ``cuda`` is the fake, and tensors of other devices lie on the CPU."""
+
+    def __init__(self, cuda: FakeCuda):
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _made(self, tensor: Tensor, device: torch.device) -> Tensor:
+        self.cuda.places[tensor.untyped_storage().data_ptr()] = device
+        self.cuda.kept.append(tensor)  # no address is given out twice
+        return tensor
+
+    def empty_like(self, tensor: Tensor, device: torch.device | str) -> Tensor:
+        if device == "meta":
+            return torch.empty_like(tensor, device="meta")
+        return self._made(torch.empty_like(tensor), torch.device(device))
+
+    def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
+        assert (device, pin_memory) == ("cpu", True)
+        return self._made(torch.empty_strided(size, stride, dtype=dtype), HOST)

@@ -1,0 +1,148 @@
+"""What `pascal-attn second-card` and `info` say of several cards, and the figures in docs/several-cards.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from attn_support.several.lanes import ModelLanes
+
+from pascal_attn_core.cli import main, second_card
+from pascal_attn_core.cli.info import Info, describe, document
+from pascal_attn_core.cli.second_card import CARDS, MODELS, own_gains, table
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.observe import machine as machine_facts
+from pascal_attn_core.observe.machine import Machine, describe_facts
+from pascal_attn_core.observe.together import Link, parse_link
+from pascal_attn_core.observe.wheels import TorchBuild
+from pascal_attn_core.several.errand import Errand, Piece
+from pascal_attn_core.several.lanes import Lane
+from pascal_attn_core.several.pace import best_counts, cut_pieces, modelled, modelled_gain, shared_ms
+
+PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
+BUILD = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_61",))
+
+
+def test_the_page_has_the_table_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_card, "device_names", lambda: ["cpu"])
+    assert main(["second-card"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed == table()
+    assert printed in PAGE.read_text(encoding="utf-8")
+    assert "model" in printed.splitlines()[0]
+
+
+def test_any_pair_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["second-card", "--pair", "P100,GTX 1070", "--lanes", "4"]) == 0
+    assert "GTX 1070 beside P100, PCIe 3.0 x4" in capsys.readouterr().out
+    assert main(["second-card", "--pair", "P100,RTX 9090"]) == 2
+    assert "--pair must be two of GTX 1060 6GB" in capsys.readouterr().err
+    assert main(["second-card", "--pair", "P100,P40", "--lanes", "3"]) == 2
+    assert "--lanes must be 1, 2, 4, 8 or 16, got 3" in capsys.readouterr().err
+
+
+def test_more_bandwidth_a_faster_card_and_longer_calls_gain_more() -> None:
+    home, slow, fast = CARDS["GTX 1080 Ti"], CARDS["GTX 1060 6GB"], CARDS["P40"]
+    gains = [modelled_gain(m.heads, m.load(), home, fast) for m in MODELS[1:]]
+    assert gains == sorted(gains)
+    assert 1.7 < gains[0] < gains[-1] < 2.1
+    flux = MODELS[1]
+    assert modelled_gain(24, flux.load(), home, slow) < modelled_gain(24, flux.load(), home, fast)
+    assert modelled_gain(24, flux.load(), home, fast, 1e9) < modelled_gain(24, flux.load(), home, fast, 12e9)
+    assert modelled_gain(24, flux.load(), home, fast, 1e6) == 1.0
+
+
+def test_a_card_that_is_not_known_counts_as_one_of_the_same_kind() -> None:
+    home_ms, paces = modelled(MODELS[0].load(), DeviceInfo("cuda", "one"), [DeviceInfo("cuda", "other")])
+    assert best_counts(10, home_ms, paces) == (5, 5)
+    assert shared_ms(home_ms, paces, (5, 5)) == 5 * home_ms
+
+
+@pytest.mark.parametrize(
+    ("line", "link"),
+    [("3, 8, 16\n", Link(3, 8, 16)), ("[N/A], 8, 16", None), ("", None), ("3, 8", None), ("1, 1, 1", Link(1, 1, 1))],
+)
+def test_a_line_of_nvidia_smi_is_read(line: str, link: Link | None) -> None:
+    assert parse_link(line) == link
+
+
+def test_a_link_says_what_it_carries() -> None:
+    assert Link(3, 8, 16).text == "PCIe 3.0 x8 of x16, about 6.0 GB/s each way"
+    assert Link(3, 1, 1).text == "PCIe 3.0 x1, about 0.7 GB/s each way"
+    assert Link(9, 4, 4).text == "PCIe 9.0 x4"
+
+
+def _machine(*links: Link | None, direct: tuple[tuple[int, int], ...] = ()) -> Machine:
+    cards = tuple(replace(CARDS["GTX 1080 Ti"], arch="sm_61", total_bytes=11 << 30) for _ in links)
+    return Machine("0.2.0", "3.12", "Linux", BUILD, cards, (None,) * len(cards), links=links, direct=direct)
+
+
+def test_info_shows_links_and_what_to_expect() -> None:
+    machine = _machine(Link(3, 16, 16), Link(3, 4, 16), None, direct=((0, 1), (1, 0)))
+    text = describe(Info(machine))
+    assert "together    cuda:0: PCIe 3.0 x16, about 12.0 GB/s each way" in text
+    assert "cuda:1: PCIe 3.0 x4 of x16, about 3.0 GB/s each way" in text
+    assert "cuda:2: PCIe link unknown" in text
+    assert "cuda:0 and cuda:1: copies cross directly" in text
+    assert "cuda:1 and cuda:2: copies cross through the computer's memory" in text
+    assert "(model, not measured)" in text
+    assert "GTX 1080 Ti (cuda:1) beside GTX 1080 Ti (cuda:0): SDXL 1024 " in text
+    assert "cuda:0 and cuda:1: copies cross directly" in "\n".join(describe_facts(machine))
+    assert document(Info(machine))["links"][1] == Link(3, 4, 16)
+    slow, unknown = own_gains(machine)
+    assert slow[1][1][1] < unknown[1][1][1]
+
+
+def test_one_card_has_nothing_to_share_with() -> None:
+    machine = replace(_machine(None), links=())
+    assert "together" not in describe(Info(machine))
+    assert own_gains(machine) == []
+
+
+def test_the_facts_of_two_cards_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "device_names", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(machine_facts, "device_info", lambda name: CARDS["P40"])
+    monkeypatch.setattr(machine_facts, "free_bytes", lambda name: None)
+    monkeypatch.setattr(machine_facts, "smi_id", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(machine_facts, "direct_pairs", lambda count: ((0, 1),))
+    asked: list[tuple[str, ...]] = []
+
+    def output(command: tuple[str, ...]) -> str:
+        asked.append(command)
+        return "3, 16, 16\n" if command[-1] == "GPU-0" else "3, 1, 16\n" if command[-1] == "GPU-1" else ""
+
+    monkeypatch.setattr(machine_facts, "_output_of", output)
+    machine = machine_facts.look_around()
+    assert machine.links == (Link(3, 16, 16), Link(3, 1, 16))
+    assert machine.direct == ((0, 1),)
+    assert machine_facts.look_around(asks_devices=False).links == ()
+    assert ("--id", "GPU-1") in [command[-2:] for command in asked]
+
+
+def test_the_model_is_what_the_lanes_do() -> None:
+    """The time that the table rests on, against the modelled clock of an errand with the same copies and runs."""
+    model = MODELS[1]
+    home_ms, (pace,) = modelled(model.load(), CARDS["P40"], [CARDS["P40"]])
+    counts = best_counts(model.heads, home_ms, (pace,))
+    sizes = cut_pieces(counts[1])
+    left = iter([pace.run_ms * size for size in sizes])
+    spent = {Lane.RECEIVE: pace.in_ms, Lane.LAND: pace.back_ms}
+    lanes = ModelLanes(
+        is_direct=True,
+        copy_ms=lambda lane, num_bytes: num_bytes / 4 * spent.get(lane, 0.0),
+        run_ms=lambda: next(left),
+    )
+    source, target = torch.zeros(counts[1], 1), torch.zeros(counts[1], 1)
+    cuts = torch.split(torch.arange(counts[1]), sizes)
+    pieces = [
+        Piece([source[c[0] : c[-1] + 1]], [target[c[0] : c[-1] + 1]], lambda common, own: list(own)) for c in cuts
+    ]
+    errand = Errand(lanes, [], pieces)
+    errand.start()
+    errand.join()
+    last = lanes.of(Lane.LAND)[-1].ends + pace.start_ms
+    assert max(last, counts[0] * home_ms) == pytest.approx(shared_ms(home_ms, (pace,), counts))

@@ -1,0 +1,295 @@
+"""flash-attn's functions without autograd: results, gradients from a given (out, lse), the names programs import."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from attn_support.flash_attn.oracle import plain
+from attn_support.fresh import run
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
+from pascal_attn_core.flash_attn.extras import raw, version3_raw
+
+F64 = torch.float64
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 2)},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
+    "scale, causal, window": {"softmax_scale": 0.3, "causal": True, "window_size": (4, -1)},
+}
+
+
+def rand(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+def positional(rule: dict[str, Any]) -> tuple[Any, ...]:
+    """The options as flash-attn's own autograd functions pass them: by place."""
+    left, right = rule.get("window_size", (-1, -1))
+    return (rule.get("softmax_scale"), rule.get("causal", False), left, right, rule.get("softcap", 0.0),
+            rule.get("alibi_slopes"))  # fmt: skip
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out, lse = plain(*leaves, **rule)
+    return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("q_len", "k_len", "kv_heads"), [(17, 17, 4), (9, 23, 2), (23, 9, 1)])
+def test_forward_and_backward(rule: dict[str, Any], q_len: int, k_len: int, kv_heads: int) -> None:
+    q, k, v = rand(2, q_len, 4, 16), rand(2, k_len, kv_heads, 16), rand(2, k_len, kv_heads, 24)
+    dout = rand(2, q_len, 4, 24)
+    right_out, right_lse, right_grads = expected(q, k, v, dout, rule)
+    options = positional(rule)
+    out, lse, no_scores, rng_state = raw.flash_attn_forward(q, k, v, 0.0, *options, False)
+    torch.testing.assert_close(out, right_out)
+    torch.testing.assert_close(lse, right_lse)
+    assert no_scores.numel() == 0
+    assert rng_state.shape == (2,)
+    assert out.is_contiguous()
+    grads = [torch.full_like(t, torch.nan) for t in (q, k, v)]
+    sums = raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options, True, rng_state)
+    for grad, right in zip(grads, right_grads):
+        torch.testing.assert_close(grad, right)
+    assert sums.shape == (2, 4, 128)
+    torch.testing.assert_close(sums[..., :q_len].to(F64), (dout * out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert not sums[..., q_len:].any()
+
+
+def test_keys_in_parts_give_the_whole_and_its_gradients() -> None:
+    """What every ring does: parts merged by lse, gradients of each part from the whole's (out, lse)."""
+    q, k, v, dout = (rand(2, 12, 4, 16) for _ in range(4))
+    right_out, right_lse, (right_dq, right_dk, right_dv) = expected(q, k, v, dout, {})
+    options = positional({})
+    parts = list(zip(k.split(5, 1), v.split(5, 1)))
+    results = [raw.flash_attn_forward(q, *part, 0.0, *options)[:2] for part in parts]
+    lse = torch.stack([part_lse for _, part_lse in results]).logsumexp(0)
+    weights = [(part_lse - lse).exp().transpose(1, 2)[..., None] for _, part_lse in results]
+    out = sum(weight * part for weight, (part, _) in zip(weights, results))
+    assert isinstance(out, Tensor)
+    torch.testing.assert_close(out, right_out)
+    torch.testing.assert_close(lse, right_lse)
+    dq, dk, dv = torch.zeros_like(q), [], []
+    for part_k, part_v in parts:
+        grads = [torch.empty_like(t) for t in (q, part_k, part_v)]
+        raw.flash_attn_backward(dout, q, part_k, part_v, out, lse, *grads, 0.0, *options)
+        dq += grads[0]
+        dk.append(grads[1])
+        dv.append(grads[2])
+    for found, right in ((dq, right_dq), (torch.cat(dk, 1), right_dk), (torch.cat(dv, 1), right_dv)):
+        torch.testing.assert_close(found, right)
+
+
+ENDS_Q, ENDS_K = [0, 5, 5, 12], [0, 7, 9, 14]
+
+
+def lengths() -> tuple[Tensor, Tensor, int, int]:
+    return torch.tensor(ENDS_Q, dtype=torch.int32), torch.tensor(ENDS_K, dtype=torch.int32), 7, 7
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_concatenated_sequences(rule: dict[str, Any]) -> None:
+    q, k, v, dout = rand(13, 4, 8), rand(15, 2, 8), rand(15, 2, 8), rand(13, 4, 8)  # a token behind the last sequence
+    options = positional(rule)
+    out, lse, _, rng_state = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options)
+    assert out.shape == q.shape
+    assert lse.shape == (4, 13)
+    grads = [torch.full_like(t, torch.nan) for t in (q, k, v)]
+    sums = raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths(), 0.0, *options, True, rng_state)
+    assert sums.shape == (4, 13 + 3 * 128)
+    pairs = zip(itertools.pairwise(ENDS_Q), itertools.pairwise(ENDS_K))
+    for b, ((q0, q1), (k0, k1)) in enumerate(pairs):
+        if q0 == q1:
+            assert not grads[1][k0:k1].any()  # nobody looks at these keys
+            continue
+        one = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
+        right_out, right_lse, right_grads = expected(*one, dout[None, q0:q1], rule)
+        torch.testing.assert_close(out[None, q0:q1], right_out)
+        torch.testing.assert_close(lse[None, :, q0:q1], right_lse)
+        for grad, right, (first, last) in zip(grads, right_grads, ((q0, q1), (k0, k1), (k0, k1))):
+            torch.testing.assert_close(grad[None, first:last], right)
+        right_sums = (dout[q0:q1] * out[q0:q1]).sum(-1).T
+        torch.testing.assert_close(sums[:, q0 + 128 * b : q1 + 128 * b].to(F64), right_sums, rtol=1e-5, atol=1e-5)
+    for rest in (out[12:], grads[0][12:], grads[1][14:], grads[2][14:]):
+        assert not rest.any()
+
+
+def test_keys_in_pages_and_only_the_used_ones() -> None:
+    q, k, v = rand(12, 4, 8), rand(14, 2, 8), rand(14, 2, 8)
+    options = positional({})
+    whole = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options)
+    pages, table = [torch.zeros(7, 4, 2, 8, dtype=F64) for _ in range(2)], torch.full((3, 2), -1, dtype=torch.int32)
+    number = 6  # pages in any order
+    for b, (first, last) in enumerate(itertools.pairwise(ENDS_K)):
+        for place, start in enumerate(range(first, last, 4)):
+            for page, source in zip(pages, (k, v)):
+                tokens = source[start : min(start + 4, last)]
+                page[number, : len(tokens)] = tokens
+            table[b, place] = number
+            number -= 1
+    paged = raw.flash_attn_varlen_forward(q, *pages, *lengths(), 0.0, *options, block_table=table)
+    for one, other in zip(paged[:2], whole[:2]):
+        torch.testing.assert_close(one, other)
+    used = torch.tensor([3, 1, 5], dtype=torch.int32)
+    cut = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options, seqused_k=used)
+    right = plain(q[None, :5], k[None, :3], v[None, :3])[0]
+    torch.testing.assert_close(cut[0][None, :5], right)
+
+
+def test_dropout_is_drawn_again_from_rng_state() -> None:
+    q, k, v, dout = (rand(1, 40, 2, 16) for _ in range(4))
+    leaves = [t.transpose(1, 2).clone().requires_grad_() for t in (q, k, v)]
+    torch.manual_seed(5)
+    right = sdpa(*leaves, dropout_p=0.4, config=AttentionConfig(route="tiled"))
+    right_grads = torch.autograd.grad(right, leaves, dout.transpose(1, 2))
+    torch.manual_seed(5)
+    out, lse, _, rng_state = raw.flash_attn_forward(q, k, v, 0.4, *positional({}))
+    torch.manual_seed(6)  # the backward pass draws nothing
+    torch.testing.assert_close(out.transpose(1, 2), right.detach())
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.4, *positional({}), False, rng_state)
+    for grad, right_grad in zip(grads, right_grads):
+        torch.testing.assert_close(grad.transpose(1, 2), right_grad)
+    with pytest.raises(FlashArgumentError, match="rng_state must be what the forward pass returned"):
+        raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.4, *positional({}), False, None)
+
+
+def test_dropout_of_concatenated_sequences() -> None:
+    q, k, v, dout = rand(12, 4, 8), rand(14, 4, 8), rand(14, 4, 8), rand(12, 4, 8)
+    torch.manual_seed(1)
+    given = (0.4, *positional({}))
+    out, lse, _, rng_state = raw.flash_attn_varlen_forward(q, k, v, *lengths(), *given)
+    assert len(set(rng_state.tolist())) == 3  # each sequence has its own
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths(), *given, False, rng_state)
+    step = 1e-6 * torch.randn_like(v)
+    torch.manual_seed(1)
+    moved = raw.flash_attn_varlen_forward(q, k, v + step, *lengths(), *given)[0]
+    torch.testing.assert_close(((moved - out) * dout).sum(), (grads[2] * step).sum(), rtol=1e-5, atol=1e-12)
+    step = 1e-6 * torch.randn_like(q)
+    torch.manual_seed(1)
+    moved = raw.flash_attn_varlen_forward(q + step, k, v, *lengths(), *given)[0]
+    torch.testing.assert_close(((moved - out) * dout).sum(), (grads[0] * step).sum(), rtol=1e-3, atol=1e-12)
+
+
+def test_queries_without_keys_have_minus_infinity_and_no_gradient() -> None:
+    q, k, v, dout = rand(1, 6, 2, 8), rand(1, 2, 2, 8), rand(1, 2, 2, 8), rand(1, 6, 2, 8)
+    options = positional({"causal": True})
+    out, lse, *_ = raw.flash_attn_forward(q, k, v, 0.0, *options)
+    assert (lse[..., :4] == -torch.inf).all()
+    assert not out[:, :4].any()
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options)
+    assert not grads[0][:, :4].any()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_wrong_shapes_are_named_and_nothing_is_written() -> None:
+    q, k, v, out, lse = *(rand(1, 6, 2, 8) for _ in range(4)), rand(1, 2, 6)
+    grads = [torch.full_like(t, 7.0) for t in (q, k, v)]
+    given = (0.0, *positional({}))
+    with pytest.raises(FlashArgumentError, match=r"softmax_lse must have shape \[1, 2, 6\], got \[1, 6, 2\]"):
+        raw.flash_attn_backward(out, q, k, v, out, lse.transpose(1, 2), *grads, *given)
+    with pytest.raises(FlashArgumentError, match=r"out must have shape \[1, 6, 2, 8\], got \[1, 5, 2, 8\]"):
+        raw.flash_attn_backward(out, q, k, v, out[:, 1:], lse, *grads, *given)
+    with pytest.raises(FlashArgumentError, match=r"dk must have shape \[1, 6, 2, 8\], got \[1, 5, 2, 8\]"):
+        raw.flash_attn_backward(out, q, k, v, out, lse, None, grads[1][:, 1:], None, *given)
+    assert all((grad == 7.0).all() for grad in grads)
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="leftpad_k"):
+        raw.flash_attn_varlen_forward(q[0], k[0], v[0], cu, cu, 6, 6, *given, leftpad_k=cu)
+
+
+def test_version_3_by_the_names_of_all_its_versions() -> None:
+    q, k, v, dout = (rand(1, 12, 2, 8) for _ in range(4))
+    rule = {"causal": True, "window_size": (4, 0)}
+    right_out, right_lse, right_grads = expected(q, k, v, dout, rule)
+    target = torch.empty_like(q)
+    by_sides = version3_raw.flash_attn_forward(q, k, v, causal=True, window_size_left=4, window_size_right=0)
+    by_pair = version3_raw.flash_attn_forward(q, k, v, causal=True, window_size=(4, 0), out=target)
+    for out, lse, *rest in (by_sides, by_pair):
+        torch.testing.assert_close(out, right_out)
+        torch.testing.assert_close(lse, right_lse)
+        assert len(rest) == 2
+    assert by_pair[0] is target
+    for names in ({"is_causal": True, "window_size_left": 4, "window_size_right": 0}, rule):
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        version3_raw.flash_attn_backward(dout, q, k, v, *by_pair[:2], **dict(zip(("dq", "dk", "dv"), grads)), **names)
+        for grad, right in zip(grads, right_grads):
+            torch.testing.assert_close(grad, right)
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    out, lse, *_ = version3_raw.flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
+    torch.testing.assert_close(out[None, 5:], plain(q[:, 5:], k[:, 5:], v[:, 5:])[0])
+    assert lse.shape == (2, 12)
+    with pytest.raises(NotImplementedError, match="qv is not supported"):
+        version3_raw.flash_attn_forward(q, k, v, qv=q)
+
+
+def test_programs_find_the_names_and_the_operators_while_installed() -> None:
+    run("""
+        import torch
+        from pascal_attn_core.flash_attn import install_as_flash_attn
+        from pascal_attn_core.flash_attn.extras import raw
+        counted = []
+        def around(name, function):
+            return lambda *a, **k: (counted.append(name), function(*a, **k))[1]
+        patch = install_as_flash_attn(around=around)
+        import flash_attn.flash_attn_interface as interface
+        import flash_attn_interface as third
+        names = ["forward", "backward", "varlen_forward", "varlen_backward"]
+        for name in names:
+            assert callable(getattr(interface, f"_flash_attn_{name}")), name
+            assert callable(getattr(interface, f"_wrapped_flash_attn_{name}")), name
+            assert callable(getattr(torch.ops.flash_attn, f"_flash_attn_{name}")), name
+        assert callable(third._flash_attn_forward) and callable(third._flash_attn_backward)
+        q = torch.randn(1, 6, 2, 8)
+        interface._flash_attn_forward(q, q, q, 0.0, None, False)
+        interface._wrapped_flash_attn_forward(q, q, q, 0.0, None, False, -1, -1, 0.0, None, False)
+        assert counted == ["flash_attn.flash_attn_interface._flash_attn_forward",
+                           "flash_attn.flash_attn_interface._wrapped_flash_attn_forward"], counted
+        patch.remove()
+        assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+        second = install_as_flash_attn()
+        import flash_attn.flash_attn_interface as interface
+        operator = interface._wrapped_flash_attn_forward
+        assert operator == torch.ops.flash_attn._flash_attn_forward
+        second.remove()
+    """)
+
+
+def test_torch_compile_takes_the_operators_as_one_node_each() -> None:
+    patch = install_as_flash_attn(replace=True)
+    try:
+        from flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
+            _wrapped_flash_attn_backward,
+            _wrapped_flash_attn_forward,
+            _wrapped_flash_attn_varlen_forward,
+        )
+
+        given = (0.0, None, True, -1, -1, 0.0, None, False)
+        ends = torch.tensor([0, 7, 12], dtype=torch.int32)
+
+        def step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+            out, lse, _, rng_state = _wrapped_flash_attn_forward(q, k, v, *given)
+            grads = [torch.empty_like(t) for t in (q, k, v)]
+            sums = _wrapped_flash_attn_backward(dout, q, k, v, out, lse, *grads, *given, rng_state)
+            packed = _wrapped_flash_attn_varlen_forward(q[0], k[0], v[0], ends, ends, 7, 7, *given)
+            return out, sums, *grads, *packed[:2]
+
+        q, k, v, dout = (rand(1, 12, 2, 8, dtype=torch.float32) for _ in range(4))
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for one, other in zip(compiled(q, k, v, dout), step(q, k, v, dout)):
+            torch.testing.assert_close(one, other)
+    finally:
+        patch.remove()

@@ -1,0 +1,122 @@
+"""Pascal Second Card without ComfyUI: what the engine shares and reports, and which card is taken."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attn_support.comfy.pack import NAME
+from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+
+NODE, SECOND, TEXT = node_module("second_card"), node_module("comfy.second"), node_module("reporting.text")
+ROWS, FINDINGS = node_module("reporting.rows"), node_module("reporting.findings")
+
+
+def _core(module: str) -> Any:
+    """The pack has a core of its own."""
+    return importlib.import_module(f"{NAME}.pascal_attn_core.{module}")
+
+
+@pytest.fixture(autouse=True)
+def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
+    core = _core("runtime")
+    with core.using(core.Runtime("cpu")):
+        yield
+
+
+def _attend(engine: object, tokens: int = 300) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, tokens, 16, generator=generator) for _ in range(3))
+    return engine.attend(query, key, value, block="double 0")  # type: ignore[attr-defined]
+
+
+def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
+    engine = make_engine(route="torch")
+    alone = _attend(engine)
+    engine.share(("cpu", "cpu"), 128)
+    engine.begin()
+    out = _attend(engine)
+    _attend(engine, 100)
+    run = engine.end()
+    assert torch.equal(out, alone)
+    assert run.routes() == {"several": 1, "torch": 1}
+    assert {name: share.units for name, share in run.shares.items()} == {"cpu": 2, "cpu #2": 2}
+    assert "shared over cpu and cpu from 128 tokens" in run.settings
+    assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50% (")
+    assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
+    twice = ROWS.together([run, run])
+    assert twice.shares["cpu"].units == 4
+    assert "cpu 50%" in "\n".join(TEXT._section(FINDINGS.Shown(run), {}))
+
+
+def test_a_run_without_the_node_shares_no_more() -> None:
+    engine = make_engine(route="torch")
+    engine.share(("cpu", "cpu"), 128)
+    engine.begin()
+    _attend(engine)
+    assert engine.end().shares
+    engine.share((), 1024)
+    engine.begin()
+    _attend(engine)
+    run = engine.end()
+    assert run.shares == {}
+    assert run.routes() == {"torch": 1}
+
+
+def test_the_status_says_why_nothing_was_shared() -> None:
+    engine = make_engine(route="torch")
+    assert NODE._status(engine) == "second card: no attention call came"
+    engine.share(("cpu", "cpu"), 4096)
+    engine.begin()
+    _attend(engine)
+    engine.end()
+    assert NODE._status(engine) == "second card: nothing shared: it has fewer than 4096 queries or keys"
+
+
+def test_what_went_wrong_is_a_note_of_the_run() -> None:
+    runtime, helpers = _core("runtime"), _core("several.helpers")
+    runtime.runtime_of(torch.device("cpu")).part(helpers.Helpers).of(torch.device("cpu")).is_busy()
+    engine = make_engine(route="torch")
+    engine.share(("cpu", "cpu"), 128)
+    engine.begin()
+    _attend(engine)
+    run = engine.end()
+    assert run.notes == ["cpu computes attention of its own, as in ComfyUI's work split over several cards"]
+
+
+@pytest.mark.parametrize(
+    ("home", "wanted", "cards", "expected"),
+    [
+        ("cuda:0", "auto", 2, ("cuda:1", "")),
+        ("cuda:1", "auto", 2, ("cuda:0", "")),
+        ("cuda:0", "cuda:2", 3, ("cuda:2", "")),
+        ("cuda:0", "cuda:0", 2, ("", "cuda:0 has the model itself; choose another card, or auto")),
+        ("cuda:0", "cuda:5", 2, ("", "there is no cuda:5 here, but cuda:1")),
+        ("cpu", "auto", 2, ("", "the model is on cpu, and cards share with cards")),
+    ],
+)
+def test_which_card_helps(
+    home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NODE, "visible_cards", lambda: [f"cuda:{i}" for i in range(cards)])
+    assert NODE._other_card(home, wanted) == expected
+
+
+def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> None:  # noqa: F811
+    class Model:
+        load_device = torch.device("cuda", 0)
+
+    monkeypatch.setattr(NODE, "visible_cards", lambda: ["cuda:0"])
+    model = Model()
+    assert NODE.PascalSecondCard().patch(model, "auto", 2048, "3") == (model,)
+    assert stub_host.said == [
+        "second card: there is one card only (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others): "
+        "the model goes on as it came"
+    ]
+
+
+def test_any_card_of_another_machine_is_accepted() -> None:
+    assert NODE.PascalSecondCard.VALIDATE_INPUTS(device="cuda:7") is True
