@@ -73,8 +73,8 @@ _KEY_VALUE = {
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads no
-# more words than it has threads.
+# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads
+# no more words than it has threads.
 _QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
 _KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
 _KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 10))}
