@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from pascal_attn_core.fused import prebuilt
 from pascal_attn_core.fused.driver import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
-from pascal_attn_core.fused.source import Variant, all_variants
+from pascal_attn_core.fused.source import Variant, all_variants, source
 from pascal_attn_core.routes.timing import TensorTimings, Times
 from pascal_attn_core.runtime import runtime_of
 
@@ -165,7 +167,7 @@ def test_large_tiles_are_asked_for_before_they_are_launched(kernels: CardKernels
     assert large.dynamic_bytes > 48 << 10
     kernels.functions(large)
     assert kernels.driver.asked["cuFuncSetAttribute"] == 1
-    kernels.functions(Variant("tensor", 64, "float16"))
+    kernels.functions(Variant("tensor", 32, "float16"))
     assert kernels.driver.asked["cuFuncSetAttribute"] == 1
 
 
@@ -218,3 +220,20 @@ def test_kernels_for_other_cards_are_not_loaded() -> None:
     with fresh_card(StandIn(T4), find_compiler=lambda arch: compiler) as kernels:
         kernels.functions(Variant("tensor", 64, "float16", padded=True))
     assert [variant.kind for variant in compiler.compiled] == ["tensor"]
+
+
+def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
+    """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
+    variants = [variant for variant in all_variants() if variant.on_tensor_cores]
+    defines = [
+        line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
+    ]
+    text = ["#include <cstdio>", "int main() {"]
+    for variant in variants:
+        names = [f"#define {name} {value}" for name, value in variant.macros().items() if isinstance(value, int)]
+        text += [*names, 'printf("%d\\n", (int)(SMEM_BYTES));', *(f"#undef {line.split()[1]}" for line in names)]
+    text.insert(1, "\n".join(defines))
+    (tmp_path / "print.cpp").write_text("\n".join([*text, "}"]))
+    subprocess.run([GXX, "-w", tmp_path / "print.cpp", "-o", tmp_path / "print"], check=True)
+    found = subprocess.run([tmp_path / "print"], check=True, capture_output=True, text=True).stdout.split()
+    assert [int(n) for n in found] == [variant.tile_bytes for variant in variants]
