@@ -44,10 +44,10 @@ class AttentionConfig:
     Order of precedence: argument, environment, default.
 
     Attributes:
-        route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused-tensor"`` (float16 on tensor cores,
-            sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A route asked for by name that cannot take a call raises :class:`UnsupportedAttention`.
-            ``"fused-int8"``, never chosen by ``"auto"``: the fused kernel with Q and K in 8 bits (sm_61 and newer, no
-            gradients; relative error about 1e-2).
+        route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused-tensor"`` (float16 on the tensor
+            cores of sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A route asked for by name that
+            cannot take a call raises :class:`UnsupportedAttention`. ``"fused-int8"``, never chosen by ``"auto"``: the
+            fused kernel with Q and K in 8 bits (sm_61 and newer, no gradients; relative error about 1e-2).
         fused: whether the fused CUDA kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
+import importlib
 import io
 import json
 import lzma
@@ -80,7 +80,7 @@ class Earlier:
 
     def cubin(self, variant: Variant, arch: int) -> bytes | None:
         """The one that the commit ships, if it is still right."""
-        pack = prebuilt.pack_name(arch, variant.head_dim)
+        pack = prebuilt.pack_name(arch, variant)
         place = self._manifest["packs"].get(pack, {}).get(variant.name)
         if (
             place is None
@@ -92,13 +92,13 @@ class Earlier:
 
 
 def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("earlier_source", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    """A module with those beside it, as those of a package of its own."""
+    package = ModuleType("earlier_fused")
+    package.__path__ = [str(path.parent)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+        del sys.modules[name]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{path.stem}")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 from pascal_attn_core.fused import nvrtc as _nvrtc
 from pascal_attn_core.fused import prebuilt
 from pascal_attn_core.fused.nvrtc import usage
-from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, digest, source
+from pascal_attn_core.fused.source import KINDS, Variant, all_variants, digest, source
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "fused"
@@ -37,20 +37,10 @@ _HEAD = """\
 """
 
 
-def all_variants() -> Iterator[Variant]:
-    """Every variant that the package can load."""
-    for kind in KINDS:
-        for head_dim in HEAD_DIMS:
-            if kind.startswith("grad") and head_dim > 256:
-                continue
-            for padded in (False, True) if kind != "int8" else (False,):
-                for dtype in DTYPES:
-                    for mask in MASKS:
-                        yield Variant(kind, head_dim, dtype, mask, padded)
-
-
 def archs_of(variant: Variant) -> list[int]:
-    return [arch for arch in ARCHS if variant.kind != "int8" or arch >= 61]
+    """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do."""
+    newest = 75 if variant.on_tensor_cores else ARCHS[-1]
+    return [arch for arch in ARCHS if arch <= newest and variant.runs_on(divmod(arch, 10))]
 
 
 def nvrtc(arch: int) -> _nvrtc.Nvrtc:
@@ -160,16 +150,17 @@ def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
     for old in folder.glob("*.xz"):
         old.unlink()
     packs: dict[str, dict[str, list[int]]] = {}
-    for arch in archs:
-        for head_dim in HEAD_DIMS:
-            content, places = bytearray(), {}
-            for variant in prebuilt.variants(head_dim):
-                cubin = (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
-                places[variant.name] = [len(content), len(content) + len(cubin)]
-                content += cubin
-            name = prebuilt.pack_name(arch, head_dim)
-            (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
-            packs[name] = places
+    for arch, variants in prebuilt.packs():
+        if arch not in archs:
+            continue
+        content, places = bytearray(), {}
+        for variant in variants:
+            cubin = (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
+            places[variant.name] = [len(content), len(content) + len(cubin)]
+            content += cubin
+        name = prebuilt.pack_name(arch, variants[0])
+        (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
+        packs[name] = places
     digests = {variant.name: digest(variant) for variant in prebuilt.all_variants()}
     content_ = {"nvrtc": list(NVRTC), "digests": digests, "packs": packs}
     (folder / "manifest.json").write_text(json.dumps(content_, separators=(",", ":")) + "\n")
@@ -200,12 +191,12 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
-    if earlier and read_digests(earlier.table) != digests(earlier.digest):
+    if earlier and not read_digests(earlier.table).items() <= digests(earlier.digest).items():  # kinds may be new
         sys.exit(f"{arguments.since}: its table was not made from its source")
     if arguments.what == "table":
         write_table(arguments.archs, arguments.kinds, not arguments.unpadded, earlier)
     elif arguments.what == "prebuilt":
-        write_prebuilt([arch for arch in prebuilt.ARCHS if arch in arguments.archs], earlier)
+        write_prebuilt(arguments.archs, earlier)
     else:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():

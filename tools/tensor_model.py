@@ -43,7 +43,7 @@ from volta import Instruction, decode, loops, usual_path
 
 SCHEDULERS = 4
 _LANES = 32
-_CONVERSIONS = ("MUFU", "F2F", "F2I", "I2F", "FRND", "POPC")
+_CONVERSIONS = ("MUFU", "RCP", "F2F", "F2I", "I2F", "FRND", "POPC")
 _SHARED = ("LDSM", "LDS", "STS", "LDG", "STG", "LDL", "STL", "LD", "ST", "SHFL", "RED")
 _FLOAT = ("FFMA", "FMUL", "FADD", "IMAD")
 _HALF = ("HADD2", "HFMA2", "HMUL2")

@@ -73,6 +73,8 @@ def _decode(address: int, low: int, high: int) -> Instruction:
         lane_bytes = _BYTES[high >> 9 & 7]
     elif kind in ("SHFL", "RED"):
         lane_bytes = 4
+    elif kind == "MUFU" and high >> 10 & 15 == _RECIPROCAL:
+        kind = "RCP"
     control = high >> 41
     return Instruction(
         address, kind, lane_bytes, target, guarded,
@@ -90,11 +92,17 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 _PART_OF_EVERY_ROUND = ("LDSM", "LDS", "STS", "BAR")
+_RECIPROCAL = 4  # of what MUFU computes
 
 
-def usual_path(loop: list[Instruction]) -> list[Instruction]:
+def usual_path(loop: list[Instruction], *, masked: bool = False) -> list[Instruction]:
     """One round of a loop as most go. What a branch can skip is skipped, unless it loads a tile, multiplies, meets
-    others or takes many exponentials: masks at an edge and a maximum that rises are rare."""
+    others or takes many exponentials: masks at an edge, a maximum that rises, and a softcap (exponentials and
+    reciprocals) are rare.
+
+    Args:
+        masked: the tile's mask is looked at, whose bits the lanes exchange.
+    """
     index = {x.address: i for i, x in enumerate(loop)}
     path, i = [], 0
     while i < len(loop):
@@ -104,13 +112,17 @@ def usual_path(loop: list[Instruction]) -> list[Instruction]:
         if x.target is None or x.target <= x.address or x.target not in index:
             continue
         skipped = loop[i : index[x.target]]
-        if not (x.guarded and _is_usual(skipped)):
+        if not (x.guarded and _is_usual(skipped, masked)):
             i = index[x.target]
     return path
 
 
-def _is_usual(part: Iterable[Instruction]) -> bool:
+def _is_usual(part: Iterable[Instruction], masked: bool) -> bool:
     part = list(part)
+    if masked and any(x.kind == "SHFL" for x in part):
+        return True
+    if any(x.kind == "RCP" for x in part):
+        return False
     if any(x.is_product or x.kind in _PART_OF_EVERY_ROUND for x in part):
         return True
     return any(x.kind == "LDG" and x.lane_bytes == 16 for x in part) or sum(x.kind == "MUFU" for x in part) > 8

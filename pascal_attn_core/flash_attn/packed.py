@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..call import AttentionCall, Options, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
-from ..fused.plan import Packed
+from ..fused.plan import Packed, Plan
 from ..interception import PLAIN
-from ..routes import fused
-from ..routes.run import run_packed
+from ..routes import fused, tensor
+from ..routes.route import Request
+from ..routes.run import route_named, run_packed
 from .options import FlashOptions
 
 # Rows of a sequence and key/value head up to which a batch of few queries, its keys cut into ranges, is faster.
@@ -36,12 +37,18 @@ def packed_attend(
     if not _is_for_the_kernel(q, options, config):
         return None
     call = _checked(q, k, v, options, "upper_left")
-    if config.route == "auto" and not fused.may_win(call, torch_has_a_kernel=True):
+    may_be_plain = config.route != "fused-tensor" and (
+        config.route == "fused" or fused.may_win(call, torch_has_a_kernel=True)
+    )
+    may_be_tensor = config.route == "fused-tensor" or (config.route == "auto" and tensor.may_win(call))
+    if not (may_be_plain or may_be_tensor):
         return None
     if call.groups * max(q1 - q0 for q0, q1 in itertools.pairwise(q_ends)) <= _FEW_ROWS:
         return None
     packed = Packed.of(q_ends, k_ends, q.device, lower_right=True)
-    plan = fused.find_plan(call, config, with_lse=with_lse, packed=packed)
+    found = _on_tensor_cores(call, config, packed) if may_be_tensor else None
+    route = "fused" if found is None else "fused-tensor"
+    plan = found or (fused.find_plan(call, config, with_lse=with_lse, packed=packed) if may_be_plain else [])
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
@@ -51,6 +58,7 @@ def packed_attend(
             config,
             plan,
             with_lse=with_lse,
+            route=route,
             why=why,
             sequences=lambda: _sequences(q, k, v, q_ends, k_ends, options),
         )
@@ -60,13 +68,27 @@ def packed_attend(
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0) if with_lse and lse is not None else None
 
 
+def _on_tensor_cores(call: AttentionCall, config: AttentionConfig, packed: Packed) -> Plan | None:
+    """How the kernel on tensor cores takes the sequences, where it is asked for or was timed as the fastest for a call
+    of as many tokens."""
+    plan = tensor.find_tensor_plan(call, config, 0, packed=packed)
+    if isinstance(plan, list) or config.route == "fused-tensor":
+        return None if isinstance(plan, list) else plan
+    route = route_named("fused-tensor")
+    assert isinstance(route, tensor.TensorRoute)
+    if fused.why_untried(call, plan):
+        return None
+    times = route.times(Request(call, config))
+    return plan if times is not None and times.are_longer() else None
+
+
 def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
     """What is seen before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return False
     if options.alignment != "lower_right":
         return False
-    return config.route in ("auto", "fused") and fused.takes_device(q.device)
+    return config.route in ("auto", "fused", "fused-tensor") and fused.takes_device(q.device)
 
 
 def _sequences(

@@ -38,6 +38,12 @@ class GradientGeometry:
         left = [self.rows * _pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
         return max(4 * self.cols * _pitch(chunks), *passing) + sum(left)
 
+    def own_bytes(self, kind: str, mask: str) -> int:
+        """Shared memory besides the tiles: numbers of the moving queries, words of the mask, the block's place."""
+        stats = 8 * self.cols * (3 if mask == "float" else 2) if "key_value" in kind else 0
+        words = 0 if mask == "none" else 2 * 4 * self.rows * self.cols // 32
+        return stats + words + 64
+
     def macros(self, head_dim: int) -> dict[str, object]:
         return {
             "PA_WARPS": self.warps,
@@ -73,8 +79,8 @@ _KEY_VALUE = {
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads no
-# more words than it has threads.
+# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads
+# no more words than it has threads.
 _QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
 _KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
 _KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 10))}

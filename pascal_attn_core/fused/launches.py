@@ -248,7 +248,8 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
 
 
 def _softcap_fields(call: AttentionCall) -> dict[str, float]:
-    """Capped scores are softcap * tanh(...): the kernel takes the tanh, and scales by softcap. With scale 0 all are 0."""
+    """Capped scores are softcap * tanh(...): the kernel takes the tanh, and scales by softcap. With scale 0 all are
+    0."""
     if call.softcap is None or call.scale == 0:
         return {}
     scale = call.softcap
@@ -258,8 +259,8 @@ def _softcap_fields(call: AttentionCall) -> dict[str, float]:
 def _mask_bits(
     call: AttentionCall, view: View, variant: Variant
 ) -> tuple[list[Tensor], dict[str, int], tuple[int, int, int]]:
-    """Memory for a mask's bits and flags (``tensor_masks.cuh``), the fields that name it, and the grid of the kernel that
-    writes it. What a mask repeats is not repeated there."""
+    """Memory for a mask's bits and flags (``tensor_masks.cuh``), the fields that name it, and the grid of the kernel
+    that writes it. What a mask repeats is not repeated there."""
     assert view.mask is not None
     geometry = variant.geometry
     of_batch, of_head, of_query, _ = steps(view.mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from .gradient_geometry import GRADIENT_HEAD_DIMS
 from .rows import rows_are_readable
-from .source import HEAD_DIMS, Geometry, Variant
+from .source import HEAD_DIMS, AnyGeometry, Variant
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
 MAX_SPLITS = 64
@@ -159,7 +159,7 @@ def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int
     return max(1, min(variant.geometry.blocks, (found << 10) // of_block))
 
 
-def num_splits(call: AttentionCall, plain: Geometry, split: Geometry, num_sms: int, places: int) -> int:
+def num_splits(call: AttentionCall, plain: AnyGeometry, split: AnyGeometry, num_sms: int, places: int) -> int:
     """Into how many ranges the keys are cut by the kernel for few query rows, so that they still fill the device; 0 =
     the plain kernel takes the call.
 
@@ -245,7 +245,8 @@ def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: i
     of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
     keys, batch, own = call.seq_len_kv, call.batch_size, small.geometry
     wide_blocks = batch * call.num_heads * -(-call.seq_len_q // wide.geometry.rows)
-    best, chosen = -(-wide_blocks // num_sms) * wide.geometry.rows * keys, 0
+    best: float = -(-wide_blocks // num_sms) * wide.geometry.rows * keys
+    chosen = 0
     units = batch * call.num_kv_heads * -(-call.groups * call.seq_len_q // own.rows)
     most = 1 if call.sinks is not None else min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
     for splits in range(1, most + 1):

@@ -10,7 +10,7 @@ from ..lazy_mask import LazyMask
 from .launches import UNBOUNDED
 from .rows import rows_are_readable
 from .source import HEAD_DIMS
-from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
+from .tensor_geometry import FLOAT_MASK_HEAD_DIM, TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
 GRADIENT_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +40,10 @@ def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> l
         reasons.append(f"the kernel on tensor cores takes float16, got {call.query.dtype}")
     if call.needs_grad and (call.softcap is not None or call.sinks is not None):
         reasons.append("it has no gradients with softcap or attention sinks")
+    adds = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
+    if (adds or call.scale <= 0) and max(call.head_dim, call.head_dim_v) > FLOAT_MASK_HEAD_DIM:
+        what = "a float mask" if adds else f"scale {call.scale:g}"
+        reasons.append(f"with {what} its head_dim ends at {FLOAT_MASK_HEAD_DIM}")
     if isinstance(call.attn_mask, Tensor) and call.batch_size * call.num_heads > _HEADS:
         reasons.append(f"{call.batch_size * call.num_heads} heads of all batch elements > {_HEADS} with attn_mask")
     return reasons or _layout_reasons(call)

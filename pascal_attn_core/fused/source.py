@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
-from .tensor_geometry import TENSOR_HEAD_DIMS, TENSOR_TABLES, VOLTA_HEAD_DIMS, TensorGeometry, tensor_geometry
+from .tensor_geometry import (
+    FLOAT_MASK_HEAD_DIM,
+    TENSOR_HEAD_DIMS,
+    TENSOR_TABLES,
+    VOLTA_HEAD_DIMS,
+    TensorGeometry,
+    tensor_geometry,
+)
 
 FOLDER = Path(__file__).parent / "cuda"
 
@@ -125,6 +132,7 @@ class Geometry:
         return 4 * max(rows, cols)
 
 
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry
 _WIDE = Geometry(128, 64, 8, 16)
 _HIGH = Geometry(64, 128, 16, 8)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
@@ -195,8 +203,8 @@ class Variant:
         kind: one of KINDS.
         head_dim: one of HEAD_DIMS, on tensor cores of TENSOR_HEAD_DIMS.
         dtype: one of DTYPES; mask: one of MASKS.
-        padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8 bytes
-            at a time.
+        padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8
+            bytes at a time.
     """
 
     kind: str
@@ -210,7 +218,7 @@ class Variant:
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
 
     @functools.cached_property
-    def geometry(self) -> Geometry | TensorGeometry | GradientGeometry:
+    def geometry(self) -> AnyGeometry:
         if self.on_tensor_cores and self.is_gradient:
             return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         if self.on_tensor_cores:
@@ -265,7 +273,16 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        return self.tile_bytes if self.on_tensor_cores and self.tile_bytes > STATIC_BYTES else 0
+        if isinstance(self.geometry, Geometry):
+            return 0
+        return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Shared memory of a block besides the tiles, at most, on tensor cores."""
+        g = self.geometry
+        assert not isinstance(g, Geometry)
+        return g.counter_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -312,7 +329,8 @@ def all_variants() -> Iterator[Variant]:
             for padded in (False, True) if kind != "int8" else (False,):
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
-                        yield Variant(kind, head_dim, dtype, mask, padded)
+                        if not (is_tensor and mask == "float" and head_dim > FLOAT_MASK_HEAD_DIM):
+                            yield Variant(kind, head_dim, dtype, mask, padded)
 
 
 @functools.cache

@@ -34,6 +34,11 @@ class TensorGeometry:
     def rows(self) -> int:
         return 16 * self.tiles * self.warps
 
+    @property
+    def counter_bytes(self) -> int:
+        """Of the counters, in shared memory beside the tiles."""
+        return 8 * self.warps if self.counters else 0
+
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
         chunks, kept = head_dim // 8, self._kept(head_dim)
@@ -60,42 +65,61 @@ def _pitch(pieces: int) -> int:
     return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
 
 
-_WIDE = TensorGeometry()
-# Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products.
+# Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products. What ptxas makes of one
+# geometry or another is no smooth function: these are the fastest by tools/tensor_model.py of those that do not spill.
 _TURING = {
-    **dict.fromkeys((32, 40), _WIDE),
-    **dict.fromkeys((64, 80), TensorGeometry(counters=True)),
+    **dict.fromkeys((32, 40), TensorGeometry()),
+    64: TensorGeometry(in_registers=4, counters=True),
+    80: TensorGeometry(in_registers=7, counters=True),
     96: TensorGeometry(cols=32, in_registers=4, counters=True),
-    128: TensorGeometry(cols=32, in_registers=9, counters=True),
+    128: TensorGeometry(cols=32, in_registers=8),
     256: TensorGeometry(tiles=1, cols=32),
 }
 TENSOR_HEAD_DIMS = tuple(_TURING)
-# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers.
-_TURING_TIGHT = {
-    **_TURING,
-    80: TensorGeometry(cols=32, counters=True),
-    128: TensorGeometry(tiles=1, cols=32, counters=True),
-    256: TensorGeometry(tiles=1, cols=32, in_registers=16, warps=4),
-}
+FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
+_PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
+# Masks take registers.
+_TURING_BOOL = {**_TURING, 80: _PAIR_OF_BLOCKS, 128: replace(_PAIR_OF_BLOCKS, in_registers=8, buffers=1)}
+_TURING_FLOAT = {**_TURING, 64: TensorGeometry(counters=True), 80: _PAIR_OF_BLOCKS}
+_TURING_PADDED = {**_TURING, 128: TensorGeometry(cols=32, in_registers=9)}
+_TURING_PACKED = {**_TURING, 80: _PAIR_OF_BLOCKS}
+_TURING_PACKED_PADDED = {**_TURING_PACKED, 128: TensorGeometry(cols=32, in_registers=9)}
 _TURING_SMALL = {
     **dict.fromkeys((32, 40, 64, 80, 96, 128), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
-    256: TensorGeometry(warps=4, tiles=1, cols=32),
+    256: _TURING[256],
 }
 _VOLTA = {
     **dict.fromkeys((32, 64, 80), TensorGeometry(cols=32)),
     96: TensorGeometry(cols=32, in_registers=8),
-    128: TensorGeometry(cols=32, in_registers=6),
+    128: TensorGeometry(cols=32, in_registers=3),
 }
 VOLTA_HEAD_DIMS = tuple(_VOLTA)
-_VOLTA_TIGHT = _VOLTA
-_VOLTA_SMALL = {dim: replace(g, warps=2, blocks=2) for dim, g in _VOLTA.items()}
-TENSOR_TABLES = (_TURING, _TURING_TIGHT, _TURING_SMALL, _VOLTA, _VOLTA_TIGHT, _VOLTA_SMALL)
+_VOLTA_SMALL = {
+    **dict.fromkeys((32, 64, 80), TensorGeometry(warps=2, cols=32, blocks=2)),
+    96: TensorGeometry(warps=2, cols=32, in_registers=4, blocks=2),
+    128: TensorGeometry(warps=4, cols=32, in_registers=1),
+}
+TENSOR_TABLES = {
+    "tensor": _TURING,
+    "tensor bool": _TURING_BOOL,
+    "tensor float": _TURING_FLOAT,
+    "tensor padded": _TURING_PADDED,
+    "tensor packed": _TURING_PACKED,
+    "tensor packed float": {**_TURING_PACKED, 64: _TURING_FLOAT[64]},
+    "tensor packed padded": _TURING_PACKED_PADDED,
+    "tensor small": _TURING_SMALL,
+    "volta": _VOLTA,
+    "volta small": _VOLTA_SMALL,
+    "volta small float": {**_VOLTA_SMALL, 128: TensorGeometry(cols=32, in_registers=2)},
+}
 
 
 def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> TensorGeometry:
     """Of the kernel of this kind, one of those that are named after a generation."""
     generation, _, suffix = kind.partition("_")
-    plain, tight, small = TENSOR_TABLES[:3] if generation == "tensor" else TENSOR_TABLES[3:]
-    if suffix == "small":
-        return small[head_dim]
-    return (tight if padded or mask != "none" or suffix == "packed" else plain)[head_dim]
+    last = ("padded" if padded else "") if mask == "none" else mask
+    names = (
+        " ".join(filter(None, words))
+        for words in ((generation, suffix, last), (generation, suffix), (generation, last))
+    )
+    return next((TENSOR_TABLES[name] for name in names if name in TENSOR_TABLES), TENSOR_TABLES[generation])[head_dim]

@@ -156,7 +156,8 @@ class Trials:
     # ---- the child ---------------------------------------------------------------------------------------------------
 
     def _try(self, needed: list[Variant]) -> str:
-        others = [] if self._good else [variant for variant in prebuilt.all_variants() if variant not in needed]
+        shipped = [] if self._good else prebuilt.all_variants(self.runtime.info.capability)
+        others = [variant for variant in shipped if variant not in needed]
         job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others))
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
         with _scratch_file() as answers:

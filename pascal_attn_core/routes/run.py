@@ -156,6 +156,7 @@ def run_packed(
     plan: Plan,
     *,
     with_lse: bool,
+    route: str,
     why: str,
     sequences: Callable[[], Iterable[AttentionCall]],
 ) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +166,7 @@ def run_packed(
     Args:
         call: query ``[1, Hq, total_q, D]``, key ``[1, Hkv, total_k, D]``, value ``[1, Hkv, total_k, Dv]``, no mask;
             aligned ``upper_left``: ``plan.packed`` holds where each sequence's diagonal lies.
-        plan: by :func:`.fused.find_plan`.
+        plan: by :func:`.fused.find_plan`, for the route of that name.
     Returns:
         (out ``[1, Hq, total_q, Dv]``, zero behind the last sequence; lse ``[1, Hq, total_q]``, there -inf, or None).
     Raises:
@@ -174,7 +175,7 @@ def run_packed(
     if _observers:
         for part in sequences():
             show(part)
-    choice = Choice(route_named("fused"), why, plan)
+    choice = Choice(route_named(route), why, plan)
     result = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
     return result

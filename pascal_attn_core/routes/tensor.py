@@ -12,12 +12,13 @@ from ..fused.select import tensor_reasons
 from ..runtime import runtime_of
 from .fused import FusedRoute, takes_device, why_untried
 from .route import Choice, Request
-from .timing import TensorTimings
+from .timing import TensorTimings, Times
 from .torch_kernel import TorchForm, TorchRoute
 
 
 class TensorRoute(FusedRoute):
-    """Our CUDA kernel on tensor cores; gradients by the one on plain cores. On newer cards by name only.
+    """Our CUDA kernel on tensor cores; gradients too on Turing up to head_dim 128, elsewhere by the one on plain cores.
+    On newer cards by name only.
 
     Args:
         plain: our route on plain cores, against which this one is timed, as against torch's kernel.
@@ -45,15 +46,20 @@ class TensorRoute(FusedRoute):
             request.remarks.append(f"the kernel on tensor cores is left off: {untried}")
             return None
         form = request.plan(self.torch_route)
-        times = request.runtime.part(TensorTimings).of(self, self.plain, call, request.budget_bytes)
+        times = self.times(request)
         if times is None:
             return None
+        torch_takes_it = isinstance(form, TorchForm)
         stores = form.torch_stores if isinstance(form, TorchForm) else True
-        if times.fastest:
+        if times.are_longer(with_torch=torch_takes_it):
             why = f"timed on this card at {times.words()}"
             return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
         request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
         return None
+
+    def times(self, request: Request) -> Times | None:
+        """What others take for calls like this one, in units of this route's time: see :meth:`.TensorTimings.of`."""
+        return request.runtime.part(TensorTimings).of(self, self.plain, request.call, request.budget_bytes)
 
 
 def may_win(call: AttentionCall) -> bool:

@@ -16,7 +16,7 @@ from pascal_attn_core.reference import reference_sdpa
 
 FACTOR = 2.0
 ULPS = 16.0
-REFERENCE_OPTIONS = ("is_causal", "scale", "enable_gqa", "alignment", "window")
+REFERENCE_OPTIONS = ("is_causal", "scale", "enable_gqa", "alignment", "window", "softcap")
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

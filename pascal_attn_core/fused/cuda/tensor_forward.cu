@@ -30,12 +30,9 @@ INLINE float row_largest(float x) {
     return x;
 }
 
-// As in forward.cu: a row's maximum is only replaced by one that is larger by so much. P is at most 2^8, far within a
-// half's range.
-#define SLACK 8.f
-
 // One step of the online softmax: P = exp(S - max), rounded to halves; row_max and row_sum are brought up to date
-// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum.
+// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum. Unlike in forward.cu every new
+// maximum counts: a key that has most of the weight is then 1 exactly, where halves would round it.
 INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[ROWS], float (&row_sum)[ROWS],
                          float scale_log2, const Lane& t) {
     float tile_max[ROWS];
@@ -48,11 +45,11 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
         mx *= scale_log2;
 #endif
         tile_max[r] = mx;
-        rises |= mx > row_max[r] + SLACK / UNIT_TO_LOG2;
+        rises |= mx > row_max[r];
     }
     if (rises) {
         KEEP_BRANCH();
-        FOR(r, ROWS) if (tile_max[r] > row_max[r] + SLACK / UNIT_TO_LOG2) {
+        FOR(r, ROWS) if (tile_max[r] > row_max[r]) {
             const float fade = exp2_approx((row_max[r] - tile_max[r]) * UNIT_TO_LOG2);
             row_max[r] = tile_max[r];
             row_sum[r] *= fade;
@@ -62,12 +59,14 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
     float reference[ROWS];
     FOR(r, ROWS) reference[r] = row_max[r] == NEG_INF ? 0.f : row_max[r];  // a row that has seen no key yet
     FOR(n, NT8) {
-        float probs[ROWS][PER_8];
-        FOR(r, ROWS) {
-            FOR(i, PER_8) probs[r][i] = prob_of(score(S, r, n, i), scale_log2, reference[r]);
-            FOR(i, PER_8) if (i % 2 == 0) row_sum[r] += probs[r][i] + probs[r][i + 1];
+        u32 pairs[ROWS][PER_8 / 2];
+        FOR(r, ROWS) FOR(x, PER_8 / 2) {
+            const float y = prob_of(score(S, r, n, 2 * x), scale_log2, reference[r]);
+            const float z = prob_of(score(S, r, n, 2 * x + 1), scale_log2, reference[r]);
+            pairs[r][x] = pack_halves(y, z);
+            row_sum[r] += y + z;
         }
-        to_operand(P, n, probs, t);
+        to_operand(P, n, pairs, t);
     }
 }
 
@@ -109,7 +108,7 @@ INLINE void finish_scores(Scores& S, const Forward& p) {
 INLINE void add_sink(float& row_max, float& row_sum, float& fade, float sink) {
     const float in_unit = sink * (LOG2E / UNIT_TO_LOG2);
     fade = 1.f;
-    if (!(in_unit <= row_max + SLACK / UNIT_TO_LOG2)) {
+    if (!(in_unit <= row_max)) {
         fade = exp2_approx((row_max - in_unit) * UNIT_TO_LOG2);
         row_max = in_unit;
         row_sum *= fade;

@@ -100,7 +100,7 @@ INLINE void apply_mask(Scores& S, const MaskBits& bits, const Forward& p, const 
 #if PA_MASK == 2
         int row = min_int(t.warp * PA_WR + row_in_warp(t, r), at.rows - 1);
         OPAQUE(row);
-        const i64 numbers = at.b * p.mb + at.head(row) * p.mh + at.query(row) * p.mq;
+        const i64 numbers = at.b * p.mb + at.head(row) * p.mh + at.query(row) * p.mq + col0 * p.mk;
 #endif
         FOR(w, MASK_WORDS) {
             const u32 word = __shfl_sync(FULL_WARP, bits.word[w], row_in_warp(t, r)) >> key_of(t, 0, 0);
@@ -108,7 +108,7 @@ INLINE void apply_mask(Scores& S, const MaskBits& bits, const Forward& p, const 
                 float& s = score(S, r, w * 4 + n, i);
                 const bool is_allowed = word >> (n * 8 + KEY_STEP(i)) & 1;
 #if PA_MASK == 2
-                if (is_allowed) s += mask_number(p, numbers + (col0 + w * 32 + key_of(t, n, i)) * p.mk);
+                if (is_allowed) s += mask_number(p, numbers + (u32)(w * 32 + key_of(t, n, i)) * (u32)p.mk);
 #endif
                 if (!is_allowed) s = NEG_INF;
             }

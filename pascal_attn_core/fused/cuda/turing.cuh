@@ -24,8 +24,8 @@ INLINE int key_of(const Lane& t, int n, int i) { return n * 8 + t.lane % 4 * 2 +
 INLINE int sum_column(const Lane& t, int n, int i) { return n * 8 + t.lane % 4 * 2 + i; }
 
 // Probabilities of tile n to operands of P V.
-INLINE void to_operand(Probs& P, int n, const float (&p)[ROWS][PER_8], const Lane&) {
-    FOR(r, ROWS) P.x[r / 2][n][r % 2] = pack_halves(p[r][0], p[r][1]);
+INLINE void to_operand(Probs& P, int n, const u32 (&pairs)[ROWS][PER_8 / 2], const Lane&) {
+    FOR(r, ROWS) P.x[r / 2][n][r % 2] = pairs[r][0];
 }
 
 // The shared memory address of piece 0 of a row of a panel of n pieces per row, and of its piece c (less than n).

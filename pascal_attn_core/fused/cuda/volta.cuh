@@ -32,13 +32,11 @@ INLINE int sum_column(const Lane& t, int n, int i) {
     return n / 2 * 16 + c / 4 * 8 + n % 2 * 4 + c % 4;
 }
 
-INLINE void to_operand(Probs& P, int n, const float (&p)[ROWS][PER_8], const Lane& t) {
+INLINE void to_operand(Probs& P, int n, const u32 (&pairs)[ROWS][PER_8 / 2], const Lane& t) {
     const bool lower = t.lane & 2;  // this lane's row of A is row 1 of its two rows of C
     FOR(x, 2) {
-        const u32 upper_pair = pack_halves(p[0][2 * x], p[0][2 * x + 1]);
-        const u32 lower_pair = pack_halves(p[1][2 * x], p[1][2 * x + 1]);
-        const u32 mine = lower ? lower_pair : upper_pair;
-        const u32 other = __shfl_xor_sync(FULL_WARP, lower ? upper_pair : lower_pair, 2);
+        const u32 mine = lower ? pairs[1][x] : pairs[0][x];
+        const u32 other = __shfl_xor_sync(FULL_WARP, lower ? pairs[0][x] : pairs[1][x], 2);
         P.x[n][2 * x] = lower ? other : mine;
         P.x[n][2 * x + 1] = lower ? mine : other;
     }

@@ -10,7 +10,7 @@ from attn_support.fused.emulation import GXX, emulate
 from attn_support.profile import seeds, times
 
 from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, source
+from pascal_attn_core.fused.source import Variant, all_variants, source
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 VARIANTS = (
@@ -34,15 +34,7 @@ WRONG = {
 
 def _drawn(count: int) -> list[Variant]:
     """Of all variants that a call can ask for."""
-    draw = random.Random(seeds(1)[0])
-    found: list[Variant] = []
-    while len(found) < count:
-        variant = Variant(*map(draw.choice, (KINDS, HEAD_DIMS, DTYPES, MASKS, (False, True))))
-        has_none = (
-            variant.head_dim > 256 if variant.kind.startswith("grad") else variant.kind == "int8" and variant.padded
-        )
-        found += [] if has_none else [variant]
-    return found
+    return random.Random(seeds(1)[0]).sample(list(all_variants()), count)
 
 
 @pytest.mark.parametrize("place", range(times(8)))

@@ -21,7 +21,7 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import Timings
+from pascal_attn_core.routes.timing import TensorTimings, Times, Timings
 from pascal_attn_core.routes.timing_table import Clock
 from pascal_attn_core.runtime import Runtime, using
 
@@ -93,18 +93,29 @@ class Timed(Timings):
         return self.ratio
 
 
+class TensorTimed(TensorTimings):
+    """A card for which ``times`` are known for every kind of call; None = it was never timed."""
+
+    times: Times | None = None
+
+    def of(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
+        return self.times
+
+
 @contextmanager
 def emulated_card(
     execute: Callable[[Launch], object] = execute,
     info: DeviceInfo = CARD,
     kind: type[CardKernels] = EmulatedKernels,
     ratio: float | None = None,
+    times: Times | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Let the CPU be such a card while the block runs: gives its kernels, an object of ``kind``.
 
     Args:
         ratio: our kernel's time in units of torch's; None = never timed.
+        times: of others in units of that of our kernel on tensor cores.
         options: of :class:`Kernels`.
     """
 
@@ -113,7 +124,12 @@ def emulated_card(
         made.ratio = ratio
         return made
 
-    with _card(StandIn(info, execute) if GXX else None, kind, timings, **options) as kernels:
+    def tensor_timings(runtime: Runtime) -> TensorTimings:
+        made = TensorTimed(runtime)
+        made.times = times
+        return made
+
+    with _card(StandIn(info, execute) if GXX else None, kind, timings, tensor_timings, **options) as kernels:
         yield kernels
 
 
@@ -133,7 +149,10 @@ def fresh_card(
     def timings(runtime: Runtime) -> Timings:
         return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
-    with _card(driver, CardKernels, timings, folder=folder, **options) as kernels:
+    def tensor_timings(runtime: Runtime) -> TensorTimings:
+        return TensorTimings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
+
+    with _card(driver, CardKernels, timings, tensor_timings, folder=folder, **options) as kernels:
         yield kernels
 
 
@@ -149,11 +168,20 @@ def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> lis
 
 @contextmanager
 def _card(
-    driver: StandIn | None, kind: type[CardKernels], timings: Callable[[Runtime], Timings], **options: Any
+    driver: StandIn | None,
+    kind: type[CardKernels],
+    timings: Callable[[Runtime], Timings],
+    tensor_timings: Callable[[Runtime], TensorTimings],
+    **options: Any,
 ) -> Iterator[CardKernels]:
     if driver is None:
         pytest.skip("needs g++ to build the stand-in for the driver")
-    parts = {Kernels: lambda runtime: kind(runtime, driver, **options), Timings: timings, Trials: Trusted}
+    parts = {
+        Kernels: lambda runtime: kind(runtime, driver, **options),
+        Timings: timings,
+        TensorTimings: tensor_timings,
+        Trials: Trusted,
+    }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)
         assert isinstance(kernels, CardKernels)

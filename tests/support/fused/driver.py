@@ -23,7 +23,7 @@ from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import nvrtc, params
 from pascal_attn_core.fused.driver import Driver
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, KINDS, MASKS, Variant, source
+from pascal_attn_core.fused.source import Variant, all_variants, source
 
 from .emulation import BUILD, CARD, GXX, HERE, PARAMS
 
@@ -53,10 +53,14 @@ _ARGUMENTS = {
     "cuThreadExchangeStreamCaptureMode": 1,
     "cuModuleLoadData": 2,
     "cuModuleGetFunction": 3,
+    "cuFuncSetAttribute": 3,
     "cuLaunchKernel": 11,
 }
 # Of a multiprocessor of compute capability 5.0 to 7.0, for one block.
 _REGISTERS, _SHARED_BYTES, _THREADS, _GRID_X, _GRID_YZ = 65536, 48 << 10, 1024, 2**31 - 1, 65535
+# With leave (CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES), by compute capability: CUDA C++ programming guide.
+_MAX_DYNAMIC_SHARED = 8
+_MOST_SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227}
 _CUDA_MACHINE, _NO_BITS = 190, 8
 _PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info, see :func:`_attributes`
 
@@ -75,7 +79,12 @@ def _library() -> str:
 
 
 class Function(NamedTuple):
-    """What a cubin says of one of its kernels; ``max_threads`` 0 = not said."""
+    """What a cubin says of one of its kernels, and what the driver was told of it.
+
+    Attributes:
+        max_threads: 0 = not said.
+        dynamic_bytes: shared memory that may be asked for at launch, as it was told; empty: what is left of 48 KiB.
+    """
 
     name: str
     context: int
@@ -84,6 +93,12 @@ class Function(NamedTuple):
     shared_bytes: int
     params_bytes: int
     max_threads: int
+    dynamic_bytes: list[int]
+
+    @property
+    def most_dynamic(self) -> int:
+        """Bytes of shared memory that may be asked for at launch."""
+        return self.dynamic_bytes[-1] if self.dynamic_bytes else _SHARED_BYTES - self.shared_bytes
 
 
 class StandIn(Driver):
@@ -255,8 +270,23 @@ class StandIn(Driver):
             0 if shared is None else shared.size,
             struct.unpack_from("<H", info[_PARAM_CBANK], 6)[0],
             struct.unpack_from("<I", info[_MAX_THREADS])[0] if _MAX_THREADS in info else 0,
+            [],
         )
         ctypes.c_void_p.from_address(function).value = self._handle(described)
+        return 0
+
+    def _cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> int:
+        kernel = self._given.get(function)
+        if not isinstance(kernel, Function):
+            return self._wrong(400, f"{function:#x} is no function")
+        if self._stack[-1:] != [kernel.context]:
+            return self._wrong(201, f"{kernel.name} told of in another context than its own")
+        if attribute != _MAX_DYNAMIC_SHARED:
+            return self._wrong(1, f"attribute {attribute}")
+        most = (_MOST_SHARED_KIB.get(self.card.capability or (0, 0), 48) << 10) - kernel.shared_bytes
+        if not 0 <= value <= most:
+            return self._wrong(1, f"{kernel.name}: {value} bytes of dynamic shared memory > {most}")
+        kernel.dynamic_bytes.append(value)
         return 0
 
     def _cuLaunchKernel(self, function: int, x: int, y: int, z: int, *rest: int) -> int:
@@ -272,7 +302,10 @@ class StandIn(Driver):
             f"grid {x, y, z}": not (0 < x <= _GRID_X and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
             f"{threads} threads": not 0 < threads <= min(_THREADS, kernel.max_threads or _THREADS),
             f"{kernel.registers} registers x {threads}": -(-kernel.registers // 8) * 8 * threads > _REGISTERS,
-            f"{kernel.shared_bytes} bytes of shared memory": kernel.shared_bytes + shared_bytes > _SHARED_BYTES,
+            f"{kernel.shared_bytes} bytes of shared memory": kernel.shared_bytes > _SHARED_BYTES,
+            f"{shared_bytes} bytes of dynamic shared memory": shared_bytes > kernel.most_dynamic,
+            f"{shared_bytes} bytes of dynamic shared memory for {kernel.variant.name}":
+                shared_bytes != Launch(kernel.variant, kernel.name, (1, 1, 1), 1, params.Params()).shared_bytes,
             f"stream {stream:#x}": stream not in self.streams,
             "parameters": extra != 0 or pointers == 0,
             f"{ctypes.sizeof(structure)} bytes of parameters, of which the machine code reads {kernel.params_bytes}":
@@ -382,15 +415,7 @@ def usage() -> dict[tuple[str, int], tuple[int, int]]:
 
 @functools.cache
 def _by_macros() -> dict[tuple[str, str], Variant]:
-    found = {}
-    for kind in KINDS:
-        for head_dim in HEAD_DIMS[: len(HEAD_DIMS) - kind.startswith("grad")]:
-            for dtype in DTYPES:
-                for mask in MASKS:
-                    for padded in (False, True):
-                        variant = Variant(kind, head_dim, dtype, mask, padded)
-                        found[source(kind), str(variant.macros())] = variant
-    return found
+    return {(source(variant.kind), str(variant.macros())): variant for variant in all_variants()}
 
 
 class Compiler:

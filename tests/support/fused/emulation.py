@@ -23,6 +23,9 @@ GXX = shutil.which("g++")
 ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
 # A small card, so that small calls are split as large ones are.
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
+# With tensor cores.
+T4 = DeviceInfo("cuda", "Tesla T4", capability=(7, 5), num_sms=40, l2_bytes=4096 << 10)
+V100 = DeviceInfo("cuda", "Tesla V100-SXM2-16GB", capability=(7, 0), num_sms=80, l2_bytes=6144 << 10)
 PARAMS = {
     "pa_forward": "Forward",
     "pa_forward_split": "Forward",
@@ -34,6 +37,11 @@ PARAMS = {
         "TensorBackward",
     ),
     **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
+    **dict.fromkeys(
+        [f"pa_{name}{suffix}" for name in ("tensor", "volta") for suffix in ("", "_packed", "_small", "_combine")],
+        "TensorForward",
+    ),
+    "pa_mask_bits": "TensorForward",
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",

@@ -301,7 +301,8 @@ def test_replay_shows_every_route_and_torch(path, capsys):
     record_some(path)
     assert cli.main(["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu", "--explain"]) == 0
     out = capsys.readouterr().out
-    for name in ("torch-fused", "torch-math", "ours-auto", "ours-tiled", "ours-torch", "ours-fused", "ours-math"):
+    ours = [f"ours-{name}" for name in ("auto", "tiled", "torch", "fused ", "fused-tensor", "math")]
+    for name in ("torch-fused", "torch-math", *ours):
         assert out.count(name) == 3
     assert "q[1, 4, 40, 16]" in out
     assert "bfloat16 mask bool [40, 40]" in out

@@ -33,7 +33,7 @@ def test_info_as_json_holds_what_the_text_says(capsys):
     assert len(facts["devices"]) == len(facts["free"]) == len(facts["tiles"]) == len(facts["budget_mib"]) >= 1
     for name, plan in facts["tiles"][0].items():
         assert re.search(rf"{re.escape(name)} .*{re.escape(plan)}", text)
-    assert set(facts["routes"]["float32"]) == {"fused", "torch", "tiled", "math"}
+    assert set(facts["routes"]["float32"]) == {"fused-tensor", "fused", "torch", "tiled", "math"}
     assert facts["routes"]["float32"]["math"][0] in text
     assert facts["config"]["route"] == "auto"
     assert isinstance(facts["complaints"], list)

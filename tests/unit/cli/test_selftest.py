@@ -126,7 +126,7 @@ def card():
 
 def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
     found = {check.name: check for check in check_kernels(CPU, plenty)}
-    assert list(found) == [variant.name for variant in checked_variants()]
+    assert list(found) == [variant.name for variant in checked_variants(GTX_1080_TI.capability)]
     assert len(found) > 60
     assert {name for name, check in found.items() if not check.is_right} == {
         "forward-40-float16-none",

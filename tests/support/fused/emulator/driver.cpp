@@ -20,6 +20,8 @@ int cuThreadExchangeStreamCaptureMode(int* mode) ANSWER("cuThreadExchangeStreamC
 int cuModuleLoadData(void** module, const void* image) ANSWER("cuModuleLoadData", ADDRESS(module), ADDRESS(image))
 int cuModuleGetFunction(void** function, void* module, const char* name)
     ANSWER("cuModuleGetFunction", ADDRESS(function), ADDRESS(module), ADDRESS(name))
+int cuFuncSetAttribute(void* function, int attribute, int value)
+    ANSWER("cuFuncSetAttribute", ADDRESS(function), (u32)attribute, (u32)value)
 int cuLaunchKernel(void* function, u32 grid_x, u32 grid_y, u32 grid_z, u32 block_x, u32 block_y, u32 block_z,
                    u32 shared_bytes, void* stream, void** params, void** extra)
     ANSWER("cuLaunchKernel", ADDRESS(function), grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,

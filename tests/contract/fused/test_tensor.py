@@ -1,0 +1,284 @@
+"""The route ``fused-tensor`` through the public functions, its kernels emulated on a CPU: on a T4 and on a V100."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import GXX, T4, V100
+from attn_support.fused.packed import poisoned_memory
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain
+from attn_support.table import MASKS, TABLE, Case
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
+from pascal_attn_core.fused.select import tensor_reasons
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes.timing import Times
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+TENSOR = AttentionConfig(route="fused-tensor")
+CARDS = {"T4": T4, "V100": V100}
+
+
+@pytest.fixture(params=CARDS)
+def card(request: pytest.FixtureRequest) -> DeviceInfo:
+    return CARDS[request.param]
+
+
+def _halves(case: Case) -> Case | None:
+    """The case in float16, if the kernels take it on a T4."""
+    if case.dtype in (torch.bfloat16, torch.float64):
+        return None
+    case = replace(case, dtype=torch.float16)
+    inputs, options = case.build()
+    return None if tensor_reasons(check_call(*inputs, **options), T4.capability) else case
+
+
+TAKEN = [taken for case in TABLE if (taken := _halves(case)) is not None]
+
+
+def _with_rounded_probs(inputs: list[Tensor | None], options: dict[str, Any]) -> Tensor:
+    """The output of plain attention in float32 whose probabilities, of which the largest of a row is 1, are rounded to
+    float16 before they meet the values: what torch's fused kernels do with float16."""
+    query, key, value, mask = inputs
+    assert key is not None
+    assert value is not None
+    one_by_one = torch.eye(key.shape[-2]).expand(*value.shape[:-1], key.shape[-2])
+    probs = plain([query, key, one_by_one, mask], options, torch.float32)[0]
+    largest = probs.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    wide = value.float()
+    if wide.dim() > 2:
+        wide = wide.repeat_interleave(probs.shape[-3] // wide.shape[-3], -3)
+    return ((probs / largest).half().float() @ wide) * largest
+
+
+def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
+    with poisoned_memory():
+        out, lse = sdpa_with_lse(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
+    oracle, oracle_lse = exact(inputs, options)
+    similar_lse = plain(inputs, options, torch.float32)[1]
+    assert_close(out, oracle, _with_rounded_probs(inputs, options), "out", dtype=torch.float16)
+    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_every_call_gets_the_answer_of_the_definition(case: Case, card: DeviceInfo) -> None:
+    inputs, options = case.build()
+    with emulated_card(info=card) as kernels:
+        _check(inputs, options)
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+
+
+@pytest.mark.parametrize("case", TAKEN[::3], ids=lambda case: case.name)
+def test_a_full_card_takes_the_wide_kernel(case: Case, card: DeviceInfo) -> None:
+    """On one multiprocessor there is nothing to be won by small tiles, unless most of a large one would be empty."""
+    inputs, options = case.build()
+    with emulated_card(info=replace(card, num_sms=1)):
+        _check(inputs, options)
+
+
+LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
+# head_dim, head_dim_v, queries, keys, mask, rules. Tiles are of 256, 128 or 64 rows and 32 or 64 keys.
+SIZES: list[tuple[int, int, int, int, str, dict[str, Any]]] = [
+    (64, 64, 500, 200, "none", LOWER_RIGHT),
+    (64, 64, 250, 190, "bool blocks", {"window": (30, 70)}),
+    (64, 64, 200, 2300, "bool some rows empty", {"window": (400, 300)}),  # more than 32 tiles of keys
+    (64, 64, 200, 126, "float columns first", {"scale": -0.7}),
+    (64, 64, 200, 190, "bool expanded", {"softcap": 3.0}),
+    (128, 128, 250, 254, "none", LOWER_RIGHT),
+    (128, 128, 200, 190, "bool [B, H, L, S]", {"is_causal": True}),
+    (128, 128, 200, 1100, "bool [B, 1, 1, S]", {"window": (-1, 62)}),
+    (128, 64, 200, 190, "-finfo.max some rows", {}),
+    (128, 128, 66, 130, "bool nothing allowed", {}),
+    (96, 96, 200, 140, "float [1, H, L, S]", LOWER_RIGHT),
+    (80, 80, 200, 140, "bool [1, 1, L, 1]", {}),
+    (40, 40, 200, 140, "none", {"window": (9, -1)}),
+    (32, 32, 200, 140, "float32 mask", {"softcap": 20.0}),
+    (48, 80, 200, 140, "none", {"softcap": 20.0, "scale": -0.2}),
+    (100, 100, 70, 70, "bool padding on the left", {}),
+    (4, 12, 70, 70, "none", LOWER_RIGHT),
+]
+
+
+@pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_geometry_gives_the_answer_of_the_definition(
+    size: tuple[int, int, int, int, str, dict[str, Any]], is_wide: bool, card: DeviceInfo
+) -> None:
+    """With two query heads for a key head; on a card of many multiprocessors tiles are small."""
+    head_dim, head_dim_v, queries, keys, mask, rules = size
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = (1, 2, queries, head_dim), (1, 1, keys, head_dim), (1, 1, keys, head_dim_v)
+    tensors = [torch.randn(shape, generator=generator).half() for shape in shapes]
+    inputs = [*tensors, MASKS[mask]((1, 2, queries, keys), torch.float16, generator)]
+    with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:
+        _check(inputs, {"enable_gqa": True, **rules})
+    kinds = {launch.variant.is_small for launch in kernels.queued}
+    if queries >= 200 and (is_wide or head_dim == 64):
+        assert kinds == {not is_wide}
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("mask", ["none", "float [L, S]"])
+def test_sinks_are_one_more_key_without_a_value(card: DeviceInfo, mask: str, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, h, 70, 64, generator=generator).half() for h in (4, 2))
+    # that of the third head is larger than any score, the first takes no part
+    sinks = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
+    inputs = [query, key, key, MASKS[mask]((1, 4, 70, 70), torch.float16, generator)]
+    options = {"enable_gqa": True, "is_causal": True, "softcap": softcap, "sinks": sinks}
+    for num_sms in (1, 1000):
+        with emulated_card(info=replace(card, num_sms=num_sms)):
+            out, lse = sdpa_with_lse(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
+        wide = [cast(t, torch.float64) for t in inputs]
+        oracle, oracle_lse = reference_sdpa(*wide, **{**options, "sinks": sinks.double()})  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), oracle, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse.double(), oracle_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_the_error_is_that_of_rounding_the_probabilities(card: DeviceInfo) -> None:
+    """As of torch's fused kernels for float16, whose sums are float32 too."""
+    for gain in (1.0, 3.0, 10.0):
+        torch.manual_seed(3)
+        query, key, value = (torch.randn(1, 2, n, 64).half() for n in (150, 700, 700))
+        inputs = [query * gain, key, value, None]
+        with emulated_card(info=card):
+            out = sdpa(*inputs, config=TENSOR)  # type: ignore[arg-type]
+        oracle = exact(inputs, {})[0]
+        of_rounding = _with_rounded_probs(inputs, {}).half()
+        ours, theirs = ((o.double() - oracle).norm() / oracle.norm() for o in (out, of_rounding))
+        assert ours <= 1.02 * theirs, gain
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_rows_are_read_as_they_lie(card: DeviceInfo, step: int) -> None:
+    """Rows that begin at multiples of 8 bytes take the kernel that reads so many at a time."""
+    torch.manual_seed(0)
+    wide = [torch.randn(1, 2, n, 64 + step).half() for n in (70, 100, 100)]
+    inputs = [t[..., step:] for t in wide]
+    with emulated_card(info=card) as kernels:
+        out = sdpa(*inputs, config=TENSOR)
+        plain_out = sdpa(*(t.contiguous() for t in inputs), config=TENSOR)
+    assert [launch.variant.padded for launch in kernels.queued] == [step == 4, False]
+    assert torch.equal(out, plain_out)
+
+
+def test_overlapping_rows_and_a_batch_that_repeats(card: DeviceInfo) -> None:
+    numbers = torch.randn(1, 2, 40 * 64).half()
+    inputs = [numbers.as_strided((3, 2, n, 64), (0, 2560, 8, 1)) for n in (37, 40, 40)]
+    with emulated_card(info=card):
+        out = sdpa(*inputs, config=TENSOR)
+        plain_out = sdpa(*(t.contiguous() for t in inputs), config=TENSOR)
+    assert torch.equal(out, plain_out)
+
+
+def test_a_masked_key_cannot_move_a_bit(card: DeviceInfo) -> None:
+    query, key, value = (torch.randn(1, 2, n, 64).half() for n in (70, 200, 200))
+    mask = torch.rand(70, 200) < 0.6
+    mask[:, 7::9] = False
+    poisoned_key, poisoned_value = key.clone(), value.clone()
+    poisoned_key[:, :, 7::9] = 6e4
+    poisoned_value[:, :, 7::9] = 6e4
+    with emulated_card(info=card):
+        clean = sdpa(query, key, value, mask, config=TENSOR)
+        assert torch.equal(clean, sdpa(query, poisoned_key, poisoned_value, mask, config=TENSOR))
+
+
+def test_tiles_that_a_mask_forbids_are_not_read(card: DeviceInfo) -> None:
+    query, key = (torch.randn(1, 1, n, 64).half() for n in (256, 1024))
+    mask = torch.zeros(256, 1024, dtype=torch.bool)
+    mask[:, 300:420] = True
+    poisoned = key.clone()
+    poisoned[:, :, :256] = float("nan")
+    poisoned[:, :, 448:] = float("nan")
+    with emulated_card(info=replace(card, num_sms=1)):
+        clean = sdpa(query, key, key, mask, config=TENSOR)
+        assert torch.equal(clean, sdpa(query, poisoned, poisoned, mask, config=TENSOR))
+
+
+def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
+    inputs = [torch.randn(1, h, 70, 64).half().requires_grad_() for h in (4, 2, 2)]
+    options = {"enable_gqa": True, "is_causal": True}
+    with emulated_card(info=card) as kernels:
+        out = sdpa(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
+        grad_out = torch.randn(out.shape).half()
+        found = gradients(out, inputs, grad_out)
+    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, torch.float16))
+    oracle, lse = reference_sdpa(*wide, **options)  # type: ignore[arg-type]
+    similar = reference_sdpa(*narrow, **options)[0]  # type: ignore[arg-type]
+    answers = [gradients(o, some, grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
+    assert_gradients_close(found, *answers, lse.detach(), torch.float16)
+    functions = [launch.function for launch in kernels.queued]
+    found = ["pa_delta", "pa_grad_query", "pa_grad_key_value"]
+    assert functions[-3:] == (found if card is V100 else [name.replace("pa_", "pa_tensor_") for name in found])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_of_different_lengths_take_one_launch(card: DeviceInfo, causal: bool) -> None:
+    lengths = [(300, 200), (1, 90), (0, 20), (70, 70)]
+    q_ends, k_ends = (torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in (0, 1))
+    query = torch.randn(int(q_ends[-1]), 4, 64).half()
+    key, value = (torch.randn(int(k_ends[-1]), 2, 64).half() for _ in range(2))
+    with emulated_card(info=card, times=Times(2.0, 3.0)) as kernels:
+        out = flash_attn_varlen_func(query, key, value, q_ends, k_ends, 300, 200, causal=causal)
+    assert [launch.variant.kind.partition("_")[2] for launch in kernels.queued] == ["packed"]
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
+        three = (t[None].transpose(1, 2).double() for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        rules = {"is_causal": causal, "enable_gqa": True, "alignment": "lower_right"}
+        expected = reference_sdpa(*three, **rules)[0].transpose(1, 2)[0] if q1 > q0 else query[:0].double()
+        torch.testing.assert_close(out[q0:q1].double(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_flash_attns_functions_take_it_where_it_is_the_fastest(card: DeviceInfo) -> None:
+    query = torch.randn(1, 600, 1, 64).half()
+    with emulated_card(info=card, times=Times(2.0, 3.0)) as kernels:
+        out = flash_attn_func(query, query, query, causal=True, softcap=4.0)
+    assert [launch.variant.on_tensor_cores for launch in kernels.queued]
+    three = [query.transpose(1, 2).double()] * 3
+    expected = reference_sdpa(*three, is_causal=True, softcap=4.0)[0].transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+
+
+REFUSED = {
+    "the kernel on tensor cores takes float16, got torch.bfloat16": (torch.bfloat16, 64, {}),
+    "the kernel on tensor cores takes float16, got torch.float32": (torch.float32, 64, {}),
+    "the fused kernel has no dropout": (torch.float16, 64, {"dropout_p": 0.5}),
+    "head_dim 264 > 256": (torch.float16, 264, {}),
+    "head_dim must be a multiple of 4, got 30 and 30": (torch.float16, 30, {}),
+}
+
+
+@pytest.mark.parametrize(("reason", "call"), REFUSED.items())
+def test_a_call_that_it_does_not_take_is_refused_with_the_reason(
+    reason: str, call: tuple[torch.dtype, int, dict[str, Any]]
+) -> None:
+    dtype, head_dim, options = call
+    query = torch.randn(1, 2, 40, head_dim).to(dtype)
+    with emulated_card(info=T4) as kernels, pytest.raises(UnsupportedAttention, match=re.escape(reason)):
+        sdpa(query, query, query, **options, config=TENSOR)
+    assert not kernels.queued
+
+
+def test_older_cards_have_no_tensor_cores_and_volta_ends_at_128() -> None:
+    query = torch.randn(1, 2, 40, 192).half()
+    for capability, reason in (((6, 1), "tensor cores need compute capability 7.0, got 6.1"),
+                               ((7, 0), "head_dim 192 > 128")):  # fmt: skip
+        with emulated_card(info=replace(T4, capability=capability)), pytest.raises(UnsupportedAttention, match=reason):
+            sdpa(query, query, query, config=TENSOR)
+
+
+def test_the_bits_of_a_mask_stay_within_the_budget() -> None:
+    query = torch.randn(1, 1, 1024, 64).half()
+    mask = torch.ones(1024, 1024, dtype=torch.bool)
+    tight = AttentionConfig(route="fused-tensor", budget_mib=0.1)
+    with emulated_card(info=T4), pytest.raises(UnsupportedAttention, match="the bits of attn_mask take"):
+        sdpa(query, query, query, mask, config=tight)

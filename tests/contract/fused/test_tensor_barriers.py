@@ -1,0 +1,102 @@
+"""Every barrier, counter and shuffle of the kernels on tensor cores is needed, and the emulation notices its loss."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from attn_support.fused.emulation import GXX, Deadlock, emulate
+
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.plan import Plan
+from pascal_attn_core.fused.source import Variant, source
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+# With counters; with a barrier for each tile and Q in several rounds; with one place for K and V.
+TURING = [
+    Variant("tensor", 64, "float16"),
+    Variant("tensor", 128, "float16", padded=True),
+    Variant("tensor", 128, "float16", "bool"),
+]
+VOLTA = [Variant("volta", 64, "float16"), Variant("volta", 128, "float16", "bool")]
+VARIANTS = {"tensor": TURING, "volta": VOLTA}
+_WAITS = re.compile(r"__syncthreads\(\);|wait_for\(stored[^;]*;|signal\(&stored[^;]*;")
+# And what each gives where it does not take place.
+_SHUFFLES = {
+    "__shfl_sync(FULL_WARP, bits.word[w], row_in_warp(t, r))": "bits.word[w]",
+    "x += __shfl_xor_sync(FULL_WARP, x, 1 << bit)": "x += x",
+    "fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit))": "x",
+    "__shfl_xor_sync(FULL_WARP, lower ? pairs[0][x] : pairs[1][x], 2)": "(lower ? pairs[0][x] : pairs[1][x])",
+}
+WRONG = 1e-2
+
+
+@functools.cache
+def _sample(variant: Variant) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(variant.head_dim)
+    query, key, value = (torch.randn(1, 1, n, variant.head_dim, generator=generator) for n in (140, 400, 400))
+    key *= torch.linspace(0.1, 3, 400)[:, None]
+    mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask == "bool" else None
+    query, key, value = query.half(), key.half(), value.half()
+    oracle = reference_sdpa(query.double(), key.double(), value.double(), mask)[0]
+    return query, key, value, mask, oracle  # type: ignore[return-value]
+
+
+def _error(variant: Variant, text: str | None, seed: int) -> float:
+    query, key, value, mask, oracle = _sample(variant)
+    call = check_call(query, key, value, mask)
+    out = empty_output(call).fill_(float("nan"))
+    mutated = None if text is None else {variant.kind: text}
+    try:
+        emulate(forward_launches(call, Plan(variant), out), seed=seed, mutated=mutated)
+    except Deadlock:
+        return float("inf")
+    return (out.double() - oracle).abs().max().nan_to_num(nan=torch.inf).item()
+
+
+def _worst(generation: str, text: str | None) -> float:
+    """The largest error, or the first that leaves no doubt; several times, since warps run as chance has it."""
+    worst = 0.0
+    for seed in (1, 2, 3):
+        for variant in VARIANTS[generation]:
+            worst = max(worst, _error(variant, text, seed))
+            if worst > WRONG:
+                return worst
+    return worst
+
+
+@pytest.mark.parametrize("generation", VARIANTS)
+def test_the_kernels_are_right_however_their_warps_run(generation: str) -> None:
+    assert _worst(generation, None) < 3e-3
+
+
+@pytest.mark.parametrize("generation", VARIANTS)
+def test_a_kernel_without_any_one_barrier_or_counter_is_wrong(generation: str) -> None:
+    text = source(generation)
+    places = list(_WAITS.finditer(text))
+    assert len(places) == 11
+    for found in places:
+        line = text[: text.index("\n", found.start())].rsplit("\n", 1)[-1].strip()
+        if generation == "volta" and (
+            "stored" in line or "round > 0" in line or "has been used" in line or "K is there" in line
+        ):
+            continue  # its kernels have no counters, one round of Q, and two places for K and V
+        assert _worst(generation, text[: found.start()] + ";" + text[found.end() :]) > WRONG, line
+
+
+@pytest.mark.parametrize("generation", VARIANTS)
+def test_a_kernel_without_any_one_shuffle_is_wrong(generation: str) -> None:
+    text = source(generation)
+    places = [words for words in _SHUFFLES if words in text]
+    assert len(places) == text.count("__shfl") == (3 if generation == "tensor" else 4)
+    for words in places:
+        assert _worst(generation, text.replace(words, _SHUFFLES[words])) > WRONG, words
+
+
+def test_the_variants_have_counters_and_barriers_and_one_place() -> None:
+    assert [variant.geometry.counters for variant in TURING] == [True, False, False]  # type: ignore[union-attr]
+    assert [variant.geometry.buffers for variant in TURING] == [2, 2, 1]  # type: ignore[union-attr]

@@ -1,0 +1,239 @@
+"""When ``auto`` takes the tensor cores: where a timing on the card says so, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import CardKernels, emulated_card, fresh_card
+from attn_support.fused.driver import Compiler, StandIn, cubin
+from attn_support.fused.emulation import CARD, GXX, T4, V100
+
+from pascal_attn_core import AttentionConfig, explain, record, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.plan import tensor_plan
+from pascal_attn_core.fused.source import Variant, all_variants, source
+from pascal_attn_core.routes.timing import TensorTimings, Times
+from pascal_attn_core.runtime import runtime_of
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
+GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores
+
+
+def _clock(on_tensor_cores: float, plain: float, by_torch: float) -> Callable[..., list[float]]:
+    """Milliseconds of what is timed, in the order in which it is; nothing is run."""
+
+    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        return [on_tensor_cores, plain, by_torch][: len(attempts)]
+
+    return times
+
+
+def _query(tokens: int = 600, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(1, 2, tokens, 64).to(dtype)
+
+
+def _route(query: torch.Tensor, **options: Any) -> str:
+    with record() as report:
+        sdpa(query, query, query, **options)
+    (name,) = report.routes()
+    return name
+
+
+@pytest.mark.parametrize(
+    ("card", "times", "expected", "of_window"),
+    [
+        (T4, (1.0, 9.0, 2.7), "fused-tensor", "fused-tensor"),
+        (V100, (1.0, 9.0, 2.7), "fused-tensor", "fused-tensor"),
+        (GTX_1650, (3.0, 2.0, 2.5), "torch", "fused"),  # plain cores are faster there
+        (GTX_1650, (2.0, 3.0, 1.0), "torch", "fused-tensor"),
+        (replace(T4, name="RTX 2070"), (1.0, 9.0, 0.9), "torch", "fused-tensor"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_timing_on_the_card_decides_and_not_its_number(
+    card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str
+) -> None:
+    """Torch has no kernel for windows: there ours on plain cores is the other one."""
+    with fresh_card(StandIn(card), _clock(*times), work_per_sm=1 << 40) as kernels:
+        kernels.largest_error = lambda variant: 0.0
+        query = _query()
+        assert _route(query) == expected
+        assert _route(query, window=(64, 0)) == of_window
+
+
+def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
+    def runs_again(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        raise AssertionError("timed once more")
+
+    query = _query()
+    for clock in (_clock(1.0, 8.0, 2.5), runs_again):
+        with fresh_card(StandIn(T4), clock, folder=lambda: tmp_path) as kernels:
+            kernels.largest_error = lambda variant: 0.0
+            said = explain(query, query, query)
+    assert said.startswith(
+        "route fused-tensor: timed on this card at 0.40 of the time of torch's kernel and 0.12 of the time of ours on "
+        "plain cores"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
+    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0), ratio=0.5) as kernels:
+        sdpa(*[_query(dtype=dtype)] * 3)
+    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (8, 0), (8, 6), (9, 0)])
+def test_other_cards_take_it_by_name_only(capability: tuple[int, int]) -> None:
+    query, info = _query(), replace(T4, capability=capability)
+    with emulated_card(lambda launch: None, info=info, times=Times(9.0, 9.0)) as kernels:
+        assert _route(query, window=(64, 0)) != "fused-tensor"
+        if capability >= (8, 0):
+            sdpa(query, query, query, config=AttentionConfig(route="fused-tensor"))
+            assert kernels.queued[-1].variant.kind.startswith("tensor")
+
+
+def test_nothing_is_taken_for_granted_without_a_timing() -> None:
+    with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
+        assert _route(_query()) == "torch"
+        assert _route(_query(), window=(64, 0)) == "fused"
+    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
+
+
+def test_gradients_are_timed_with_the_forward_pass() -> None:
+    seen = []
+
+    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        seen.append(torch.is_grad_enabled())
+        return [1.0, 2.0, 3.0][: len(attempts)]
+
+    leaf = _query().requires_grad_()
+    with fresh_card(StandIn(T4), times) as kernels:
+        kernels.largest_error = lambda variant: 0.0
+        assert _route(leaf) == "fused-tensor"
+        kinds = runtime_of(leaf.device).part(TensorTimings).known
+    assert seen == [True]
+    assert [kind.gradients for kind in kinds] == [True]
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4) -> Any:
+    call = check_call(*(torch.empty(shape, dtype=torch.float16) for shape in (q, k, k)), enable_gqa=True)
+    assert card.capability is not None
+    return tensor_plan(call, card.num_sms, card.capability)
+
+
+@pytest.mark.parametrize("card", [T4, V100], ids=lambda card: card.name)
+def test_long_calls_take_wide_tiles_and_new_tokens_fill_the_card(card: DeviceInfo) -> None:
+    assert not _plan((2, 10, 4096, 64), (2, 10, 4096, 64), card).forward.is_small
+    decode = _plan((1, 32, 1, 128), (1, 8, 8192, 128), card)
+    assert decode.forward.is_small
+    assert 8 * decode.splits >= card.num_sms
+    short = _plan((1, 8, 256, 64), (1, 8, 77, 64), card)  # a wide tile for each head would leave most of the card idle
+    assert short.forward.is_small
+
+
+def test_a_plan_names_the_kernels_of_the_generation() -> None:
+    for capability, kind in (((7, 0), "volta"), ((7, 2), "volta"), ((7, 5), "tensor"), ((8, 6), "tensor")):
+        variant = _plan((1, 8, 4096, 64), (1, 8, 4096, 64), replace(T4, capability=capability)).forward
+        assert variant.kind == kind
+        assert variant.runs_on(capability)
+
+
+# ---- shared memory beyond 48 KiB -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels() -> Iterator[CardKernels]:
+    with fresh_card(StandIn(T4)) as found:
+        yield found
+
+
+def test_large_tiles_are_asked_for_before_they_are_launched(kernels: CardKernels) -> None:
+    large = Variant("tensor", 128, "float16")
+    assert large.dynamic_bytes > 48 << 10
+    kernels.functions(large)
+    assert kernels.driver.asked["cuFuncSetAttribute"] == 1
+    kernels.functions(Variant("tensor", 32, "float16"))
+    assert kernels.driver.asked["cuFuncSetAttribute"] == 1
+
+
+def test_a_card_that_has_not_as_much_leaves_the_call_to_others() -> None:
+    driver = StandIn(T4)
+    driver.faults["cuFuncSetAttribute"] = 1
+    query = torch.randn(1, 80, 600, 128).half()
+    with fresh_card(driver, _clock(1.0, 2.0, 3.0)) as kernels:
+        kernels.largest_error = lambda variant: 0.0
+        assert _route(query) == "torch"
+        assert "cuFuncSetAttribute" in next(iter(kernels._failed.values()))
+
+
+def test_the_stand_in_refuses_what_was_not_asked_for(kernels: CardKernels) -> None:
+    variant, driver = Variant("tensor", 128, "float16"), kernels.driver
+    image = cubin(variant, 75, shared_bytes=64)
+    driver.variants[image] = variant
+    function = driver.load(0, image, variant.functions)["pa_tensor"]
+    with pytest.raises(DriverError, match="invalid argument"):
+        driver.allow_shared(0, function, 65 << 10)
+    driver.problems.clear()
+
+
+# ---- what ships ------------------------------------------------------------------------------------------------------
+
+
+def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
+    for card, kind in ((T4, "tensor"), (V100, "volta"), (replace(V100, capability=(7, 2)), "volta")):
+        assert card.capability is not None
+        on_tensor_cores = [v for v in prebuilt.all_variants(card.capability) if v.on_tensor_cores]
+        assert {variant.head_dim for variant in on_tensor_cores} >= {32, 64, 80, 96, 128}
+        for variant in on_tensor_cores:
+            assert variant.kind.startswith(kind)
+            assert prebuilt.find(variant, card.capability) is not None
+        plain = Variant("forward", 64, "float32")
+        assert prebuilt.find(plain, card.capability) == prebuilt.load(plain, 70)
+    assert not any(variant.on_tensor_cores for variant in prebuilt.all_variants(CARD.capability))
+
+
+def test_every_variant_fits_the_shared_memory_of_its_cards() -> None:
+    for variant in all_variants():
+        if variant.on_tensor_cores:
+            of_block = variant.tile_bytes + variant.own_bytes
+            assert of_block * variant.geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
+
+
+def test_kernels_for_other_cards_are_not_loaded() -> None:
+    assert Kernels is not None
+    compiler = Compiler()
+    with fresh_card(StandIn(T4), find_compiler=lambda arch: compiler) as kernels:
+        kernels.functions(Variant("tensor", 64, "float16", padded=True))
+    assert [variant.kind for variant in compiler.compiled] == ["tensor"]
+
+
+def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
+    """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
+    variants = [variant for variant in all_variants() if variant.on_tensor_cores]
+    defines = [
+        line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
+    ]
+    text = ["#include <cstdio>", "int main() {"]
+    for variant in variants:
+        names = [f"#define {name} {value}" for name, value in variant.macros().items() if isinstance(value, int)]
+        text += [*names, 'printf("%d\\n", (int)(SMEM_BYTES));', *(f"#undef {line.split()[1]}" for line in names)]
+    text.insert(1, "\n".join(defines))
+    (tmp_path / "print.cpp").write_text("\n".join([*text, "}"]))
+    subprocess.run([GXX, "-w", tmp_path / "print.cpp", "-o", tmp_path / "print"], check=True)
+    found = subprocess.run([tmp_path / "print"], check=True, capture_output=True, text=True).stdout.split()
+    assert [int(n) for n in found] == [variant.tile_bytes for variant in variants]
