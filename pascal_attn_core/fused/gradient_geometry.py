@@ -38,6 +38,12 @@ class GradientGeometry:
         left = [self.rows * _pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
         return max(4 * self.cols * _pitch(chunks), *passing) + sum(left)
 
+    def own_bytes(self, kind: str, mask: str) -> int:
+        """Shared memory besides the tiles: numbers of the moving queries, words of the mask, the block's place."""
+        stats = 8 * self.cols * (3 if mask == "float" else 2) if "key_value" in kind else 0
+        words = 0 if mask == "none" else 2 * 4 * self.rows * self.cols // 32
+        return stats + words + 64
+
     def macros(self, head_dim: int) -> dict[str, object]:
         return {
             "PA_WARPS": self.warps,

@@ -273,10 +273,16 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if not self.on_tensor_cores:
+        if isinstance(self.geometry, Geometry):
             return 0
-        beside = self.geometry.counter_bytes if isinstance(self.geometry, TensorGeometry) else 0
-        return self.tile_bytes if self.tile_bytes + beside > STATIC_BYTES else 0
+        return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Shared memory of a block besides the tiles, at most, on tensor cores."""
+        g = self.geometry
+        assert not isinstance(g, Geometry)
+        return g.counter_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
     def functions(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from .torch_kernel import TorchForm, TorchRoute
 
 
 class TensorRoute(FusedRoute):
-    """Our CUDA kernel on tensor cores; gradients by the one on plain cores. On newer cards by name only.
+    """Our CUDA kernel on tensor cores; gradients too on Turing up to head_dim 128, elsewhere by the one on plain cores.
+    On newer cards by name only.
 
     Args:
         plain: our route on plain cores, against which this one is timed, as against torch's kernel.

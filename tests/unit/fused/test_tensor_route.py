@@ -23,7 +23,6 @@ from pascal_attn_core.fused.driver import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source
-from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 from pascal_attn_core.routes.timing import TensorTimings, Times
 from pascal_attn_core.runtime import runtime_of
 
@@ -210,10 +209,9 @@ def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
 
 def test_every_variant_fits_the_shared_memory_of_its_cards() -> None:
     for variant in all_variants():
-        geometry = variant.geometry
-        if isinstance(geometry, TensorGeometry):
-            of_block = variant.tile_bytes + geometry.counter_bytes
-            assert of_block * geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
+        if variant.on_tensor_cores:
+            of_block = variant.tile_bytes + variant.own_bytes
+            assert of_block * variant.geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
 
 
 def test_kernels_for_other_cards_are_not_loaded() -> None:
@@ -226,7 +224,7 @@ def test_kernels_for_other_cards_are_not_loaded() -> None:
 
 def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
-    variants = [variant for variant in all_variants() if isinstance(variant.geometry, TensorGeometry)]
+    variants = [variant for variant in all_variants() if variant.on_tensor_cores]
     defines = [
         line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
     ]
