@@ -23,6 +23,7 @@ from pascal_attn_core.fused.driver import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source
+from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 from pascal_attn_core.routes.timing import TensorTimings, Times
 from pascal_attn_core.runtime import runtime_of
 
@@ -224,7 +225,7 @@ def test_kernels_for_other_cards_are_not_loaded() -> None:
 
 def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
-    variants = [variant for variant in all_variants() if variant.on_tensor_cores]
+    variants = [variant for variant in all_variants() if isinstance(variant.geometry, TensorGeometry)]
     defines = [
         line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
     ]
