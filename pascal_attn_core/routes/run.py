@@ -156,9 +156,9 @@ def run_packed(
     plan: Plan,
     *,
     with_lse: bool,
-    route: str,
     why: str,
     sequences: Callable[[], Iterable[AttentionCall]],
+    route: str = "fused",
 ) -> tuple[Tensor, Tensor | None]:
     """A checked call whose tokens are those of many sequences, in one launch of the fused kernel. Reports count it as
     one call; ``sequences`` gives what observers are shown.

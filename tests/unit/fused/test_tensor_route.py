@@ -222,12 +222,13 @@ def test_kernels_for_other_cards_are_not_loaded() -> None:
     assert [variant.kind for variant in compiler.compiled] == ["tensor"]
 
 
-def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "tensor_grad_query"])
+def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path, kind: str) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
-    variants = [variant for variant in all_variants() if variant.on_tensor_cores]
-    defines = [
-        line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
-    ]
+    is_gradient = "grad" in kind
+    variants = [v for v in all_variants() if v.on_tensor_cores and v.is_gradient == is_gradient]
+    one_line = re.compile(r"#define [A-Z0-9_]+(?:\([a-z, ]*\))? .*[^\\]$")
+    defines = [line for line in source(kind).splitlines() if one_line.match(line)]
     text = ["#include <cstdio>", "int main() {"]
     for variant in variants:
         names = [f"#define {name} {value}" for name, value in variant.macros().items() if isinstance(value, int)]
