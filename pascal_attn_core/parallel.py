@@ -242,15 +242,7 @@ class _Ring(torch.autograd.Function):
                 **seen,
             )
             part = part.to(part_lse.dtype)
-            if sums is None or lse is None:
-                sums, lse = part, part_lse
-                continue
-            new_lse = torch.logaddexp(lse, part_lse)
-            nothing = new_lse == -torch.inf  # no key of any part so far
-            for total, total_lse in ((sums, lse), (part, part_lse)):
-                total *= (total_lse - new_lse).exp_().masked_fill_(nothing, 0.0)[..., None]
-            sums += part
-            lse = new_lse
+            sums, lse = (part, part_lse) if sums is None or lse is None else _merged(sums, lse, part, part_lse)
         assert sums is not None  # every query block sees its own process's keys
         assert lse is not None
         out = sums.to(query.dtype)
@@ -276,6 +268,17 @@ class _Ring(torch.autograd.Function):
             grads.add(owner, None if found is None else found[1:])
         grad_key, grad_value = grads.own()
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), *[None] * 5
+
+
+def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both, from that over each and its lse; it overwrites ``sums`` and ``part``. A row that
+    has no key in either stays zero."""
+    new_lse = torch.logaddexp(lse, part_lse)
+    nothing = new_lse == -torch.inf
+    for total, total_lse in ((sums, lse), (part, part_lse)):
+        total *= (total_lse - new_lse).exp_().masked_fill_(nothing, 0.0)[..., None]
+    sums += part
+    return sums, new_lse
 
 
 def _seen(owner: int, mask: Tensor | None, is_causal: bool, share: _Share) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import add_shares, mask_kind
 from ...pascal_attn_core.routes import Choice, choose, why_not
 from ...pascal_attn_core.routes.run import run as run_call
+from ...pascal_attn_core.routes.several import device_named, seen_on
 from ...pascal_attn_core.routes.tiled import forget_halvings
 from ...pascal_attn_core.routes.torch_kernel import TorchForm
 from ...pascal_attn_core.tiled.plan import plan_call
@@ -366,6 +367,8 @@ class Engine:
                 start_of_run(device)
         tally = decision.tally
         assert tally is not None
+        if config.devices:
+            seen_on(device, [device_named(name) for name in config.devices])
         if choice.route != decision.route:  # not the route of the first such call
             tally = run.tally(_taken(kind.block, choice, call, kind.via))
         with run.lock:

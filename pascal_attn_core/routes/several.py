@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, empty_output
+from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, distinct, empty_output
 from ..config import AttentionConfig, RouteUnavailable
 from ..device import device_info
 from ..lazy_mask import LazyMask
@@ -239,7 +239,8 @@ class SeveralRoute(Route):
         targets = errand.run(TiledStats())
         if targets is not None:
             return Gradients(*targets)
-        return go_back(call, _plan_part(route, Request(call, plan.config, with_lse), plan.shared), rows)
+        how = route.plan_part(Request(call, plan.config, with_lse), plan.shared)
+        return go_back(call, plan.shared if isinstance(how, list) else how, rows)  # a route may have a way out itself
 
 
 @dataclass(eq=False)
@@ -384,12 +385,22 @@ def _alone(config: AttentionConfig) -> AttentionConfig:
     return replace(config, devices=())
 
 
+def _missing(devices: Sequence[torch.device]) -> list[torch.device]:
+    """CUDA devices that this machine does not have."""
+    return [device for device in devices if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()]
+
+
+def seen_on(device: torch.device, devices: Sequence[torch.device]) -> None:
+    """A call runs whose tensors are on ``device``: if that is one of the others, it is busy for a while."""
+    if device != devices[0] and device in devices and device.type == devices[0].type and not _missing(devices[:1]):
+        runtime_of(devices[0]).part(Helpers).of(device, list(devices).index(device) - 1).is_busy()
+
+
 def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.device, ...]) -> str:
     """Why a call is not shared out, as far as its arguments tell; "" if nothing speaks against it."""
     device, least = call.query.device, request.config.share_from_tokens
     if device != devices[0]:
-        if device in devices:
-            runtime_of(devices[0]).part(Helpers).of(device, devices.index(device) - 1).is_busy()
+        seen_on(device, devices)
         return f"its tensors are on {device}, and calls of {devices[0]} are shared out"
     if min(call.seq_len_q, call.seq_len_kv) < least:
         return f"it has fewer than {least} queries or keys"
@@ -414,7 +425,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"
-        missing = [str(other) for other in devices if (other.index or 0) >= torch.cuda.device_count()]
+        missing = _missing(devices)
         if missing:
             return f"there is no device {missing[0]}"
     helpers = runtime_of(devices[0]).part(Helpers)
@@ -427,7 +438,7 @@ def _load(call: AttentionCall, seam: Seam) -> Load:
     part, size = Part(seam, 0, 1), call.query.element_size()
     own, common = 0, 0
     for mine, whole in zip(_given(part.inputs(call)), _inputs(call)):
-        num_bytes = mine.numel() * mine.element_size()
+        num_bytes = distinct(mine).numel() * mine.element_size()
         own, common = (own, common + num_bytes) if mine is whole else (own + num_bytes, common)
     rows = call.batch_size * call.num_heads * call.seq_len_q // seam.count
     flops = 2.0 * call.num_scores / seam.count * (call.head_dim + call.head_dim_v)

@@ -77,8 +77,12 @@ class TiledRoute(Route):
         if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
             return ["whether its float mask is padding is asked of all heads together"]
         walks, tiles = runtime_of(call.query.device).part(Walks), []
-        walk = walks.of(call, config, basis=plan)
-        for each in (walk, walks.of(call, config, backward=True) if call.needs_grad else None):
+        try:
+            walk = walks.of(call, config, basis=plan)
+            back = walks.of(call, config, backward=True) if call.needs_grad else None
+        except ValueError as error:  # raised again where the call is computed
+            return [str(error)]
+        for each in (walk, back):
             if each is None:
                 continue
             if each.tiles.units > 1:

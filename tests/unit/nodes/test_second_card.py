@@ -76,6 +76,22 @@ def test_the_status_says_why_nothing_was_shared() -> None:
     assert NODE._status(engine) == "second card: nothing shared: it has fewer than 4096 queries or keys"
 
 
+def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the clones of ComfyUI's work split make them, whose decisions are remembered."""
+    seen: list[tuple[str, list[str]]] = []
+    module = node_module("engine.engine")
+    monkeypatch.setattr(module, "seen_on", lambda device, devices: seen.append((str(device), list(map(str, devices)))))
+    engine = make_engine(route="torch")
+    engine.share(("cuda:0", "cpu"), 128)
+    engine.begin()
+    for _ in range(3):
+        _attend(engine)
+    run = engine.end()
+    assert seen == [("cpu", ["cuda:0", "cpu"])] * 3
+    assert run.routes() == {"torch": 3}
+    assert run.reasons("taken").popitem()[0].endswith("its tensors are on cpu, and calls of cuda:0 are shared out")
+
+
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
     runtime, helpers = _core("runtime"), _core("several.helpers")
     runtime.runtime_of(torch.device("cpu")).part(helpers.Helpers).of(torch.device("cpu")).is_busy()

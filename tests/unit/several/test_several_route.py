@@ -229,6 +229,35 @@ def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> N
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
 
 
+def test_a_call_seen_there_makes_it_busy(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with using(Runtime(first, info=runtime_of(CPU).info)) as runtime:
+        helper = runtime.part(Helpers).of(other)
+        several_module.seen_on(first, [first, other])
+        several_module.seen_on(CPU, [first, other])
+        assert helper.take() == ""
+        helper.give_back()
+        several_module.seen_on(other, [first, other])
+        assert helper.take() == "cuda:1 computes attention of its own, as in ComfyUI's work split over several cards"
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cuda:7", "cpu"), ("cuda:0", "cuda:1")])
+def test_devices_that_are_not_there_change_nothing(inputs: list[Tensor], devices: tuple[str, str]) -> None:
+    config = replace(SHARED, devices=devices)
+    assert torch.equal(sdpa(*inputs, config=config), sdpa(*inputs, config=ALONE))
+
+
+def test_a_budget_that_does_not_suffice_is_an_error_as_on_one_device(inputs: list[Tensor]) -> None:
+    config = replace(SHARED, q_block=4096, kv_block=4096, budget_mib=1 / 16)
+    long = [torch.randn(1, 2, 5000, 16) for _ in range(3)]
+    with pytest.raises(ValueError, match="budget_mib must be at least") as alone:
+        sdpa(*long, config=replace(config, devices=()))
+    with pytest.raises(ValueError, match="budget_mib must be at least") as shared:
+        sdpa(*long, config=config)
+    assert str(alone.value) == str(shared.value)
+
+
 def test_a_forked_process_stays_on_one_device(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several_module, "_process", -1)
     assert choose(check_call(*inputs), SHARED).why.endswith("on one device: this process was forked")
