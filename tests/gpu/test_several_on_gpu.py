@@ -18,8 +18,11 @@ from pascal_attn_core.several.errand import bring, take_back
 from pascal_attn_core.several.lanes import CudaLanes
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
+
 HOME = torch.device("cuda", 0)
-COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+COUNT = torch.cuda.device_count()
 needs_two = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, there are {COUNT}")
 OTHERS = ["cuda:0", pytest.param("cuda:1", marks=needs_two)]
 

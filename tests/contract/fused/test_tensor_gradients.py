@@ -223,6 +223,16 @@ def test_tiles_that_a_mask_forbids_are_skipped() -> None:
     assert passed[0] - passed[1] == 7 * (4 + 2 * 2)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int) -> None:
+    inputs = _inputs(dim, 140, 140)
+    inputs[3] = mask = torch.ones(1, 4, 140, 140, dtype=torch.bool)
+    for head in range(4):
+        mask[0, head, :, 32 * head : 32 * head + 40] = False
+        mask[0, head, 32 * head : 32 * head + 40] = False
+    _check(inputs, {"enable_gqa": True})
+
+
 # ---- the harness must be able to fail --------------------------------------------------------------------------------
 
 _BARRIER = re.compile(r"__syncthreads\(\);")

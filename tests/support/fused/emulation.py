@@ -33,15 +33,15 @@ PARAMS = {
     "pa_forward_int8": "Forward",
     "pa_quantize": "Quantize",
     **dict.fromkeys(
-        [f"pa_tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")],
-        "TensorBackward",
-    ),
-    **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
-    **dict.fromkeys(
         [f"pa_{name}{suffix}" for name in ("tensor", "volta") for suffix in ("", "_packed", "_small", "_combine")],
         "TensorForward",
     ),
     "pa_mask_bits": "TensorForward",
+    **dict.fromkeys(
+        [f"pa_tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")],
+        "TensorBackward",
+    ),
+    **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",

@@ -23,7 +23,6 @@ from pascal_attn_core.fused.driver import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source
-from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 from pascal_attn_core.routes.timing import TensorTimings, Times
 from pascal_attn_core.runtime import runtime_of
 
@@ -223,12 +222,13 @@ def test_kernels_for_other_cards_are_not_loaded() -> None:
     assert [variant.kind for variant in compiler.compiled] == ["tensor"]
 
 
-def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "tensor_grad_query"])
+def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path, kind: str) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""
-    variants = [variant for variant in all_variants() if isinstance(variant.geometry, TensorGeometry)]
-    defines = [
-        line for line in source("tensor").splitlines() if re.match(r"#define (?:PANEL_|PITCH|[A-Z0-9_]+ )", line)
-    ]
+    is_gradient = "grad" in kind
+    variants = [v for v in all_variants() if v.on_tensor_cores and v.is_gradient == is_gradient]
+    one_line = re.compile(r"#define [A-Z0-9_]+(?:\([a-z, ]*\))? .*[^\\]$")
+    defines = [line for line in source(kind).splitlines() if one_line.match(line)]
     text = ["#include <cstdio>", "int main() {"]
     for variant in variants:
         names = [f"#define {name} {value}" for name, value in variant.macros().items() if isinstance(value, int)]
