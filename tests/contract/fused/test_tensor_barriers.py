@@ -39,7 +39,7 @@ WRONG = 1e-2
 def _sample(variant: Variant) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(variant.head_dim)
     query, key, value = (torch.randn(1, 1, n, variant.head_dim, generator=generator) for n in (140, 400, 400))
-    key *= torch.linspace(0.1, 3, 400)[:, None]
+    key *= (torch.linspace(-3, 3, 400).abs() + 0.1)[:, None]  # the first tiles weigh as much as the last
     mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask == "bool" else None
     query, key, value = query.half(), key.half(), value.half()
     oracle = reference_sdpa(query.double(), key.double(), value.double(), mask)[0]
