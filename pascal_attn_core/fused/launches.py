@@ -235,16 +235,30 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
         params = TensorForward(**fields)
         return [*launches, Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work)]
+    joined = splits + (call.sinks is not None)
     if splits > 1:
-        parts, of_parts = part_fields(call, view, splits)
+        parts, of_parts = part_fields(call, view, joined)
         keep.append(parts)
-        fields |= of_parts
+        fields |= of_parts | {"splits": splits}
+        if call.sinks is not None:
+            _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2")
     params, rows = TensorForward(**fields), batches * call.num_heads * call.seq_len_q
     grid = (-(-call.groups * call.seq_len_q // geometry.rows) * splits, call.num_kv_heads, batches)
     launches.append(Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work))
     if splits > 1:
+        params = TensorForward(**fields | {"splits": joined})
         launches.append(Launch(variant, others[0], (-(-rows // 4), 1, 1), 128, params, tuple(keep)))
     return launches
+
+
+def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str) -> None:
+    """Make the last part that of one more key, whose value is zero: see :func:`part_fields`."""
+    assert call.sinks is not None
+    out, largest, sums = parts.split([parts.numel() // (call.head_dim_v + 2) * n for n in (call.head_dim_v, 1, 1)])
+    out.view(joined, -1)[-1] = 0
+    sums.view(joined, -1)[-1] = 1
+    sinks = call.sinks.float() * (1.0 if unit == "natural" else LOG2_E)
+    largest.view(joined, -1, call.num_heads, call.seq_len_q)[-1] = sinks[:, None]
 
 
 def _softcap_fields(call: AttentionCall) -> dict[str, float]:

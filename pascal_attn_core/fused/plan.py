@@ -248,7 +248,7 @@ def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: i
     best: float = -(-wide_blocks // num_sms) * wide.geometry.rows * keys
     chosen = 0
     units = batch * call.num_kv_heads * -(-call.groups * call.seq_len_q // own.rows)
-    most = 1 if call.sinks is not None else min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
+    most = min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
     for splits in range(1, most + 1):
         each = -(-units * splits // num_sms)
         speed = _SMALL_SPEED * (_ALONE if each < own.blocks else 1.0)

@@ -59,7 +59,12 @@ def _tensor_kinds(name: str, fragments: str, least: tuple[int, int], below: tupl
             macros["PA_COMBINE_NAME"] = combine
         return Kind(files, macros, (function, combine) if small else (function,), True, least, below)
 
-    return {name: kind(""), f"{name}_packed": kind("_packed", packed=True), f"{name}_small": kind("_small", small=True)}
+    kinds = {
+        name: kind(""),
+        f"{name}_packed": kind("_packed", packed=True),
+        f"{name}_small": kind("_small", small=True),
+    }
+    return {**kinds, f"{name}_barrier": kind("_barrier")} if name == "tensor" else kinds
 
 
 def _gradient_kinds() -> dict[str, Kind]:
@@ -233,6 +238,13 @@ class Variant:
     def is_gradient(self) -> bool:
         return "grad" in self.kind
 
+    @functools.cached_property
+    def with_barrier(self) -> Variant | None:
+        """The same kernel with a barrier for each tile, where its warps wait for each other's counters."""
+        g = self.geometry
+        has_counters = self.kind == "tensor" and isinstance(g, TensorGeometry) and g.counters
+        return replace(self, kind="tensor_barrier") if has_counters else None
+
     @property
     def is_small(self) -> bool:
         """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
@@ -329,8 +341,11 @@ def all_variants() -> Iterator[Variant]:
             for padded in (False, True) if kind != "int8" else (False,):
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
-                        if not (is_tensor and mask == "float" and head_dim > FLOAT_MASK_HEAD_DIM):
-                            yield Variant(kind, head_dim, dtype, mask, padded)
+                        if is_tensor and mask == "float" and head_dim > FLOAT_MASK_HEAD_DIM:
+                            continue
+                        variant = Variant(kind, head_dim, dtype, mask, padded)
+                        if kind != "tensor_barrier" or replace(variant, kind="tensor").with_barrier:
+                            yield variant
 
 
 @functools.cache

@@ -13,18 +13,18 @@ class TensorGeometry:
         warps: of a block; tiles: of 16 query rows, per warp.
         cols: keys of a tile.
         in_registers: 16-byte columns of Q that stay there; 0 = all.
-        buffers: places for K and V.
         blocks: that shall fit a multiprocessor.
         counters: warps wait for each other's counters, not at a barrier.
+        integer_packed: of four tiles of 8 keys, those whose probabilities are rounded by integer arithmetic.
     """
 
     warps: int = 8
     tiles: int = 2
     cols: int = 64
     in_registers: int = 0
-    buffers: int = 2
     blocks: int = 1
     counters: bool = False
+    integer_packed: int = 0
 
     @property
     def threads(self) -> int:
@@ -42,7 +42,7 @@ class TensorGeometry:
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
         chunks, kept = head_dim // 8, self._kept(head_dim)
-        moving = max(2 * self.buffers * self.cols * _pitch(chunks), self.rows * _pitch(min(kept, 8)))
+        moving = max(4 * self.cols * _pitch(chunks), self.rows * _pitch(min(kept, 8)))
         return moving + (self.rows * _pitch(chunks - kept) if kept < chunks else 0)
 
     def macros(self, head_dim: int) -> dict[str, object]:
@@ -51,9 +51,9 @@ class TensorGeometry:
             "PA_MT": self.tiles,
             "PA_BC": self.cols,
             "PA_QREG": self._kept(head_dim),
-            "PA_BUFFERS": self.buffers,
             "PA_COUNTERS": int(self.counters),
             "PA_MINB": self.blocks,
+            "PA_INTEGER_PACKED": self.integer_packed,
         }
 
     def _kept(self, head_dim: int) -> int:
@@ -68,32 +68,47 @@ def _pitch(pieces: int) -> int:
 # Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products. What ptxas makes of one
 # geometry or another is no smooth function: these are the fastest by tools/tensor_model.py of those that do not spill.
 _TURING = {
-    **dict.fromkeys((32, 40), TensorGeometry()),
-    64: TensorGeometry(in_registers=4, counters=True),
-    80: TensorGeometry(in_registers=7, counters=True),
-    96: TensorGeometry(cols=32, in_registers=4, counters=True),
-    128: TensorGeometry(cols=32, in_registers=8),
-    256: TensorGeometry(tiles=1, cols=32),
+    32: TensorGeometry(counters=True, integer_packed=3),
+    40: TensorGeometry(counters=True, integer_packed=4),
+    64: TensorGeometry(in_registers=4, counters=True, integer_packed=3),
+    80: TensorGeometry(in_registers=7, counters=True, integer_packed=2),
+    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=2),
+    128: TensorGeometry(cols=32, in_registers=9, counters=True, integer_packed=3),
+    256: TensorGeometry(tiles=1, cols=32, integer_packed=3),
 }
 TENSOR_HEAD_DIMS = tuple(_TURING)
 FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
 _PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
 # Masks take registers.
-_TURING_BOOL = {**_TURING, 80: _PAIR_OF_BLOCKS, 128: replace(_PAIR_OF_BLOCKS, in_registers=8, buffers=1)}
-_TURING_FLOAT = {**_TURING, 64: TensorGeometry(counters=True), 80: _PAIR_OF_BLOCKS}
+_TURING_BOOL = {
+    **_TURING,
+    64: replace(_TURING[64], in_registers=5),
+    80: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=2),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
+    256: TensorGeometry(tiles=1, cols=32),
+}
+_TURING_FLOAT = {
+    **_TURING,
+    64: TensorGeometry(counters=True),
+    80: _PAIR_OF_BLOCKS,
+    128: TensorGeometry(cols=32, in_registers=8),
+}
 _TURING_PADDED = {**_TURING, 128: TensorGeometry(cols=32, in_registers=9)}
-_TURING_PACKED = {**_TURING, 80: _PAIR_OF_BLOCKS}
+_TURING_PACKED = {**_TURING, 80: _PAIR_OF_BLOCKS, 128: TensorGeometry(cols=32, in_registers=8)}
 _TURING_PACKED_PADDED = {**_TURING_PACKED, 128: TensorGeometry(cols=32, in_registers=9)}
 _TURING_SMALL = {
     **dict.fromkeys((32, 40, 64, 80, 96, 128), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
-    256: _TURING[256],
+    256: TensorGeometry(tiles=1, cols=32),
 }
+# Where the geometry with counters spills without them.
+_TURING_BARRIER = {80: TensorGeometry(cols=32), 128: TensorGeometry(cols=32, in_registers=11, integer_packed=3)}
 _VOLTA = {
-    **dict.fromkeys((32, 64, 80), TensorGeometry(cols=32)),
+    **dict.fromkeys((32, 80), TensorGeometry(cols=32)),
+    64: TensorGeometry(cols=32, integer_packed=2),
     96: TensorGeometry(cols=32, in_registers=8),
     128: TensorGeometry(cols=32, in_registers=3),
 }
-VOLTA_HEAD_DIMS = tuple(_VOLTA)
+VOLTA_HEAD_DIMS = tuple(sorted(_VOLTA))
 _VOLTA_SMALL = {
     **dict.fromkeys((32, 64, 80), TensorGeometry(warps=2, cols=32, blocks=2)),
     96: TensorGeometry(warps=2, cols=32, in_registers=4, blocks=2),
@@ -108,6 +123,7 @@ TENSOR_TABLES = {
     "tensor packed float": {**_TURING_PACKED, 64: _TURING_FLOAT[64]},
     "tensor packed padded": _TURING_PACKED_PADDED,
     "tensor small": _TURING_SMALL,
+    "tensor barrier": _TURING_BARRIER,
     "volta": _VOLTA,
     "volta small": _VOLTA_SMALL,
     "volta small float": {**_VOLTA_SMALL, 128: TensorGeometry(cols=32, in_registers=2)},
@@ -117,6 +133,9 @@ TENSOR_TABLES = {
 def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> TensorGeometry:
     """Of the kernel of this kind, one of those that are named after a generation."""
     generation, _, suffix = kind.partition("_")
+    if suffix == "barrier":
+        own = tensor_geometry(generation, head_dim, mask, padded=padded)
+        return _TURING_BARRIER.get(head_dim) or replace(own, counters=False)
     last = ("padded" if padded else "") if mask == "none" else mask
     names = (
         " ".join(filter(None, words))

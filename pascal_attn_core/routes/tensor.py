@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..call import AttentionCall
-from ..config import AttentionConfig
+from ..config import AttentionConfig, RouteUnavailable
 from ..device import MIB
 from ..fused.kernels import kernels_of
 from ..fused.launches import mask_bits_bytes
@@ -49,17 +49,40 @@ class TensorRoute(FusedRoute):
         times = self.times(request)
         if times is None:
             return None
-        torch_takes_it = isinstance(form, TorchForm)
+        torch_takes_it, plain_takes_it = isinstance(form, TorchForm), isinstance(request.plan(self.plain), Plan)
         stores = form.torch_stores if isinstance(form, TorchForm) else True
-        if times.are_longer(with_torch=torch_takes_it):
+        if times.are_longer(with_torch=torch_takes_it, with_plain=plain_takes_it):
             why = f"timed on this card at {times.words()}"
+            plan = self.fastest(call, plan, times)
             return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
         request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
         return None
 
     def times(self, request: Request) -> Times | None:
         """What others take for calls like this one, in units of this route's time: see :meth:`.TensorTimings.of`."""
-        return request.runtime.part(TensorTimings).of(self, self.plain, request.call, request.budget_bytes)
+        timings = request.runtime.part(TensorTimings)
+        return timings.of(self, self.plain, request.call, request.budget_bytes, with_barrier)
+
+    def fastest(self, call: AttentionCall, plan: Plan, times: Times) -> Plan:
+        """The plan, with a barrier where that was timed as faster."""
+        other = with_barrier(call, plan) if times.best < 1 else None
+        return plan if other is None else other
+
+
+def with_barrier(call: AttentionCall, plan: Plan) -> Plan | None:
+    """The plan with a kernel whose warps meet at a barrier, where those of its own wait for counters; None where they
+    do not, or where that kernel cannot be had or must not be tried."""
+    variant = plan.forward.with_barrier
+    if variant is None:
+        return None
+    other, kernels = plan._replace(forward=variant), kernels_of(call)
+    if kernels.reasons([variant]) or not kernels.existing_code(variant)[1] or why_untried(call, other):
+        return None
+    try:
+        kernels.ensure([variant])
+    except RouteUnavailable:
+        return None
+    return other
 
 
 def may_win(call: AttentionCall) -> bool:

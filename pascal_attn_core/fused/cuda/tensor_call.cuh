@@ -7,12 +7,12 @@
 //   PA_WARPS    warps of a block; PA_MT: tiles of 16 query rows per warp (1, 2; on Volta 2); PA_BC: keys per tile, a
 //               multiple of 32
 //   PA_QREG     16-byte columns of Q that stay in registers, the others are read from shared memory for every tile
-//   PA_BUFFERS  1: K and V have one place each, two barriers per tile; 2: two places, one barrier
-//   PA_COUNTERS 1, with two places: warps wait for each other's counters instead of a barrier, which leaves half a tile
-//               of slack between them
+//   PA_COUNTERS 1: warps wait for each other's counters instead of a barrier for each tile, which leaves half a tile of
+//               slack between them
 //   PA_PACKED   1: cu_q, cu_k. A macro, since numbers read from memory cannot lie in Turing's uniform registers
 //   PA_SPLIT    1: the rows of a tile are the queries of all heads of a group, the keys are cut into p.splits ranges, one
 //               block each
+//   PA_INTEGER_PACKED  of four tiles of 8 keys, those whose probabilities become halves by integer arithmetic
 //   PA_DYNAMIC  1: more than 48 KiB of shared memory, which has to be asked for at launch; PA_MINB: blocks that shall
 //               fit one multiprocessor
 #define PA_NT (PA_WARPS * 32)
@@ -21,7 +21,7 @@
 #define CHUNKS (PA_D / 8)   // 16-byte pieces of a row
 #define NT8 (PA_BC / 8)     // tiles of 8 keys
 
-#if PA_D % 8 || PA_BC % 32 || PA_QREG > CHUNKS || PA_QREG < 1 || (PA_COUNTERS && PA_BUFFERS != 2)
+#if PA_D % 8 || PA_BC % 32 || PA_QREG > CHUNKS || PA_QREG < 1
 #error "unsupported tile geometry"
 #endif
 

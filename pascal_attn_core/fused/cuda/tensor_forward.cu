@@ -9,7 +9,12 @@ __shared__ __align__(128) char sm[SMEM_BYTES];
 #endif
 
 #if PA_COUNTERS
-__shared__ u32 stored[2][PA_WARPS];  // how many tiles of K and of V each warp has stored its share of
+__shared__ u32 stored[2][PA_WARPS];  // how many tiles of K (0) and of V (1) each warp has stored its share of
+#define WAIT_FOR(what, tiles) wait_for(stored[what], PA_WARPS, tiles, t.lane)
+#define SIGNAL(what, tiles) signal(&stored[what][t.warp], tiles, t.lane)
+#else
+#define WAIT_FOR(what, tiles)
+#define SIGNAL(what, tiles)
 #endif
 
 INLINE float prob_of(float s, float scale_log2, float row_max) {
@@ -63,7 +68,7 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
         FOR(r, ROWS) FOR(x, PER_8 / 2) {
             const float y = prob_of(score(S, r, n, 2 * x), scale_log2, reference[r]);
             const float z = prob_of(score(S, r, n, 2 * x + 1), scale_log2, reference[r]);
-            pairs[r][x] = pack_halves(y, z);
+            pairs[r][x] = n % 4 < PA_INTEGER_PACKED ? pack_shares(y, z) : pack_halves(y, z);
             row_sum[r] += y + z;
         }
         to_operand(P, n, pairs, t);
@@ -157,10 +162,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         int4 r[PIECES];
         fetch_tile(r, k, (u32)p.ks, at.keys - col0, p.dim, t);
         store_tile(sm, r, t);
-#if PA_BUFFERS == 2
         fetch_tile(r, v, (u32)p.vs, at.keys - col0, p.dim_v, t);
         store_tile(sm + TILE_BYTES, r, t);
-#endif
 #if PA_COUNTERS
         if (t.tid < 2 * PA_WARPS) stored[t.tid / PA_WARPS][t.tid % PA_WARPS] = 1;
 #endif
@@ -172,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     // Tiles from uncut_from to uncut_to exist as a whole and lie within the band of all rows.
     const int uncut_from = at.last_query + at.band.low;
     const int uncut_to = min_int(at.first_query + at.band.high, at.keys - 1) - PA_BC + 1;
-    // Shared memory: [K, V] or, of PA_BUFFERS 2, [K, V, next K, next V], the pairs changing places.
-    char* next_sm = sm + (PA_BUFFERS - 1) * 2 * TILE_BYTES;
+    // Shared memory: [K, V, next K, next V], the pairs changing places.
+    char* next_sm = sm + 2 * TILE_BYTES;
 #pragma unroll 1
     while (col0 < at.k_end) {
         const int cols = at.keys - col0;
@@ -191,29 +194,15 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         int4 r[PIECES];
         Scores S;
         Probs P;
-#if PA_BUFFERS == 2
         k += more ? step * p.ks : 0;
         fetch_tile(r, k, (u32)p.ks, next_cols, p.dim, t);
-#if PA_COUNTERS
         // Everybody has stored its share of this K: hence nobody reads the one before any more, which the next replaces.
-        wait_for(stored[0], PA_WARPS, tiles, t.lane);
-#endif
+        WAIT_FOR(0, tiles);
         product_scores(S, Q, q_from, k_from);
         store_tile(next_sm, r, t);
-#if PA_COUNTERS
-        signal(&stored[0][t.warp], tiles + 1, t.lane);
-#endif
+        SIGNAL(0, tiles + 1);
         v += more ? step * p.vs : 0;
         fetch_tile(r, v, (u32)p.vs, next_cols, p.dim_v, t);
-#else
-        fetch_tile(r, v, (u32)p.vs, cols, p.dim_v, t);
-        product_scores(S, Q, q_from, k_from);
-        store_tile(sm + TILE_BYTES, r, t);
-        __syncthreads();  // V is there, K has been used
-        k += more ? step * p.ks : 0;
-        v += more ? step * p.vs : 0;
-        fetch_tile(r, k, (u32)p.ks, next_cols, p.dim, t);
-#endif
         finish_scores(S, p);
 #if PA_MASK
         if (is_cut) {
@@ -225,26 +214,19 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
             KEEP_BRANCH();
             forbid_outside(S, p, col0, t);
         }
-#if PA_COUNTERS
-        wait_for(stored[1], PA_WARPS, tiles, t.lane);  // the same for V; not later, where P V begins between exponentials
-        ++tiles;
-#endif
+        WAIT_FOR(1, tiles);  // the same for V; not later, where P V begins between exponentials
         softmax_step(P, S, O, row_max, row_sum, p.scale_log2, t);
         product_values(O, P, k_from + TILE_BYTES);
-#if PA_BUFFERS == 2
         store_tile(next_sm + TILE_BYTES, r, t);
 #if PA_COUNTERS
-        signal(&stored[1][t.warp], tiles, t.lane);
+        ++tiles;
+        SIGNAL(1, tiles);
 #else
         __syncthreads();  // the next K and V are there, these have been used
 #endif
         const u32 there = (u32)(next_sm - sm);
         next_sm = sm + 2 * TILE_BYTES - there;
         k_from += 2 * there - 2 * TILE_BYTES;
-#else
-        store_tile(sm, r, t);
-        __syncthreads();  // K is there, V has been used
-#endif
         col0 = next;
     }
     FOR(r, ROWS) {

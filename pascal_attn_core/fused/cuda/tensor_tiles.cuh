@@ -12,7 +12,7 @@
 #define Q_ROUNDS ((PA_QREG + 7) / 8)
 #define Q_STAGED (PA_BR * PANEL_PITCH(Q_ROUND))
 #define Q_KEPT (PA_BR * PANEL_PITCH(Q_LEFT) * (Q_LEFT > 0))
-#define MOVING (2 * PA_BUFFERS * TILE_BYTES)
+#define MOVING (4 * TILE_BYTES)  // K and V have two places each
 #define SMEM_MOVING (MOVING > Q_STAGED ? MOVING : Q_STAGED)
 #define SMEM_BYTES (SMEM_MOVING + Q_KEPT)
 

@@ -94,3 +94,10 @@ INLINE u32 pack_halves(float low, float high) {
 }
 INLINE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 #endif
+
+// The same for numbers from 0 to 1, by integer arithmetic: conversions share a slow unit with exponentials. 2^-112 makes
+// a half's exponent of a float's, subnormal halves included; a number in the middle is rounded up.
+INLINE u32 pack_shares(float low, float high) {
+    const u32 x = float_to_bits(low * 1.92592994e-34f) * 8u + 0x8000u, y = float_to_bits(high * 1.92592994e-34f) * 8u + 0x8000u;
+    return x >> 16 | (y & 0xffff0000u);
+}

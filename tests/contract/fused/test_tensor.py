@@ -131,18 +131,19 @@ def test_every_geometry_gives_the_answer_of_the_definition(
 @pytest.mark.parametrize("mask", ["none", "float [L, S]"])
 def test_sinks_are_one_more_key_without_a_value(card: DeviceInfo, mask: str, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, h, 70, 64, generator=generator).half() for h in (4, 2))
+    query, key = (torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 2000)))
     # that of the third head is larger than any score, the first takes no part
     sinks = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
-    inputs = [query, key, key, MASKS[mask]((1, 4, 70, 70), torch.float16, generator)]
-    options = {"enable_gqa": True, "is_causal": True, "softcap": softcap, "sinks": sinks}
+    inputs = [query, key, key, MASKS[mask]((1, 4, 70, 2000), torch.float16, generator)]
+    options = {"enable_gqa": True, "softcap": softcap, "sinks": sinks}
     for num_sms in (1, 1000):
-        with emulated_card(info=replace(card, num_sms=num_sms)):
+        with emulated_card(info=replace(card, num_sms=num_sms)) as kernels:
             out, lse = sdpa_with_lse(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
         wide = [cast(t, torch.float64) for t in inputs]
         oracle, oracle_lse = reference_sdpa(*wide, **{**options, "sinks": sinks.double()})  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), oracle, atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(lse.double(), oracle_lse, atol=1e-5, rtol=1e-5)
+        assert any("combine" in launch.function for launch in kernels.queued) == (num_sms > 1)
 
 
 def test_the_error_is_that_of_rounding_the_probabilities(card: DeviceInfo) -> None:

@@ -98,7 +98,7 @@ class TensorTimed(TensorTimings):
 
     times: Times | None = None
 
-    def of(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
+    def of(self, *given: Any) -> Times | None:
         return self.times
 
 

@@ -33,7 +33,11 @@ PARAMS = {
     "pa_forward_int8": "Forward",
     "pa_quantize": "Quantize",
     **dict.fromkeys(
-        [f"pa_{name}{suffix}" for name in ("tensor", "volta") for suffix in ("", "_packed", "_small", "_combine")],
+        [
+            f"pa_{name}{suffix}"
+            for name in ("tensor", "volta")
+            for suffix in ("", "_packed", "_small", "_combine", "_barrier")
+        ],
         "TensorForward",
     ),
     "pa_mask_bits": "TensorForward",

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stan
 GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores
 
 
-def _clock(on_tensor_cores: float, plain: float, by_torch: float) -> Callable[..., list[float]]:
+def _clock(on_tensor_cores: float, plain: float, by_torch: float, barrier: float = 99.0) -> Callable[..., list[float]]:
     """Milliseconds of what is timed, in the order in which it is; nothing is run."""
 
     def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        return [on_tensor_cores, plain, by_torch][: len(attempts)]
+        return [on_tensor_cores, plain, by_torch, barrier][: len(attempts)]
 
     return times
 
@@ -116,7 +116,7 @@ def test_gradients_are_timed_with_the_forward_pass() -> None:
 
     def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
         seen.append(torch.is_grad_enabled())
-        return [1.0, 2.0, 3.0][: len(attempts)]
+        return [1.0, 2.0, 3.0, 4.0][: len(attempts)]
 
     leaf = _query().requires_grad_()
     with fresh_card(StandIn(T4), times) as kernels:
@@ -125,6 +125,24 @@ def test_gradients_are_timed_with_the_forward_pass() -> None:
         kinds = runtime_of(leaf.device).part(TensorTimings).known
     assert seen == [True]
     assert [kind.gradients for kind in kinds] == [True]
+
+
+@pytest.mark.parametrize(("barrier", "kind"), [(0.9, "tensor_barrier"), (1.1, "tensor")])
+def test_counters_or_a_barrier_as_the_card_prefers(barrier: float, kind: str) -> None:
+    query = torch.randn(2, 20, 1024, 64).half()
+    with fresh_card(StandIn(T4), _clock(1.0, 9.0, 2.0, barrier)) as kernels:
+        kernels.largest_error = lambda variant: 0.0
+        assert _route(query) == "fused-tensor"
+        assert kernels.queued[-1].variant.kind == kind
+
+
+def test_without_a_compiler_there_are_the_counters() -> None:
+    """The kernel with a barrier does not ship."""
+    query = torch.randn(2, 20, 1024, 64).half()
+    with fresh_card(StandIn(T4), _clock(1.0, 2.0, 2.0, 0.1), find_compiler=lambda arch: None) as kernels:
+        kernels.largest_error = lambda variant: 0.0
+        assert _route(query) == "fused-tensor"
+        assert kernels.queued[-1].variant.kind == "tensor"
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
