@@ -12,8 +12,10 @@ As a block, or for one call:
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -46,6 +48,22 @@ _NO_KERNEL = {
     "set_",
     "device",
 }
+
+
+_left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_leaving = threading.local()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Memory that this thread allocates in the block is never counted: it stands for the host's where the CPU plays
+    the device."""
+    before = getattr(_leaving, "on", False)
+    _leaving.on = True
+    try:
+        yield
+    finally:
+        _leaving.on = before
 
 
 class Measurement(NamedTuple):
@@ -285,6 +303,10 @@ class _Follower(TorchDispatchMode):
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
+                continue
+            if getattr(_leaving, "on", False):
+                _left_out[storage._cdata] = storage
+            if storage._cdata in _left_out:
                 continue
             known = self.storages.get(storage._cdata)
             if known is None:

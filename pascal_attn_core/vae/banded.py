@@ -1,0 +1,196 @@
+"""The tensor that a model is given in the place of its latent or its picture: operators on it are noted, and computed in
+bands when their result is needed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..attention import sdpa
+from . import operators
+from .lazy import Filled, Known, Lazy, aten
+from .run import NotInBands, Run
+
+_ORDINARY = 1 << 12  # elements: a smaller result of an operator that ran whole is an ordinary tensor
+_SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}
+_Packet = torch._ops.OpOverloadPacket
+
+
+class Banded(Tensor):
+    """A tensor of a run. It has shape, dtype and device, but no memory.
+
+    Attributes:
+        node: what it is.
+        run: the run it belongs to.
+        family: the tensors that share memory with it in the eyes of the model.
+    """
+
+    node: Lazy
+    run: Run
+    family: weakref.WeakSet[Banded]
+
+    @staticmethod
+    def __new__(cls, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None) -> Banded:
+        like = node.like
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device, requires_grad=False)
+
+    def __init__(self, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None):
+        self.node, self.run = node, run
+        self.family = weakref.WeakSet() if parent is None else parent.family
+        self.family.add(self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None  # it holds no tensor; those who look for memory find none
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Banded(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ATTENTION:
+            return _attention(func, *args, **kwargs)
+        if func is nn.functional.linear:  # as one operator it keeps its rows apart from the batch
+            return _dispatch(aten.linear.default, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+_ATTENTION = {nn.functional.scaled_dot_product_attention, sdpa}
+
+
+def _first(args: Any) -> Banded:
+    return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Banded))
+
+
+def _nodes(args: Any) -> Any:
+    return tree_map(lambda leaf: leaf.node if isinstance(leaf, Banded) else leaf, args)
+
+
+def _attention(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Banded:
+    first = _first((query, key, value, attn_mask))
+    options |= {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    node = operators.attention(first.run, *_nodes((query, key, value, attn_mask)), options)
+    return Banded(node, first.run, first.device)
+
+
+def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    first = _first((args, kwargs))
+    run, device = first.run, first.device
+
+    def wrapped(found: Any) -> Any:
+        parent = first if func.is_view else None
+        return tree_map(lambda leaf: Banded(leaf, run, device, parent) if isinstance(leaf, Lazy) else leaf, found)
+
+    packet = func.overloadpacket
+    if packet in _SAME:
+        return Banded(first.node, run, device, first)
+    if packet is aten.clone:
+        return Banded(first.node, run, device)
+    if packet is aten._to_copy:
+        return _converted(first, func, kwargs)
+    if func._schema.is_mutable:
+        return _mutated(func, args, kwargs)
+    found = NotImplemented
+    handler = operators.handler_of(func)
+    if handler is not None:
+        found = handler(run, func, *_nodes(args), **_nodes(kwargs))
+    if found is NotImplemented and _is_composite(func):
+        return func.decompose(*args, **kwargs)
+    if found is NotImplemented and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+        found = operators.pointwise(run, func, _nodes(args), _nodes(kwargs))
+    return _whole(first, func, args, kwargs) if found is NotImplemented else wrapped(found)
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _converted(tensor: Banded, func: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Another dtype, or an ordinary tensor on another device."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device) != tensor.device:
+        return func(ordinary(tensor), **kwargs)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype == tensor.dtype:
+        return Banded(tensor.node, tensor.run, tensor.device)
+    node = operators.pointwise(tensor.run, func, (tensor.node,), {"dtype": dtype})
+    return Banded(node, tensor.run, tensor.device)
+
+
+def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator that writes into its first argument."""
+    name = func._schema.name.partition("::")[2]
+    target = args[0]
+    if not isinstance(target, Banded):
+        return func(*tree_map(lambda leaf: ordinary(leaf) if isinstance(leaf, Banded) else leaf, args), **kwargs)
+    if any(other is not target for other in target.family):
+        raise NotInBands(f"{name} changes a tensor of which a view is in use")
+    if name == "copy_":
+        found = operators.replaced(target.run, target.node, _nodes(args[1]))
+    elif name in ("zero_", "fill_"):
+        number = 0.0 if name == "zero_" else args[1]
+        if isinstance(number, Tensor):
+            raise NotInBands(f"{name} with a tensor")
+        found = Filled(target.node.like, number, target.run.device)
+    else:
+        packet = getattr(aten, name.removesuffix("_"), None)
+        overload = getattr(packet, func._overloadname, None) if isinstance(packet, _Packet) and name[-1] == "_" else None
+        if overload is None:
+            raise NotInBands(f"{name} writes into its argument")
+        made = _dispatch(overload, args, kwargs)
+        found = made.node if isinstance(made, Banded) else target.run.known(made)
+        if found.shape != target.shape:
+            raise NotInBands(f"{name} changes the shape of its argument")
+        if found.like.dtype != target.dtype:
+            found = operators.cast(found, target.dtype)
+    target.node = found
+    return target
+
+
+def _whole(first: Banded, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator that is not known: on whole tensors. Its name is in the report."""
+    run = first.run
+    run.figures.whole[func._schema.name.partition("::")[2]] += 1
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Banded):
+            return leaf.node.like if run.is_rehearsal else run.whole(leaf.node)
+        return leaf.to("meta") if run.is_rehearsal and isinstance(leaf, Tensor) else leaf
+
+    if run.is_rehearsal:
+        kwargs = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
+    found = func(*tree_map(real, args), **tree_map(real, kwargs))
+
+    def kept(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (leaf.numel() < _ORDINARY and not run.is_rehearsal):
+            return leaf
+        return Banded(Known(leaf.to("meta"), run.room.home(leaf)), run, first.device)
+
+    return tree_map(kept, found)
+
+
+def ordinary(tensor: Banded) -> Tensor:
+    """All of it as an ordinary tensor on its device."""
+    if tensor.run.is_rehearsal:
+        raise NotInBands("a shape-only run has no numbers")
+    return tensor.run.whole(tensor.node)

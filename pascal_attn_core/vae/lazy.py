@@ -1,0 +1,432 @@
+"""Tensors that are computed when they are read, a range of one dimension at a time.
+
+Each :class:`Lazy` knows which ranges of its inputs a range of its own needs (``wants``) and how to compute it from them
+(``compute``). Nothing else decides what a band is: a convolution wants some rows more than it gives, an upsampling
+fewer, a padding has edges that come from nowhere.
+
+Ranges are ``(dim, low, high)`` in elements of the tensor that is read. The range of all elements of dimension 0 stands
+for the whole tensor and can always be read; others where :meth:`Lazy.granule` is not 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from .room import Value
+
+aten = torch.ops.aten
+Memo = dict[tuple[int, int, int, int], Tensor]
+
+
+class Want(NamedTuple):
+    """A range of an input."""
+
+    node: Lazy
+    dim: int
+    low: int
+    high: int
+
+
+class Lazy:
+    """
+    Attributes:
+        like: its shape and dtype, a tensor on ``meta``.
+        value: where it lies once it has been computed and kept.
+        readers: how many others were made from it.
+    """
+
+    #: it costs more than to read it again: to be computed once
+    is_heavy = False
+    #: what it returns is new memory of its own
+    is_fresh = True
+
+    def __init__(self, like: Tensor, inputs: Sequence[Lazy] = ()):
+        self.like = like
+        self.inputs = tuple(inputs)
+        self.value: Value | None = None
+        self.readers = 0
+        for node in self.inputs:
+            node.readers += 1
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.like.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.like.numel() * self.like.element_size()
+
+    def size(self, dim: int) -> int:
+        return self.like.shape[dim] if self.like.dim() else 1
+
+    def granule(self, dim: int) -> int:
+        """Ranges along ``dim`` may begin and end at multiples of this; 0 = it can only be read as a whole."""
+        return 1 if self.value is not None else self.own_granule(dim)
+
+    def own_granule(self, dim: int) -> int:
+        raise NotImplementedError
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        """The ranges of the inputs that this range is computed from."""
+        raise NotImplementedError
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        """This range, from the pieces that :meth:`wants` asked for, on their device."""
+        raise NotImplementedError
+
+    def scratch(self, given: int, made: int) -> int:
+        """Bytes that :meth:`compute` takes besides what it is given and what it makes."""
+        return 0
+
+    def is_whole(self, dim: int, low: int, high: int) -> bool:
+        return dim == 0 and low == 0 and high == self.size(0)
+
+    def whole(self) -> Want:
+        return Want(self, 0, 0, self.size(0))
+
+    def read(self, dim: int, low: int, high: int, memo: Memo) -> Tensor:
+        """Elements ``low`` to ``high`` of dimension ``dim``, on the device of the run."""
+        if self.value is not None:
+            return self.value.read(dim, low, high)
+        key = (id(self), dim, low, high)
+        if key in memo:
+            return memo[key]
+        pieces = [want.node.read(*want[1:], memo) for want in self.wants(dim, low, high)]
+        piece = self.compute(pieces, dim, low, high)
+        if self.readers > 1:
+            memo[key] = piece
+        return piece
+
+    def cost(self, dim: int, low: int, high: int) -> tuple[int, int]:
+        """(most bytes alive while this range is read, bytes of the result that are new memory)."""
+        if self.value is not None:
+            held = self.value.read_bytes(dim, low, high)
+            return held, held
+        held = peak = 0
+        for want in self.wants(dim, low, high):
+            most, kept = want.node.cost(*want[1:])
+            peak = max(peak, held + most)
+            held += kept
+        made = self.nbytes // max(self.size(dim), 1) * (high - low) if self.is_fresh else 0
+        peak = max(peak, held + made + self.scratch(held, made))
+        return peak, made if self.is_fresh else held
+
+    def leaves(self, dim: int, low: int, high: int) -> list[tuple[Value, int, int, int]]:
+        """The ranges of kept values that reading this range reads."""
+        if self.value is not None:
+            return [(self.value, dim, low, high)]
+        return [leaf for want in self.wants(dim, low, high) for leaf in want.node.leaves(*want[1:])]
+
+    def owns_pieces(self, place: int) -> bool:
+        """Whether the piece of an input may be overwritten: it is new memory that nobody else reads."""
+        node = self.inputs[place]
+        return node.value is None and node.readers == 1 and node.is_fresh
+
+    def keep(self, value: Value) -> None:
+        """It has been computed: from now on it is read from there."""
+        self.value = value
+        self.inputs = ()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether heavy work is still to be done to read it."""
+        return self.value is None and (self.is_heavy or any(node.is_pending for node in self.inputs))
+
+    def leaf_bytes(self) -> int:
+        """Bytes of all kept values that a reading of all of it reads."""
+        return self.nbytes if self.value is not None else sum(node.leaf_bytes() for node in self.inputs)
+
+
+class Known(Lazy):
+    """A value from the start."""
+
+    is_fresh = False
+
+    def __init__(self, like: Tensor, value: Value):
+        super().__init__(like)
+        self.value = value
+
+
+class Filled(Lazy):
+    """The same number everywhere."""
+
+    def __init__(self, like: Tensor, number: float, device: torch.device):
+        super().__init__(like)
+        self.number, self.device = number, device
+
+    def own_granule(self, dim: int) -> int:
+        return 1
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        return []
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        shape = list(self.shape)
+        if shape:
+            shape[dim] = high - low
+        return torch.full(shape, self.number, dtype=self.like.dtype, device=self.device)
+
+
+def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
+    """The arguments with pieces in the place of nodes."""
+    by_node = {id(node): piece for node, piece in zip(nodes, pieces)}
+    return tree_map(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
+
+
+def nodes_in(args: Any) -> list[Lazy]:
+    """The nodes among arguments, each once, in their order."""
+    found: list[Lazy] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Lazy) and all(leaf is not node for node in found):
+            found.append(leaf)
+        return leaf
+
+    tree_map(note, args)
+    return found
+
+
+class Pointwise(Lazy):
+    """An operator that computes each element from the elements at the same place, with broadcasting."""
+
+    def __init__(self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]):
+        super().__init__(like, nodes_in((args, kwargs)))
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.in_place = _in_place(func)
+
+    def _dim_of(self, tensor: Any, dim: int) -> int | None:
+        """Which dimension of an operand a dimension of the result is; None where it is broadcast."""
+        own = dim - (self.like.dim() - len(tensor.shape))
+        return own if own >= 0 and tensor.shape[own] == self.size(dim) else None
+
+    def own_granule(self, dim: int) -> int:
+        found = [node.granule(own) for node in self.inputs if (own := self._dim_of(node, dim)) is not None]
+        return 0 if 0 in found else math.lcm(*found)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        if self.is_whole(dim, low, high):
+            return [node.whole() for node in self.inputs]
+        places = [self._dim_of(node, dim) for node in self.inputs]
+        return [
+            node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)
+        ]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        def cut(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and self.like.dim() and (own := self._dim_of(leaf, dim)) is not None:
+                return leaf.narrow(own, low, high - low)
+            return leaf
+
+        args, kwargs = tree_map(cut, (self.args, self.kwargs))
+        reuse = (
+            self.in_place is not None
+            and self.args[0] is self.inputs[0]
+            and self.owns_pieces(0)
+            and self.inputs[0].shape == self.shape
+            and self.inputs[0].like.dtype == self.like.dtype
+        )
+        args, kwargs = substituted((args, kwargs), self.inputs, pieces)
+        return (self.in_place if reuse else self.func)(*args, **kwargs)  # type: ignore[misc]
+
+
+def _in_place(func: Any) -> Any:
+    """The variant of an operator that writes into its first argument, None where there is none."""
+    packet = getattr(aten, func._schema.name.partition("::")[2] + "_", None)
+    name = func._overloadname
+    return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
+
+
+class Rowwise(Lazy):
+    """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
+
+    Args:
+        dims: which dimension of the input each dimension of the result is, None where it must not be cut.
+        others: nodes that are read whole, whatever is read of the result; the input is the first.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        func: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        dims: Sequence[int | None],
+        *,
+        heavy: bool = False,
+    ):
+        super().__init__(like, nodes_in((args, kwargs)))
+        self.func, self.args, self.kwargs, self.dims, self.is_heavy = func, args, kwargs, dims, heavy
+
+    def own_granule(self, dim: int) -> int:
+        own = self.dims[dim]
+        return 0 if own is None else self.inputs[0].granule(own)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        own = None if self.is_whole(dim, low, high) else self.dims[dim]
+        first, *others = self.inputs
+        return [first.whole() if own is None else Want(first, own, low, high), *(node.whole() for node in others)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        args, kwargs = substituted((self.args, self.kwargs), self.inputs, pieces)
+        out = self.func(*args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+class Permuted(Lazy):
+    """Dimensions in another order."""
+
+    is_fresh = False
+
+    def __init__(self, node: Lazy, dims: Sequence[int]):
+        super().__init__(node.like.permute(*dims), (node,))
+        self.dims = tuple(dim % node.like.dim() for dim in dims)
+
+    def own_granule(self, dim: int) -> int:
+        return self.inputs[0].granule(self.dims[dim])
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        return [node.whole() if self.is_whole(dim, low, high) else Want(node, self.dims[dim], low, high)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        return pieces[0].permute(*self.dims)
+
+
+class Viewed(Lazy):
+    """The same elements in the same order under another shape."""
+
+    is_fresh = False
+
+    def __init__(self, node: Lazy, shape: Sequence[int]):
+        super().__init__(node.like.contiguous().view(*shape), (node,))
+
+    def _source(self, dim: int) -> tuple[int, int, int] | None:
+        """(dimension of the input, its elements per index, own elements per index) where a range is one there."""
+        outer, inner = math.prod(self.shape[:dim]), math.prod(self.shape[dim:])
+        if not inner:
+            return None
+        shape = self.inputs[0].shape
+        for own in range(len(shape)):
+            if shape[own] > 1 and math.prod(shape[:own]) == outer and math.prod(shape[own:]) == inner:
+                return own, inner // shape[own], inner // self.shape[dim]
+        return None
+
+    def own_granule(self, dim: int) -> int:
+        source = self._source(dim)
+        if source is None:
+            return 0
+        own, theirs, ours = source
+        unit = self.inputs[0].granule(own) * theirs
+        return math.lcm(unit, ours) // ours if unit else 0
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        source = None if self.is_whole(dim, low, high) else self._source(dim)
+        if source is None:
+            return [node.whole()]
+        own, theirs, ours = source
+        return [Want(node, own, low * ours // theirs, high * ours // theirs)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        shape = list(self.shape)
+        if shape:
+            shape[dim] = high - low
+        return pieces[0].reshape(shape)
+
+
+class Narrowed(Lazy):
+    """Every ``step``-th element of a dimension from ``start`` on."""
+
+    is_fresh = False
+
+    def __init__(self, node: Lazy, cut: int, start: int, stop: int, step: int = 1):
+        index = [slice(None)] * node.like.dim()
+        index[cut] = slice(start, stop, step)
+        super().__init__(node.like[tuple(index)], (node,))
+        self.cut, self.start, self.step = cut, start, step
+
+    def own_granule(self, dim: int) -> int:
+        unit = self.inputs[0].granule(dim)
+        return unit if dim != self.cut or unit == 1 else 0
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        if dim == self.cut and node.granule(dim) == 1:
+            low, high = self.start + low * self.step, self.start + (high - 1) * self.step + 1
+            return [Want(node, dim, low, high)]
+        return [node.whole() if self.is_whole(dim, low, high) else Want(node, dim, low, high)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        piece, count = pieces[0], self.size(self.cut)
+        if dim == self.cut and self.inputs[0].granule(dim) == 1:
+            start, count = 0, high - low
+        else:
+            start = self.start
+        index = [slice(None)] * piece.dim()
+        index[self.cut] = slice(start, start + (count - 1) * self.step + 1, self.step)
+        return piece[tuple(index)]
+
+
+class Expanded(Lazy):
+    """Dimensions of one element repeated."""
+
+    is_fresh = False
+
+    def __init__(self, node: Lazy, shape: Sequence[int]):
+        super().__init__(node.like.expand(*shape), (node,))
+
+    def _own(self, dim: int) -> int | None:
+        node = self.inputs[0]
+        own = dim - (self.like.dim() - node.like.dim())
+        return own if own >= 0 and node.size(own) == self.size(dim) else None
+
+    def own_granule(self, dim: int) -> int:
+        own = self._own(dim)
+        return 1 if own is None else self.inputs[0].granule(own)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        own = None if self.is_whole(dim, low, high) else self._own(dim)
+        node = self.inputs[0]
+        return [node.whole() if own is None else Want(node, own, low, high)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        shape = list(self.shape)
+        if shape:
+            shape[dim] = high - low
+        return pieces[0].expand(shape)
+
+
+class Joined(Lazy):
+    """Tensors one after the other along a dimension."""
+
+    def __init__(self, like: Tensor, nodes: Sequence[Lazy], along: int):
+        super().__init__(like, nodes)
+        self.along = along
+
+    def own_granule(self, dim: int) -> int:
+        found = [node.granule(dim) for node in self.inputs]
+        if dim == self.along:
+            return int(all(unit == 1 for unit in found))
+        return 0 if 0 in found else math.lcm(*found)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        if dim != self.along or not all(node.granule(dim) == 1 for node in self.inputs):
+            whole = self.is_whole(dim, low, high)
+            return [node.whole() if whole else Want(node, dim, low, high) for node in self.inputs]
+        found, start = [], 0
+        for node in self.inputs:
+            a, b = max(low - start, 0), min(high - start, node.size(dim))
+            if a < b:
+                found.append(Want(node, dim, a, b))
+            start += node.size(dim)
+        return found
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.along)

@@ -1,0 +1,480 @@
+"""What each operator is on lazy tensors. An operator that is not here and does not work element by element runs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .attention import Attention
+from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .run import Run
+from .windows import Convolution, Moments, Normalised, Padded, Resized
+
+Handler = Callable[..., Any]
+HANDLERS: dict[Any, Handler] = {}
+_SMALL = 1 << 16  # elements of a tensor that is copied when it is noted, since its memory may be used anew
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Registers a handler for operators of these names, where this torch has them."""
+
+    def note(handler: Handler) -> Handler:
+        for name in names:
+            packet = getattr(aten, name, None)
+            if packet is not None:
+                HANDLERS[packet] = handler
+        return handler
+
+    return note
+
+
+def handler_of(func: Any) -> Handler | None:
+    return HANDLERS.get(func.overloadpacket)
+
+
+def likes(args: Any) -> Any:
+    """The arguments with tensors on ``meta`` in the place of nodes and tensors."""
+    return tree_map(
+        lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf, args
+    )
+
+
+def captured(args: Any) -> Any:
+    """The arguments as they are now: small tensors that are no parameters may be overwritten before they are read."""
+
+    def keep(leaf: Any) -> Any:
+        is_own = not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.numel() > _SMALL
+        return leaf if is_own else leaf.clone()
+
+    return tree_map(keep, args)
+
+
+def lasts(*tensors: Tensor | None) -> bool:
+    """Whether tensors hold the same numbers after the call that was given them: parameters, not copies that a host
+    makes for one call."""
+    return all(tensor is None or isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+
+def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operator that works element by element."""
+    like_args, like_kwargs = likes((args, kwargs))
+    like = func(*like_args, **like_kwargs)
+    if not isinstance(like, Tensor):
+        return NotImplemented
+    args, kwargs = captured((args, kwargs))
+    node = Pointwise(like, func, args, kwargs)
+    for each in node.inputs:
+        if each.is_pending and each.readers > 1:
+            run.evaluate(each)
+    if len(node.inputs) > 1 and node.leaf_bytes() > 3 * node.nbytes:
+        run.evaluate(node)
+    return node
+
+
+def rowwise(
+    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Sequence[int | None], *, heavy: bool = False
+) -> Rowwise:
+    """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
+    run.settled(node)
+    like_args, like_kwargs = likes((args, kwargs))
+    like = func(*like_args, **like_kwargs)
+    found = Rowwise(like[0] if isinstance(like, tuple) else like, func, args, kwargs, dims, heavy=heavy)
+    return found
+
+
+# ---- the same numbers under other shapes -----------------------------------------------------------------------------
+
+
+def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: Callable[[], Lazy]) -> Lazy:
+    """A view: of the value where there is one, else of what is still to be computed."""
+    if node.is_pending:
+        run.evaluate(node)
+    if node.value is None:
+        return of_node()
+    try:
+        tensor = of_tensor(node.value.tensor)
+    except RuntimeError:  # these strides have no such view
+        return of_node()
+    return Known(of_node().like, node.value.view(tensor))
+
+
+@handles("view", "_unsafe_view", "reshape", "_reshape_alias")
+def _viewed(run: Run, func: Any, node: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
+    sizes = list(node.like.contiguous().view(list(shape)).shape)
+    return _view(run, node, lambda t: t.view(sizes), lambda: Viewed(node, sizes))
+
+
+@handles("squeeze", "unsqueeze")
+def _squeezed(run: Run, func: Any, node: Lazy, *args: Any) -> Lazy:
+    sizes = list(func(node.like, *args).shape)
+    return _view(run, node, lambda t: func(t, *args), lambda: Viewed(node, sizes))
+
+
+@handles("permute")
+def _permuted(run: Run, func: Any, node: Lazy, dims: Sequence[int]) -> Lazy:
+    return _view(run, node, lambda t: t.permute(*dims), lambda: Permuted(node, dims))
+
+
+@handles("transpose")
+def _transposed(run: Run, func: Any, node: Lazy, first: int, second: int) -> Lazy:
+    order = list(range(node.like.dim()))
+    order[first], order[second] = order[second], order[first]
+    return _permuted(run, func, node, order)
+
+
+@handles("t")
+def _t(run: Run, func: Any, node: Lazy) -> Lazy:
+    return _permuted(run, func, node, list(reversed(range(node.like.dim()))))
+
+
+def _narrowed(run: Run, node: Lazy, dim: int, start: int, stop: int, step: int = 1) -> Lazy:
+    dim %= node.like.dim()
+    index = tuple([*[slice(None)] * dim, slice(start, stop, step)])
+    return _view(run, node, lambda t: t[index], lambda: Narrowed(node, dim, start, stop, step))
+
+
+@handles("slice")
+def _slice(
+    run: Run, func: Any, node: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Lazy:
+    first, last, _ = slice(start, end).indices(node.size(dim))
+    if (first, last, step) == (0, node.size(dim), 1):
+        return node
+    return _narrowed(run, node, dim, first, max(first, last), step)
+
+
+@handles("select")
+def _select(run: Run, func: Any, node: Lazy, dim: int, index: int) -> Lazy:
+    index %= node.size(dim)
+    return _squeezed(run, aten.squeeze.dim, _narrowed(run, node, dim, index, index + 1), dim)
+
+
+@handles("split", "split_with_sizes")
+def _split(run: Run, func: Any, node: Lazy, sizes: int | Sequence[int], dim: int = 0) -> list[Lazy]:
+    total = node.size(dim)
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [_narrowed(run, node, dim, start, start + size) for start, size in zip(starts, sizes)]
+
+
+@handles("unbind")
+def _unbind(run: Run, func: Any, node: Lazy, dim: int = 0) -> list[Lazy]:
+    return [_select(run, func, node, dim, index) for index in range(node.size(dim))]
+
+
+@handles("expand")
+def _expand(run: Run, func: Any, node: Lazy, shape: Sequence[int], *, implicit: bool = False) -> Lazy:
+    return Expanded(run.settled(node), list(shape))
+
+
+@handles("repeat")
+def _repeat(run: Run, func: Any, node: Lazy, repeats: Sequence[int]) -> Lazy:
+    missing = len(repeats) - node.like.dim()
+    if missing:
+        node = _viewed(run, func, node, [*[1] * missing, *node.shape])
+    for dim, count in enumerate(repeats):
+        if count != 1:
+            node = _joined(run, [node] * count, dim)
+    return node
+
+
+def _joined(run: Run, parts: Sequence[Any], dim: int) -> Lazy:
+    nodes = [run.settled(part if isinstance(part, Lazy) else run.known(part)) for part in parts]
+    nodes = [node for node in nodes if node.shape != (0,)]
+    like = torch.cat([node.like for node in nodes], dim)
+    return Joined(like, [cast(node, like.dtype) for node in nodes], dim % like.dim())
+
+
+def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
+    """What ``copy_`` leaves in a tensor of the shape and dtype of ``node``."""
+    found = source if isinstance(source, Lazy) else run.known(source)
+    if found.shape != node.shape:
+        found = Expanded(run.settled(found), list(node.shape))
+    return cast(found, node.like.dtype)
+
+
+def cast(node: Lazy, dtype: torch.dtype) -> Lazy:
+    """A node in another dtype."""
+    if node.like.dtype == dtype:
+        return node
+    return Pointwise(node.like.to(dtype), aten._to_copy.default, (node,), {"dtype": dtype})
+
+
+@handles("cat")
+def _cat(run: Run, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
+    return _joined(run, parts, dim)
+
+
+@handles("stack")
+def _stack(run: Run, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
+    nodes = [part if isinstance(part, Lazy) else run.known(part) for part in parts]
+    dim %= nodes[0].like.dim() + 1
+    return _joined(run, [_squeezed(run, aten.unsqueeze.default, node, dim) for node in nodes], dim)
+
+
+@handles("pixel_shuffle")
+def _pixel_shuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
+    *outer, channels, height, width = node.shape
+    count = len(outer)
+    node = _viewed(run, func, node, [*outer, channels // factor**2, factor, factor, height, width])
+    node = _permuted(run, func, node, [*range(count), *(count + each for each in (0, 3, 1, 4, 2))])
+    return _viewed(run, func, node, [*outer, channels // factor**2, height * factor, width * factor])
+
+
+@handles("pixel_unshuffle")
+def _pixel_unshuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
+    *outer, channels, height, width = node.shape
+    count = len(outer)
+    node = _viewed(run, func, node, [*outer, channels, height // factor, factor, width // factor, factor])
+    node = _permuted(run, func, node, [*range(count), *(count + each for each in (0, 2, 4, 1, 3))])
+    return _viewed(run, func, node, [*outer, channels * factor**2, height // factor, width // factor])
+
+
+# ---- new numbers -----------------------------------------------------------------------------------------------------
+
+
+@handles("zeros_like", "empty_like", "new_zeros", "new_empty")
+def _zeros(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Any:
+    return _filled(run, func, node, args, kwargs, 0.0)
+
+
+@handles("ones_like", "new_ones")
+def _ones(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Any:
+    return _filled(run, func, node, args, kwargs, 1.0)
+
+
+@handles("full_like")
+def _full(run: Run, func: Any, node: Lazy, number: float, **kwargs: Any) -> Any:
+    return _filled(run, func, node, (number,), kwargs, number)
+
+
+@handles("new_full")
+def _new_full(run: Run, func: Any, node: Lazy, size: Sequence[int], number: float, **kwargs: Any) -> Any:
+    return _filled(run, func, node, (size, number), kwargs, number)
+
+
+def _filled(run: Run, func: Any, node: Lazy, args: tuple, kwargs: dict[str, Any], number: float) -> Lazy:
+    kwargs = {name: value for name, value in kwargs.items() if name == "dtype"}
+    return Filled(func(node.like, *args, **kwargs), number, run.device)
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+@handles("convolution")
+def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+    if not isinstance(node, Lazy) or isinstance(weight, Lazy) or isinstance(bias, Lazy):
+        return NotImplemented
+    run.settled(node)
+    like = func(node.like, weight.to("meta"), None if bias is None else bias.to("meta"), *rest)
+    found = Convolution(like, node, weight, bias, *rest)
+    if not lasts(weight, bias):
+        run.evaluate(found)
+    return found
+
+
+@handles("constant_pad_nd")
+def _constant_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int], value: float = 0.0) -> Lazy:
+    return _padded(run, func, node, pad, "constant", value)
+
+
+@handles("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+def _reflection_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
+    return _padded(run, func, node, pad, "reflect")
+
+
+@handles("replication_pad1d", "replication_pad2d", "replication_pad3d")
+def _replication_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
+    return _padded(run, func, node, pad, "replicate")
+
+
+def _padded(run: Run, func: Any, node: Lazy, pad: Sequence[int], mode: str, value: float = 0.0) -> Lazy:
+    dims = node.like.dim()
+    pairs = [(0, 0)] * dims
+    for place in range(len(pad) // 2):
+        pairs[dims - 1 - place] = (pad[2 * place], pad[2 * place + 1])
+    like = func(node.like, pad)
+    return Padded(like, run.settled(node), pairs, mode, value)
+
+
+_HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
+
+
+@handles(
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d",
+)  # fmt: skip
+def _upsample(run: Run, func: Any, node: Lazy, size: Sequence[int] | None, *rest: Any) -> Any:
+    name = func._schema.name.partition("::")[2]
+    if func._overloadname != "default" or size is None:
+        return NotImplemented  # it is composed of the default one
+    is_nearest = "nearest" in name
+    scales = rest if is_nearest else rest[1:]
+    if not is_nearest and rest[0]:
+        return NotImplemented  # align_corners: where an element comes from depends on the size of the whole
+    factors = [(1, 1)] * 2
+    for made, given, scale in zip(size, node.shape[2:], [*scales, *[None] * len(size)]):
+        if made % given or scale not in (None, made // given):
+            return NotImplemented
+        factors.append((made // given, 1))
+
+    def resized(piece: Tensor) -> Tensor:
+        sizes = [given * factor for given, (factor, _) in zip(piece.shape[2:], factors[2:])]
+        return func(piece, sizes, *rest)
+
+    halo = next(halo for key, halo in _HALO.items() if key in name)
+    return Resized(func(node.like, size, *rest), run.settled(node), resized, factors, halo)
+
+
+@handles("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "avg_pool1d", "max_pool2d")
+def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) -> Any:
+    spatial = node.like.dim() - 2
+    kernel = list(kernel) * (spatial if len(kernel) == 1 else 1)
+    stride = list(rest[0]) if rest and rest[0] else kernel
+    stride = stride * (spatial if len(stride) == 1 else 1)
+    is_plain = not any(rest[1] if len(rest) > 1 else ()) and stride == kernel
+    if not is_plain or any(given % size for given, size in zip(node.shape[2:], kernel)):
+        return NotImplemented
+
+    def pooled(piece: Tensor) -> Tensor:
+        out = func(piece, kernel, *rest)
+        return out[0] if isinstance(out, tuple) else out
+
+    factors = [(1, 1), (1, 1), *((1, size) for size in kernel)]
+    found = Resized(pooled(node.like), run.settled(node), pooled, factors, 0)
+    return (found, None) if "indices" in func._schema.name else found
+
+
+# ---- norms and sums --------------------------------------------------------------------------------------------------
+
+
+@handles("native_group_norm")
+def _group_norm(
+    run: Run, func: Any, node: Any, weight: Any, bias: Any, batch: int, channels: int, inner: int, groups: int, eps: float
+) -> Any:
+    if not isinstance(node, Lazy) or node.like.dim() < 3:
+        return NotImplemented
+    moments = Moments(batch, groups)
+    run.evaluate(node, None if run.is_rehearsal else moments.add, uncut=(0, 1), reads=True)
+    weight, bias = captured((weight, bias))
+    return Normalised(node, moments, weight, bias, eps), None, None
+
+
+@handles("native_layer_norm", "_fused_rms_norm")
+def _layer_norm(run: Run, func: Any, node: Any, shape: Sequence[int], *rest: Any) -> Any:
+    if not isinstance(node, Lazy):
+        return NotImplemented
+    kept = node.like.dim() - len(shape)
+    dims = [dim if dim < kept else None for dim in range(node.like.dim())]
+    results = len(func._schema.returns)
+    return (rowwise(run, node, func, (node, shape, *captured(rest)), {}, dims), *[None] * (results - 1))
+
+
+@handles("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit_no_training")
+def _batch_norm(run: Run, func: Any, node: Any, *rest: Any) -> Any:
+    is_training = "no_training" not in func._schema.name and rest[4]
+    if not isinstance(node, Lazy) or is_training:
+        return NotImplemented
+    dims = [None if dim == 1 else dim for dim in range(node.like.dim())]
+    results = len(func._schema.returns)
+    return (rowwise(run, node, func, (node, *captured(rest)), {}, dims), *[None] * (results - 1))
+
+
+@handles("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "prod", "logsumexp")
+def _reduction(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+    names = [argument.name for argument in func._schema.arguments]
+    if "dim" not in names or not isinstance(node, Lazy):
+        return NotImplemented
+    given = dict(zip(names, (node, *args))) | kwargs
+    dims = given.get("dim")
+    if dims is None or dims == []:
+        return NotImplemented
+    rank = node.like.dim()
+    gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+    keeps = given.get("keepdim", False)
+    places = [None if dim in gone else dim for dim in range(rank) if keeps or dim not in gone]
+    if not any(place is not None and node.size(place) > 1 for place in places):
+        return NotImplemented
+    return rowwise(run, node, func, (node, *args), kwargs, places)
+
+
+@handles("_softmax", "_log_softmax", "cumsum", "index_select", "glu")
+def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(node, Lazy):
+        return NotImplemented
+    names = [argument.name for argument in func._schema.arguments]
+    rank = node.like.dim()
+    along = (dict(zip(names, (node, *args))) | kwargs).get("dim", -1) % rank
+    dims = [None if dim == along else dim for dim in range(rank)]
+    return rowwise(run, node, func, (node, *captured(args)), kwargs, dims)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@handles("linear")
+def linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
+    """``aten::linear``: each row on its own."""
+    if not isinstance(node, Lazy) or isinstance(weight, Lazy):
+        return NotImplemented
+    rank = node.like.dim()
+    found = rowwise(run, node, func, (node, weight, bias), {}, [*range(rank - 1), None], heavy=True)
+    if not lasts(weight, bias):
+        run.evaluate(found)
+    return found
+
+
+@handles("mm")
+def _mm(run: Run, func: Any, left: Any, right: Any) -> Any:
+    return _product(run, func, (left, right), 0, left, right, [0, None], [None, 1])
+
+
+@handles("addmm")
+def _addmm(run: Run, func: Any, bias: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+    if isinstance(bias, Lazy) or bias.dim() > 1 or kwargs:
+        return NotImplemented
+    return _product(run, func, (bias, left, right), 1, left, right, [0, None], [None, 1])
+
+
+@handles("bmm")
+def _bmm(run: Run, func: Any, left: Any, right: Any) -> Any:
+    return _product(run, func, (left, right), 0, left, right, [None, 1, None], [None, None, 2])
+
+
+def _product(
+    run: Run, func: Any, args: tuple, place: int, left: Any, right: Any, of_left: list[int | None], of_right: list[int | None]
+) -> Any:
+    """A matrix product in ranges of the rows of its left side, or of the columns of its right side."""
+    arguments = list(args)
+    if isinstance(left, Lazy):
+        if isinstance(right, Lazy):
+            arguments[place + 1] = run.whole(right)
+        found = rowwise(run, left, func, tuple(arguments), {}, of_left, heavy=True)
+    elif len(args) == 2:
+        found = rowwise(run, right, func, tuple(arguments), {}, of_right, heavy=True)
+    else:
+        return NotImplemented
+    run.evaluate(found)
+    return found
+
+
+def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
+    """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch.
+
+    Args:
+        options: further arguments of :func:`pascal_attn_core.sdpa` by name.
+    """
+    nodes = [each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value)]
+    for node in nodes:
+        run.evaluate(node)
+    if isinstance(attn_mask, Lazy):
+        attn_mask = run.whole(attn_mask)
+    found = Attention(*nodes, attn_mask, options, run.budget // 4)
+    run.evaluate(found)
+    return found

@@ -1,0 +1,236 @@
+"""One decoding or encoding in bands: what is computed when, in how many bands, and what it took."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .lazy import Known, Lazy
+from .room import Room, Value
+
+_LONGEST_CHAIN = 24
+
+
+class NotInBands(Exception):
+    """This model does something that cannot be followed in bands; the message says what."""
+
+
+@dataclass
+class Figures:
+    """What a run did.
+
+    Attributes:
+        layers: values that were computed in bands or in one piece.
+        bands: of all layers together.
+        most_bands: of one layer.
+        whole: operators that ran whole, how often each.
+        retries: out-of-memory errors after which fewer rows were taken.
+        host_bytes: most bytes in host memory at once.
+        expected_bytes: most bytes on the device at once, by calculation.
+    """
+
+    layers: int = 0
+    bands: int = 0
+    most_bands: int = 0
+    whole: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    host_bytes: int = 0
+    expected_bytes: int = 0
+
+
+class Run:
+    """
+    Args:
+        device: where it computes.
+        budget: bytes on the device for one band and the values that are kept there.
+        keep: where values lie, see :class:`.room.Room`.
+        rows: at most so many elements per band, for tests and proofs; None = as many as the budget allows.
+        on_band: called after each band.
+        is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int,
+        *,
+        keep: str = "auto",
+        rows: int | None = None,
+        on_band: Callable[[], None] | None = None,
+        is_rehearsal: bool = False,
+    ):
+        self.device = torch.device("meta") if is_rehearsal else device
+        self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
+        # a CPU has no other memory than the host's
+        self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget)
+        self.figures = Figures()
+
+    def known(self, tensor: Tensor) -> Known:
+        """A tensor on the device as a node."""
+        tensor = tensor.detach()
+        return Known(tensor.to("meta"), Value(tensor.to("meta") if self.is_rehearsal else tensor, self.room))
+
+    def settled(self, node: Lazy) -> Lazy:
+        """A node whose heavy work, if it holds any, is done."""
+        if node.is_pending:
+            self.evaluate(node)
+        return node
+
+    def evaluate(
+        self,
+        node: Lazy,
+        watch: Callable[[Tensor], None] | None = None,
+        *,
+        uncut: Collection[int] = (),
+        reads: bool = False,
+        at_home: bool = False,
+    ) -> Value:
+        """Compute a node and keep it.
+
+        Args:
+            uncut: dimensions that must not be cut.
+            reads: read it also where it is kept already.
+            at_home: on the device whatever its size, since it is a result.
+            watch: is shown each piece, in order.
+        """
+        if node.value is not None and not reads:
+            return node.value
+        dim = self._dim(node, uncut)
+        total = node.size(dim)
+        count = self._count(node, dim)
+        target = node.value
+        self.figures.layers += 1
+        low = bands = 0
+        while low < total:
+            high = min(total, low + count)
+            try:
+                if high < total:
+                    self._read_ahead(node, dim, high, min(total, high + count))
+                if self.is_rehearsal:
+                    piece = node.like.narrow(dim, low, high - low) if node.like.dim() else node.like
+                else:
+                    piece = node.read(dim, low, high, {})
+                if watch is not None:
+                    watch(piece)
+                if node.value is None:
+                    stays = at_home or self.room.stays(node.nbytes)
+                    if (low, high) == (0, total) and stays and node.is_fresh:
+                        target = self.room.home(piece)
+                    else:
+                        target = target or self.room.place_for(node.like, dim, on_host=not stays)
+                        target.write(dim, low, piece)
+                del piece
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                problem = error
+            else:
+                problem = None
+            if problem is not None:
+                count = self._fewer(node, dim, count, problem)
+                continue
+            low, bands = high, bands + 1
+            if self.on_band is not None:
+                self.on_band()
+        self.room.settle()
+        self.figures.bands += bands
+        self.figures.most_bands = max(self.figures.most_bands, bands)
+        self.figures.host_bytes = self.room.host_peak
+        assert target is not None or total == 0
+        if target is None:
+            target = self.room.place_for(node.like, dim, on_host=False)
+        if node.value is None:
+            node.keep(target)
+        return target
+
+    def _fewer(self, node: Lazy, dim: int, count: int, error: Exception) -> int:
+        """After an out-of-memory error: half as many rows, then values to host memory, then the error."""
+        self.figures.retries += 1
+        for value, *_ in node.leaves(dim, 0, node.size(dim)):
+            value.forget_ahead()
+        error.__traceback__ = None  # its frames hold the pieces
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        unit = max(node.granule(dim), 1)
+        if count > unit:
+            return max(unit, count // 2 // unit * unit)
+        if self.room.make_room():
+            return count
+        raise error
+
+    def _read_ahead(self, node: Lazy, dim: int, low: int, high: int) -> None:
+        if self.room.has_queues:
+            for value, *where in node.leaves(dim, low, high):
+                value.read_ahead(*where)
+
+    def _dim(self, node: Lazy, uncut: Collection[int] = ()) -> int:
+        """The dimension to cut: rows, then frames, then columns; the first of which a band fits the budget."""
+        dims = node.like.dim()
+        order = [dims - 2, *range(2, dims - 2), dims - 1] if dims >= 4 else sorted(range(dims), key=lambda d: -node.size(d))
+        found = [dim for dim in order if dim not in uncut and node.size(dim) > 1 and node.granule(dim)]
+        if not found:
+            return 0
+        costs = {dim: self._cost(node, dim, min(node.granule(dim), node.size(dim))) for dim in found}
+        return next((dim for dim in found if costs[dim] <= self._room_for_bands), min(found, key=lambda d: costs[d]))
+
+    @property
+    def _room_for_bands(self) -> int:
+        return max(self.budget - self.room.held, self.budget // 4)
+
+    def _cost(self, node: Lazy, dim: int, count: int) -> int:
+        """Bytes on the device while so many elements are read, in the middle of the tensor."""
+        unit = max(node.granule(dim), 1)
+        low = (node.size(dim) - count) // 2 // unit * unit
+        most, _ = node.cost(dim, low, min(low + count, node.size(dim)))
+        return most
+
+    def _count(self, node: Lazy, dim: int) -> int:
+        """Elements per band: the fewest bands of equal size that fit the budget."""
+        total, unit = node.size(dim), node.granule(dim)
+        if not unit or total <= unit:
+            count = total
+        else:
+            steps = -(-total // unit)
+            low, high = 1, steps  # units per band: low fits, or is all there is to take
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._cost(node, dim, min(middle * unit, total)) <= self._room_for_bands:
+                    low = middle
+                else:
+                    high = middle - 1
+            if self.rows is not None:
+                low = max(1, min(low, self.rows // unit))
+            bands = -(-steps // low)
+            count = -(-steps // bands) * unit
+        expected = self.room.held + self._cost(node, dim, min(count, total))
+        self.figures.expected_bytes = max(self.figures.expected_bytes, expected)
+        return max(count, 1)
+
+    def whole(self, node: Lazy) -> Tensor:
+        """All of a node on the device, contiguous."""
+        if node.value is None:
+            self.evaluate(node, at_home=True)
+        assert node.value is not None
+        return self.room.bring(node.value).contiguous()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return "not enough memory" in text or "out of memory" in text or "can't allocate memory" in text
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What the block draws from torch's generators leaves no trace."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        yield

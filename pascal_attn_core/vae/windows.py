@@ -1,0 +1,287 @@
+"""Lazy tensors whose elements depend on a neighbourhood: convolutions, paddings, upsampling, pooling, and norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lazy import Lazy, Want, aten
+
+
+class Convolution(Lazy):
+    """``aten::convolution``: cut along its spatial dimensions, where each range needs a few elements more."""
+
+    is_heavy = True
+
+    def __init__(
+        self,
+        like: Tensor,
+        node: Lazy,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+    ):
+        super().__init__(like, (node,))
+        spatial = like.dim() - 2
+
+        def each(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(values) * spatial if len(values) == 1 else tuple(values)
+
+        self.weight, self.bias, self.groups, self.transposed = weight, bias, groups, transposed
+        self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
+        self.output_padding = each(output_padding)
+
+    def own_granule(self, dim: int) -> int:
+        return int(dim >= 2 and self.inputs[0].granule(dim) == 1)
+
+    def _range(self, dim: int, low: int, high: int) -> tuple[int, int]:
+        """The elements of the input that a range needs; those below 0 and above its end are padding."""
+        axis = dim - 2
+        stride, padding = self.stride[axis], self.padding[axis]
+        reach = self.dilation[axis] * (self.weight.shape[dim] - 1)
+        if self.transposed:
+            return -((reach - low - padding) // stride), (high - 1 + padding) // stride + 1
+        return low * stride - padding, (high - 1) * stride - padding + reach + 1
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        if dim < 2:
+            return [node.whole()]
+        first, last = self._range(dim, low, high)
+        size = node.size(dim)
+        first = min(max(first, 0), size - 1)
+        return [Want(node, dim, first, max(min(last, size), first + 1))]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        piece = pieces.pop()
+        padding = list(self.padding)
+        if dim < 2:
+            return self._run(piece, padding, self.output_padding)
+        want = self.wants(dim, low, high)[0]
+        return (self._transposed if self.transposed else self._forward)(piece, padding, dim, low, high, want)
+
+    def _forward(self, piece: Tensor, padding: list[int], dim: int, low: int, high: int, want: Want) -> Tensor:
+        first, last = self._range(dim, low, high)
+        before, after = want.low - first, last - want.high
+        axis = dim - 2
+        if before == after and 0 <= before:
+            padding[axis] = before
+        else:
+            padding[axis] = 0
+            if before > 0 or after > 0:
+                shape = list(piece.shape)
+                parts = [piece]
+                for place, count in ((0, before), (len(parts), after)):
+                    if count > 0:
+                        shape[dim] = count
+                        parts.insert(place, piece.new_zeros(shape))
+                piece = torch.cat(parts, dim)
+        return self._run(piece, padding, self.output_padding)
+
+    def _transposed(self, piece: Tensor, padding: list[int], dim: int, low: int, high: int, want: Want) -> Tensor:
+        axis = dim - 2
+        reach = self.dilation[axis] * (self.weight.shape[dim] - 1)
+        start = low + self.padding[axis] - want.low * self.stride[axis]  # of the range in what the piece gives
+        given = (want.high - want.low - 1) * self.stride[axis] + reach + 1
+        missing = max(start + high - low - given, 0)
+        padding[axis] = 0
+        extra = list(self.output_padding)
+        extra[axis] = min(missing, max(self.stride[axis], self.dilation[axis]) - 1)
+        out = self._run(piece, padding, extra)
+        return out.narrow(dim, start, high - low)
+
+    def _run(self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int]) -> Tensor:
+        return aten.convolution(
+            piece, self.weight, self.bias, self.stride, padding, self.dilation, self.transposed, output_padding,
+            self.groups,
+        )  # fmt: skip
+
+    def scratch(self, given: int, made: int) -> int:
+        return 2 * given if any(self.padding) else 0  # rows of padding are joined to a copy, which the kernel may copy
+
+
+class Padded(Lazy):
+    """``aten::constant_pad_nd`` and the paddings by reflection and by replication.
+
+    Args:
+        pads: (before, after) of each dimension, negative where it is cut.
+        mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+    """
+
+    def __init__(self, like: Tensor, node: Lazy, pads: Sequence[tuple[int, int]], mode: str, number: float = 0.0):
+        super().__init__(like, (node,))
+        self.pads, self.mode, self.number = tuple(pads), mode, number
+
+    def own_granule(self, dim: int) -> int:
+        unit = self.inputs[0].granule(dim)
+        return unit if unit == 1 or self.pads[dim] == (0, 0) else 0
+
+    def _sources(self, dim: int, low: int, high: int) -> list[int]:
+        """Which element of the input each of a range is; -1 for the constant."""
+        before, size = self.pads[dim][0], self.inputs[0].size(dim)
+        found = []
+        for place in range(low - before, high - before):
+            inside = 0 <= place < size
+            if self.mode == "replicate":
+                place = min(max(place, 0), size - 1)
+            elif self.mode == "circular":
+                place %= size
+            elif self.mode == "reflect" and not inside:
+                place = -place if place < 0 else 2 * (size - 1) - place
+            elif not inside:
+                place = -1
+            found.append(place)
+        return found
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        if self.is_whole(dim, low, high):
+            return [node.whole()]
+        if self.pads[dim] == (0, 0):
+            return [Want(node, dim, low, high)]
+        inside = [place for place in self._sources(dim, low, high) if place >= 0] or [0]
+        return [Want(node, dim, min(inside), max(inside) + 1)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        want = self.wants(dim, low, high)[0]
+        piece = pieces.pop()
+        cut = not self.is_whole(dim, low, high)
+        for each in range(piece.dim()):
+            if self.pads[each] == (0, 0):
+                continue
+            start, stop = (low, high) if cut and each == dim else (0, self.size(each))
+            first = want.low if cut and each == dim else 0
+            piece = self._along(piece, each, self._sources(each, start, stop), first)
+        return piece
+
+    def _along(self, piece: Tensor, dim: int, sources: list[int], first: int) -> Tensor:
+        """Runs of neighbours are taken as they are, the rest one by one."""
+        parts: list[Tensor] = []
+        place = 0
+        while place < len(sources):
+            source, end = sources[place], place + 1
+            step = 0 if source < 0 else 1
+            while end < len(sources) and sources[end] == source + step * (end - place):
+                end += 1
+            if source < 0:
+                shape = list(piece.shape)
+                shape[dim] = end - place
+                parts.append(torch.full(shape, self.number, dtype=piece.dtype, device=piece.device))
+            else:
+                parts.append(piece.narrow(dim, source - first, end - place))
+            place = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def scratch(self, given: int, made: int) -> int:
+        return made  # one dimension after the other
+
+
+class Resized(Lazy):
+    """Upsampling and pooling by whole factors.
+
+    Args:
+        func: takes the input, whole or a range of it, and gives so many times its size.
+        factors: (outputs, inputs) per dimension: (2, 1) where two elements come from one, (1, 2) the other way round.
+        halo: elements of the input beside a range that it depends on.
+    """
+
+    def __init__(
+        self, like: Tensor, node: Lazy, func: Callable[[Tensor], Tensor], factors: Sequence[tuple[int, int]], halo: int
+    ):
+        super().__init__(like, (node,))
+        self.func, self.factors, self.halo = func, tuple(factors), halo
+
+    def own_granule(self, dim: int) -> int:
+        node = self.inputs[0]
+        if self.factors[dim] == (1, 1):
+            return node.granule(dim)
+        return int(node.granule(dim) == 1)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        node = self.inputs[0]
+        if self.is_whole(dim, low, high):
+            return [node.whole()]
+        made, taken = self.factors[dim]
+        if made == taken == 1:
+            return [Want(node, dim, low, high)]
+        first, last = low // made * taken, ((high - 1) // made + 1) * taken
+        return [Want(node, dim, max(first - self.halo, 0), min(last + self.halo, node.size(dim)))]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        want = self.wants(dim, low, high)[0]
+        out = self.func(pieces.pop())
+        if self.is_whole(dim, low, high):
+            return out
+        made, taken = self.factors[dim]
+        start = low - want.low // taken * made
+        return out if out.shape[dim] == high - low else out.narrow(dim, start, high - low)
+
+    def scratch(self, given: int, made: int) -> int:
+        return made if self.halo else 0
+
+
+class Moments:
+    """Mean and variance of each group of channels, gathered over pieces in the order they come (Chan, Golub, LeVeque
+    1979): of each piece as torch's own kernel computes them, between pieces in float64. ``[N, C, ...]`` -> ``[N, groups]``.
+    """
+
+    def __init__(self, batch: int, groups: int):
+        self.batch, self.groups, self.count = batch, groups, 0
+        self.mean: Any = 0.0
+        self.squares: Any = 0.0
+
+    def add(self, piece: Tensor) -> None:
+        """Take in a range of the elements of each channel."""
+        channels, inner = piece.shape[1], math.prod(piece.shape[2:])
+        if piece.dtype not in (torch.float32, torch.float64):
+            piece = piece.float()
+        # with eps 0, so that 1 / rstd^2 is the variance
+        _, mean, rstd = torch.native_group_norm(
+            piece.contiguous(), None, None, self.batch, channels, inner, self.groups, 0.0
+        )
+        mean, variance = mean.double(), rstd.double() ** -2
+        count = inner * channels // self.groups
+        total, delta = self.count + count, mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self.squares = self.squares + variance * count + delta**2 * (self.count * count / total)
+        self.count = total
+
+    def per_channel(self, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(mean, variance) of the group that each channel is in, ``[N * C]``."""
+        repeat = channels // self.groups
+        mean, variance = self.mean.to(dtype), (self.squares / self.count).to(dtype)
+        return mean.repeat_interleave(repeat, -1).flatten(), variance.repeat_interleave(repeat, -1).flatten()
+
+
+class Normalised(Lazy):
+    """A group norm whose sums have been gathered. ``[N, C, ...]``."""
+
+    def __init__(self, node: Lazy, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float):
+        super().__init__(node.like, (node,))
+        self.moments, self.weight, self.bias, self.eps = moments, weight, bias, eps
+        self._numbers: tuple[Tensor | None, ...] | None = None
+
+    def own_granule(self, dim: int) -> int:
+        return 0 if dim < 2 else self.inputs[0].granule(dim)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        return [Want(self.inputs[0], dim, low, high)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        piece = pieces.pop()
+        if self._numbers is None:
+            dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
+            affine = [None if t is None else t.to(dtype).repeat(self.moments.batch) for t in (self.weight, self.bias)]
+            self._numbers = (*affine, *self.moments.per_channel(piece.shape[1], dtype))
+        weight, bias, mean, variance = self._numbers
+        folded = piece.reshape(1, -1, *piece.shape[2:])  # each channel of each sample has a mean of its own
+        return torch.batch_norm(folded, weight, bias, mean, variance, False, 0.0, self.eps, True).view(piece.shape)
