@@ -46,6 +46,8 @@ class Lazy:
     is_heavy = False
     #: what it returns is new memory of its own
     is_fresh = True
+    #: attributes that are needed only until it has been computed
+    arguments: tuple[str, ...] = ()
 
     def __init__(self, like: Tensor, inputs: Sequence[Lazy] = ()):
         self.like = like
@@ -133,6 +135,8 @@ class Lazy:
         """It has been computed: from now on it is read from there."""
         self.value = value
         self.inputs = ()
+        for name in self.arguments:
+            setattr(self, name, None)
 
     @property
     def is_pending(self) -> bool:
@@ -196,6 +200,8 @@ def nodes_in(args: Any) -> list[Lazy]:
 class Pointwise(Lazy):
     """An operator that computes each element from the elements at the same place, with broadcasting."""
 
+    arguments = ("args", "kwargs")
+
     def __init__(self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]):
         super().__init__(like, nodes_in((args, kwargs)))
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -250,6 +256,8 @@ class Rowwise(Lazy):
         dims: which dimension of the input each dimension of the result is, None where it must not be cut.
         others: nodes that are read whole, whatever is read of the result; the input is the first.
     """
+
+    arguments = ("args", "kwargs")
 
     def __init__(
         self,

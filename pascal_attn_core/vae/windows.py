@@ -16,6 +16,7 @@ class Convolution(Lazy):
     """``aten::convolution``: cut along its spatial dimensions, where each range needs a few elements more."""
 
     is_heavy = True
+    arguments = ("weight", "bias")
 
     def __init__(
         self,
@@ -264,6 +265,8 @@ class Moments:
 
 class Normalised(Lazy):
     """A group norm whose sums have been gathered. ``[N, C, ...]``."""
+
+    arguments = ("weight", "bias", "_numbers")
 
     def __init__(self, node: Lazy, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float):
         super().__init__(node.like, (node,))
