@@ -50,7 +50,8 @@ class Run:
         device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
         keep: where values lie, see :class:`.room.Room`.
-        rows: at most so many elements per band, for tests and proofs; None = as many as the budget allows.
+        least_bands: cut everything that can be cut into so many, for proofs.
+        rows: at most so many elements per band, for tests; None = as many as the budget allows.
         on_band: called after each band.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
     """
@@ -61,6 +62,7 @@ class Run:
         budget: int,
         *,
         keep: str = "auto",
+        least_bands: int = 1,
         rows: int | None = None,
         on_band: Callable[[], None] | None = None,
         is_rehearsal: bool = False,
@@ -68,6 +70,7 @@ class Run:
         self.device = torch.device("meta") if is_rehearsal else device
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
         # a CPU has no other memory than the host's
+        self.least_bands = least_bands
         self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget)
         self.figures = Figures()
 
@@ -127,7 +130,7 @@ class Run:
                         target.write(dim, low, piece)
                 del piece
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 problem = error
             else:
@@ -207,7 +210,7 @@ class Run:
                     high = middle - 1
             if self.rows is not None:
                 low = max(1, min(low, self.rows // unit))
-            bands = -(-steps // low)
+            bands = min(max(-(-steps // low), self.least_bands), steps)
             count = -(-steps // bands) * unit
         expected = self.room.held + self._cost(node, dim, min(count, total))
         self.figures.expected_bytes = max(self.figures.expected_bytes, expected)
@@ -221,7 +224,8 @@ class Run:
         return self.room.bring(node.value).contiguous()
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed, on any device."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)

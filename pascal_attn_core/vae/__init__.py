@@ -1,0 +1,91 @@
+"""VAE decoding and encoding in bands of rows or frames: exact, without tiles, in the memory that there is.
+
+    with patch_vae(pipe.vae, budget_mib=512) as patch:
+        pipe(prompt)
+    print(patch.report().text())
+
+The VAE's own ``forward`` runs, on a tensor that notes what is done with it (:mod:`.banded`). Convolutions are computed
+range by range with the rows around each that they depend on, group norms gather their sums over all ranges before they
+are used, attention takes this package's routes. Between two layers a tensor lies on the device while that fits, else in
+host memory. Before the first run with a given VAE, dtype and kind of input a small one is computed both ways; if they do
+not agree to rounding, the VAE runs as if it had not been patched, and the report says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..patching import Patch, PatchGroup
+from .calls import METHODS, Settings, Site, bound
+from .report import VaeReport
+from .room import KEEP
+from .run import NotInBands
+
+__all__ = ["NotInBands", "VaePatch", "VaeReport", "patch_vae"]
+
+
+def patch_vae(
+    vae: nn.Module,
+    *,
+    budget_mib: float | None = None,
+    keep: str = "auto",
+    when: str = "always",
+    methods: tuple[str, ...] = METHODS,
+    verify: bool = True,
+    progress: Callable[[float], None] | None = None,
+    expected_bytes: Callable[..., int] | None = None,
+) -> VaePatch:
+    """Let ``vae.decode`` and ``vae.encode`` run in bands.
+
+    Args:
+        vae: an autoencoder of diffusers, ComfyUI's ``first_stage_model``, or any module with such methods whose first
+            argument is the latent or picture, ``[B, C, ..., H, W]`` (sound: ``[B, C, L]``), float.
+        budget_mib: memory on the device in MiB for one band and what is kept there between layers, besides the weights,
+            the input and the result. None = 0.7 of what is free when a call begins, on a CPU 64. Single rows that need
+            more are computed nevertheless.
+        keep: where tensors lie between layers: ``"auto"`` = on the device while they take at most half of the budget,
+            then in host memory; ``"device"``; ``"host"``. On a CPU the two are the same memory.
+        when: ``"always"``; or ``"needed"``: a call runs as it is, and in bands where ``expected_bytes`` is more than is
+            free or where it runs out of memory.
+        methods: which methods of ``vae`` to patch; those that it lacks are left out.
+        verify: compare a small input first, see above. False = trust the VAE.
+        progress: called after each band with the part that is done, 0 to 1.
+        expected_bytes: the host's own estimate for a call, given the method's name and the input's shape and dtype.
+    Returns:
+        A Patch with ``report()``. Tiled decoding that the VAE has been set to is not used meanwhile; slicing is.
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+    """
+    if not isinstance(vae, nn.Module):
+        raise TypeError(f"vae must be a torch.nn.Module, got {type(vae).__name__}; of a pipeline pass its vae")
+    if keep not in KEEP:
+        raise ValueError(f"keep must be one of {', '.join(KEEP)}, got {keep!r}")
+    if when not in ("always", "needed"):
+        raise ValueError(f"when must be 'always' or 'needed', got {when!r}")
+    if budget_mib is not None and not budget_mib > 0:
+        raise ValueError(f"budget_mib must be a positive number of MiB, got {budget_mib}")
+    found = [name for name in methods if callable(getattr(vae, name, None))]
+    if not found:
+        raise ValueError(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
+    settings = Settings(budget_mib, keep, when == "needed", verify, progress, expected_bytes)
+    sites = {}
+    with PatchGroup(f"bands of {type(vae).__name__}") as group:
+        for name in found:
+            sites[name] = site = Site(vae, name, settings)
+            group.add(bound(site))
+    return VaePatch(group, sites)
+
+
+class VaePatch(Patch):
+    """What :func:`patch_vae` returns."""
+
+    def __init__(self, group: PatchGroup, sites: dict[str, Site]):
+        self._sites = sites
+        super().__init__(group.name, group._undo_all, sites=len(sites))
+
+    def report(self) -> VaeReport:
+        """What the calls so far did."""
+        return VaeReport([call for site in self._sites.values() for call in site.calls])

@@ -1,0 +1,78 @@
+"""Shows on a small input that bands give what the VAE gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .run import NotInBands
+
+# Rounding inside some sixty layers, against that of the input alone.
+_ALLOWED = 16.0
+
+
+def small(given: Tensor, *, is_picture: bool) -> Tensor:
+    """Random numbers in a shape like the input's, small, with sizes that the VAE takes: those of the input, less whole
+    multiples of 32 pixels or 8 frames."""
+    sizes = list(given.shape)
+    sizes[0] = 1
+    for dim in range(2, len(sizes)):
+        is_frames = len(sizes) == 5 and dim == 2
+        if len(sizes) == 3:
+            least, step = (4096, 4096) if is_picture else (24, 1)
+        elif is_picture:
+            least, step = (9, 8) if is_frames else (64, 32)
+        else:
+            least, step = (3, 1) if is_frames else (12 - dim, 1)
+        if sizes[dim] > least:
+            sizes[dim] = least + (sizes[dim] - least) % step
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.rand(sizes, generator=random) * 2 - 1 if is_picture else torch.randn(sizes, generator=random)
+    return numbers.to(given.device, given.dtype)
+
+
+def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool) -> str:
+    """Why the two ways are not the same, "" = they agree to rounding."""
+    sample = small(given, is_picture=is_picture)
+    random = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, sample.shape, generator=random).to(sample) * 2 - 1
+    with torch.no_grad():
+        try:
+            got = _tensors(banded(sample.clone()))
+        except NotInBands as error:
+            return str(error)
+        wanted = _tensors(whole(sample.clone()))
+        moved = _tensors(whole(sample * (1 + torch.finfo(sample.dtype).eps / 2 * signs)))
+    if [t.shape for t in got] != [t.shape for t in wanted]:
+        return f"bands give {[list(t.shape) for t in got]} where the VAE gives {[list(t.shape) for t in wanted]}"
+    for one, other, third in zip(got, wanted, moved):
+        error, noise = _rows(one - other), _rows(third - other)
+        floor = torch.finfo(sample.dtype).eps * other.abs().amax()
+        limit = _ALLOWED * torch.maximum(noise, floor)
+        if not bool(error <= limit):  # NaN too
+            return f"bands differ from the VAE by {float(error):.1e} on a small input, {float(limit):.1e} is rounding"
+    return ""
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    leaves = []
+    for leaf in tree_leaves(found):
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+        elif hasattr(leaf, "__dict__"):
+            leaves += [value for value in vars(leaf).values() if isinstance(value, Tensor)]
+    return [leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()]
+
+
+def _rows(difference: Tensor) -> Tensor:
+    """The largest root mean square of a row: a seam is a row or two."""
+    if difference.dim() < 3:
+        return difference.abs().amax()
+    squares = difference.square()
+    dim = -2 if difference.dim() >= 4 else -1
+    others = [d for d in range(difference.dim()) if d != dim % difference.dim()]
+    return squares.mean(others).amax().sqrt()

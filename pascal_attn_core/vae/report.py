@@ -1,0 +1,57 @@
+"""Report: what the calls of a patched VAE did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device import MIB
+from .run import Figures
+
+
+@dataclass(frozen=True)
+class VaeCall:
+    """One call.
+
+    Attributes:
+        method: ``"decode"`` or ``"encode"``.
+        shape: of the input.
+        state: ``"in bands"``, ``"as it is"`` or ``"refused"``.
+        why: of the state.
+        seconds: it took.
+        figures: None unless it ran in bands.
+    """
+
+    method: str
+    shape: tuple[int, ...]
+    state: str
+    why: str
+    seconds: float
+    figures: Figures | None = None
+
+    def text(self) -> str:
+        """One line, and one more for operators that ran whole."""
+        head = f"{self.method} of {list(self.shape)}: {self.state}{', ' if self.why else ''}{self.why}"
+        if self.figures is None:
+            return f"{head} ({self.seconds:.1f} s)"
+        f = self.figures
+        host = f", {f.host_bytes / MIB:.0f} MiB in host memory" if f.host_bytes else ""
+        retries = f", {f.retries} times fewer rows after running out of memory" if f.retries else ""
+        lines = [
+            f"{head}: {f.layers} layers in {f.bands} bands (at most {f.most_bands}), at most "
+            f"{f.expected_bytes / MIB:.0f} MiB on the device by calculation{host}{retries} ({self.seconds:.1f} s)"
+        ]
+        if f.whole:
+            names = ", ".join(f"{name} ({count})" for name, count in sorted(f.whole.items()))
+            lines.append(f"  whole, since not known in bands: {names}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class VaeReport:
+    """All calls so far."""
+
+    calls: list[VaeCall]
+
+    def text(self) -> str:
+        """One or two lines per call."""
+        return "\n".join(call.text() for call in self.calls) if self.calls else "the VAE has not been called yet"
