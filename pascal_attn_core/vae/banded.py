@@ -55,7 +55,7 @@ class Banded(Tensor):
         if func in _ATTENTION:
             return _attention(func, *args, **kwargs)
         if func is nn.functional.linear:  # as one operator it keeps its rows apart from the batch
-            return _dispatch(aten.linear.default, args, kwargs)
+            return _linear(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -65,6 +65,10 @@ class Banded(Tensor):
 
 
 _ATTENTION = {nn.functional.scaled_dot_product_attention, sdpa}
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
+    return _dispatch(aten.linear.default, (input, weight, bias), {})
 
 
 def _first(args: Any) -> Banded:

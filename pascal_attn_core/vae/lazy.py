@@ -46,6 +46,8 @@ class Lazy:
     is_heavy = False
     #: what it returns is new memory of its own
     is_fresh = True
+    #: although it mostly is new memory, a range may be a view of an input
+    may_alias = False
     #: attributes that are needed only until it has been computed
     arguments: tuple[str, ...] = ()
 
@@ -129,7 +131,7 @@ class Lazy:
     def owns_pieces(self, place: int) -> bool:
         """Whether the piece of an input may be overwritten: it is new memory that nobody else reads."""
         node = self.inputs[place]
-        return node.value is None and node.readers == 1 and node.is_fresh
+        return node.value is None and node.readers == 1 and node.is_fresh and not node.may_alias
 
     def keep(self, value: Value) -> None:
         """It has been computed: from now on it is read from there."""
@@ -413,6 +415,8 @@ class Expanded(Lazy):
 
 class Joined(Lazy):
     """Tensors one after the other along a dimension."""
+
+    may_alias = True
 
     def __init__(self, like: Tensor, nodes: Sequence[Lazy], along: int):
         super().__init__(like, nodes)

@@ -178,14 +178,16 @@ def _repeat(run: Run, func: Any, node: Lazy, repeats: Sequence[int]) -> Lazy:
     if missing:
         node = _viewed(run, func, node, [*[1] * missing, *node.shape])
     for dim, count in enumerate(repeats):
-        if count != 1:
+        if count == 0:
+            node = _narrowed(run, node, dim, 0, 0)
+        elif count != 1:
             node = _joined(run, [node] * count, dim)
     return node
 
 
 def _joined(run: Run, parts: Sequence[Any], dim: int) -> Lazy:
     nodes = [run.settled(part if isinstance(part, Lazy) else run.known(part)) for part in parts]
-    nodes = [node for node in nodes if node.shape != (0,)]
+    nodes = [node for node in nodes if node.like.numel()] or nodes[:1]
     like = torch.cat([node.like for node in nodes], dim)
     return Joined(like, [cast(node, like.dtype) for node in nodes], dim % like.dim())
 

@@ -123,7 +123,7 @@ class Run:
                     watch(piece)
                 if node.value is None:
                     stays = at_home or self.room.stays(node.nbytes)
-                    if (low, high) == (0, total) and stays and node.is_fresh:
+                    if (low, high) == (0, total) and stays and node.is_fresh and not node.may_alias:
                         target = self.room.home(piece)
                     else:
                         target = target or self.room.place_for(node.like, dim, on_host=not stays)

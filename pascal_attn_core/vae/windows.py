@@ -79,13 +79,8 @@ class Convolution(Lazy):
         else:
             padding[axis] = 0
             if before > 0 or after > 0:
-                shape = list(piece.shape)
-                parts = [piece]
-                for place, count in ((0, before), (len(parts), after)):
-                    if count > 0:
-                        shape[dim] = count
-                        parts.insert(place, piece.new_zeros(shape))
-                piece = torch.cat(parts, dim)
+                pads = [0, 0] * (piece.dim() - 1 - dim) + [max(before, 0), max(after, 0)]
+                piece = torch.constant_pad_nd(piece, pads)
         return self._run(piece, padding, self.output_padding)
 
     def _transposed(self, piece: Tensor, padding: list[int], dim: int, low: int, high: int, want: Want) -> Tensor:
@@ -117,6 +112,8 @@ class Padded(Lazy):
         pads: (before, after) of each dimension, negative where it is cut.
         mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
     """
+
+    may_alias = True
 
     def __init__(self, like: Tensor, node: Lazy, pads: Sequence[tuple[int, int]], mode: str, number: float = 0.0):
         super().__init__(like, (node,))
