@@ -67,7 +67,9 @@ def _tensors(found: Any) -> list[Tensor]:
             leaves.append(leaf)
         elif hasattr(leaf, "__dict__"):
             leaves += [value for value in vars(leaf).values() if isinstance(value, Tensor)]
-    return [leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()]
+    return [
+        leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()
+    ]
 
 
 def _rows(difference: Tensor) -> Tensor:
