@@ -109,7 +109,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if packet in _SAME:
         return Banded(first.node, run, device, first)
     if packet is aten.clone:
-        return Banded(first.node, run, device)
+        return Banded(run.copied(first.node), run, device)
     if packet is aten._to_copy:
         return _converted(first, func, kwargs)
     if func._schema.is_mutable:

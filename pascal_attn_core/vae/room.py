@@ -46,6 +46,10 @@ class Value:
         size = self.tensor.shape[dim] if self.tensor.dim() else 1
         return self.tensor.numel() * self.tensor.element_size() // max(size, 1) * (high - low)
 
+    def held_bytes(self) -> int:
+        """Of the memory that it lies in, of which it may be a part."""
+        return self.tensor.untyped_storage().nbytes()
+
     def read_ahead(self, dim: int, low: int, high: int) -> None:
         """Begin to bring a range to the device, where that goes beside other work."""
         if self.on_host and self.room.has_queues and (dim, low, high) not in self._ahead:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .lazy import Known, Lazy
+from .lazy import Known, Lazy, Pointwise, aten
 from .room import Room, Value
 
 _LONGEST_CHAIN = 24
@@ -78,6 +78,18 @@ class Run:
         """A tensor on the device as a node."""
         tensor = tensor.detach()
         return Known(tensor.to("meta"), Value(tensor.to("meta") if self.is_rehearsal else tensor, self.room))
+
+    def copied(self, node: Lazy) -> Lazy:
+        """What a model copies in order to let go of the rest (frames for the next call): memory of its own."""
+        held = node.value.held_bytes() if node.value is not None else node.leaf_bytes()
+        if 2 * held < 3 * node.nbytes or not node.nbytes:
+            return node
+        if node.value is None:
+            self.evaluate(node)
+            return node
+        copy = Pointwise(node.like, aten.clone.default, (node,), {})
+        self.evaluate(copy)
+        return copy
 
     def settled(self, node: Lazy) -> Lazy:
         """A node whose heavy work, if it holds any, is done."""

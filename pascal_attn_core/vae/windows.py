@@ -12,6 +12,10 @@ from torch import Tensor
 from .lazy import Lazy, Want, aten
 
 
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
 class Convolution(Lazy):
     """``aten::convolution``: cut along its spatial dimensions, where each range needs a few elements more."""
 
@@ -96,6 +100,11 @@ class Convolution(Lazy):
         return out.narrow(dim, start, high - low)
 
     def _run(self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int]) -> Tensor:
+        if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and _has_onednn():
+            # of small pieces torch takes another kernel than of the whole, which is slower and unfolds its input
+            return torch.mkldnn_convolution(
+                piece, self.weight, self.bias, padding, self.stride, self.dilation, self.groups
+            )
         return aten.convolution(
             piece, self.weight, self.bias, self.stride, padding, self.dilation, self.transposed, output_padding,
             self.groups,
