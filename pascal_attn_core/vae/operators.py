@@ -322,9 +322,14 @@ _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
 )  # fmt: skip
 def _upsample(run: Run, func: Any, node: Lazy, size: Sequence[int] | None, *rest: Any) -> Any:
     name = func._schema.name.partition("::")[2]
-    if func._overloadname != "default" or size is None:
-        return NotImplemented  # it is composed of the default one
     is_nearest = "nearest" in name
+    if func._overloadname == "vec":  # in inference mode it comes as it was called
+        scales = rest[-1] or [None] * (node.like.dim() - 2)
+        if size is None:
+            size = [int(given * scale) for given, scale in zip(node.shape[2:], scales)]
+        func, rest = getattr(aten, name).default, (*rest[:-1], *scales)
+    elif func._overloadname != "default" or size is None:
+        return NotImplemented
     scales = rest if is_nearest else rest[1:]
     if not is_nearest and rest[0]:
         return NotImplemented  # align_corners: where an element comes from depends on the size of the whole
