@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
     {"fused", "plots"},
     {"routes"},
     {"attention"},
-    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel"},
+    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae"},
     {"diffusers", "transformers", "host_hooks", "selftest", "layers"},
     {"auto", ""},
     {"cli", "nodes"},
