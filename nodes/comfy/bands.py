@@ -78,7 +78,7 @@ class _Method:
             progress=self.progress,
             expected_bytes=lambda _, shape, dtype: _reckoned(estimate, shape, dtype),
         )
-        self.site = Site(network, method, settings, self._own)
+        self.site = Site(network, method, self._own, settings)
 
     def __call__(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
         now, calls = self.now, self.site.calls
@@ -88,6 +88,11 @@ class _Method:
         now.samples, now.given, now.buffer = samples, given, kwargs.pop(_BUFFER, None)
         try:
             return self.site(given, *args, **kwargs)
+        except MemoryError as error:  # the computer's memory: said before anything was computed
+            if not self.site.settings.when_needed:
+                raise
+            self.engine.warn(f"{error}: as it is")
+            return self._own(given, *args, **kwargs)
         finally:
             now.samples = now.given = now.buffer = None
             self.progress.end()

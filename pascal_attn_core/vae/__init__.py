@@ -75,7 +75,7 @@ def patch_vae(
     sites = {}
     with PatchGroup(f"bands of {type(vae).__name__}") as group:
         for name in found:
-            sites[name] = site = Site(vae, name, settings)
+            sites[name] = site = Site(vae, name, getattr(vae, name), settings)
             group.add(bound(site))
     return VaePatch(group, sites)
 

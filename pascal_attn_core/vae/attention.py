@@ -23,9 +23,7 @@ class Attention(Lazy):
 
     is_heavy = True
 
-    def __init__(
-        self, query: Lazy, key: Lazy, value: Lazy, mask: Tensor | None, options: dict[str, Any], limit: int
-    ):
+    def __init__(self, query: Lazy, key: Lazy, value: Lazy, mask: Tensor | None, options: dict[str, Any], limit: int):
         super().__init__(query.like.new_empty((*query.shape[:-1], value.shape[-1])), (query, key, value))
         self.mask, self.options = mask, options
         rows = key.size(key.like.dim() - 2)

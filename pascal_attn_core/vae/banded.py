@@ -120,7 +120,11 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = handler(run, func, *_nodes(args), **_nodes(kwargs))
     if found is NotImplemented and _is_composite(func):
         return func.decompose(*args, **kwargs)
-    if found is NotImplemented and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+    if (
+        found is NotImplemented
+        and torch.Tag.pointwise in func.tags
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    ):
         found = operators.pointwise(run, func, _nodes(args), _nodes(kwargs))
     return _whole(first, func, args, kwargs) if found is NotImplemented else wrapped(found)
 
@@ -158,7 +162,9 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         found = Filled(target.node.like, number, target.run.device)
     else:
         packet = getattr(aten, name.removesuffix("_"), None)
-        overload = getattr(packet, func._overloadname, None) if isinstance(packet, _Packet) and name[-1] == "_" else None
+        overload = (
+            getattr(packet, func._overloadname, None) if isinstance(packet, _Packet) and name[-1] == "_" else None
+        )
         if overload is None:
             raise NotInBands(f"{name} writes into its argument")
         made = _dispatch(overload, args, kwargs)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +25,20 @@ from .proof import differs
 from .report import VaeCall
 from .run import Figures, NotInBands, Run, is_out_of_memory, same_random_numbers
 
+log = logging.getLogger("pascal_attn")
 METHODS = ("decode", "encode")
 _CPU_BUDGET = 64 * MIB
 _REMEMBERED = 100  # calls in the report
 _running = threading.local()
 
 
-class Settings(NamedTuple):
-    """The arguments of :func:`.patch_vae`."""
+@dataclass
+class Settings:
+    """The arguments of :func:`.patch_vae`.
+
+    Attributes:
+        enabled: False once the patch has been removed: deep copies of the VAE share it.
+    """
 
     budget_mib: float | None
     keep: str
@@ -35,35 +46,48 @@ class Settings(NamedTuple):
     verify: bool
     progress: Callable[[float], None] | None
     expected_bytes: Callable[..., int] | None
+    enabled: bool = True
 
 
 class Site:
-    """One method of one VAE.
+    """One method of one VAE; an attribute of the VAE in the place of the method.
 
     Attributes:
-        own: the method as it was; None = what the VAE has now.
+        own: the method as it was.
         calls: the last ones.
     """
 
-    def __init__(self, vae: nn.Module, name: str, settings: Settings, own: Callable[..., Any] | None = None):
-        self.vae, self.name, self.settings = vae, name, settings
-        self.own = getattr(vae, name) if own is None else own
+    def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: Settings):
+        functools.update_wrapper(self, own)
+        self.vae, self.name, self.own, self.settings = vae, name, own, settings
         self.calls: deque[VaeCall] = deque(maxlen=_REMEMBERED)
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
+        self._has_warned = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        vae = copy.deepcopy(self.vae, memo)
+        return Site(vae, self.name, _rebound(self.own, self.vae, vae), self.settings)
+
+    def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
+        return _same, (self.own,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place, given = _input(args, kwargs)
-        why_not = self._why_not(given)
-        if why_not is not None:
+        if not self._is_ours(given):
             return self.own(*args, **kwargs)
         start = time.perf_counter()
 
         def note(state: str, why: str, figures: Figures | None = None) -> None:
-            self.calls.append(
-                VaeCall(self.name, tuple(given.shape), state, why, time.perf_counter() - start, figures)
-            )
+            self.calls.append(VaeCall(self.name, tuple(given.shape), state, why, time.perf_counter() - start, figures))
 
+        if self._needs_gradients(given):
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("%s.%s does not run in bands while gradients are on: call it under torch.no_grad()",
+                            type(self.vae).__name__, self.name)  # fmt: skip
+            note("as it is", "gradients are on; call it under torch.no_grad()")
+            return self.own(*args, **kwargs)
         reason = ""
         if self.settings.when_needed:
             reason = self._does_not_fit(given)
@@ -91,17 +115,15 @@ class Site:
         note("in bands", reason, figures)
         return out
 
-    def _why_not(self, given: Any) -> str | None:
-        """Why a call is none for us: it passes as it is."""
-        if getattr(_running, "on", False):
-            return "within another call in bands"
-        if type(given) is not Tensor or given.dim() < 3 or not given.is_floating_point() or not given.numel():
-            return "the input is not a plain tensor of at least three dimensions"
-        if given.device.type == "meta" or torch.compiler.is_compiling():
-            return "it is being traced"
-        if torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in self.vae.parameters())):
-            return "gradients are needed" if self.vae.training or given.requires_grad else None
-        return None
+    def _is_ours(self, given: Any) -> bool:
+        """Whether a call could run in bands; others are passed on and not reported."""
+        is_plain = type(given) is Tensor and given.dim() >= 3 and given.is_floating_point() and given.numel()
+        if not self.settings.enabled or getattr(_running, "on", False) or not is_plain or given.is_meta:
+            return False
+        return not torch.compiler.is_compiling()
+
+    def _needs_gradients(self, given: Tensor) -> bool:
+        return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in self.vae.parameters()))
 
     def _does_not_fit(self, given: Tensor) -> str:
         estimate, free = self.settings.expected_bytes, available_bytes(given.device)
@@ -125,14 +147,16 @@ class Site:
             if key not in self._proofs:
 
                 def whole(sample: Tensor) -> Any:
-                    with _without_tiles(self.vae):
-                        return self.own(*_replaced(args, kwargs, place, sample)[0], **_replaced(args, kwargs, place, sample)[1])
+                    given_args, given_kwargs = _replaced(args, kwargs, place, sample)
+                    with _without_tiles(self.vae), same_random_numbers((args, kwargs), sample.device):
+                        return self.own(*given_args, **given_kwargs)
 
                 def banded(sample: Tensor) -> Any:
                     run = Run(sample.device, 1 << 62, least_bands=3)
-                    return self._call(run, sample, place, args, kwargs)
+                    with same_random_numbers((args, kwargs), sample.device):
+                        return self._call(run, sample, place, args, kwargs)
 
-                with _in_bands_now(is_trial=True), same_random_numbers(given.device):
+                with _in_bands_now(is_trial=True):
                     self._proofs[key] = differs(whole, banded, given, is_picture=self.name.startswith("encode"))
             return self._proofs[key]
 
@@ -167,7 +191,7 @@ class Site:
         """What the call will take, from shapes alone; None where that cannot be told."""
         run = Run(given.device, budget, keep=self.settings.keep, is_rehearsal=True)
         try:
-            with _in_bands_now(is_trial=True), same_random_numbers(given.device):
+            with _in_bands_now(is_trial=True), same_random_numbers((args, kwargs), given.device):
                 self._call(run, given, place, args, kwargs)
         except (NotInBands, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None
@@ -184,15 +208,11 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
     """Put a site in the place of its method; returns how to undo that."""
     vae, name = site.vae, site.name
     had = vars(vae).get(name)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return site(*args, **kwargs)
-
-    method.__wrapped__ = site.own  # type: ignore[attr-defined]
-    object.__setattr__(vae, name, method)
+    object.__setattr__(vae, name, site)
 
     def undo() -> list[str] | None:
-        if vars(vae).get(name) is not method:
+        site.settings.enabled = False
+        if vars(vae).get(name) is not site:
             return [f"{name} has been replaced by something else, which stays"]
         if had is None:
             object.__delattr__(vae, name)
@@ -201,6 +221,15 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
         return None
 
     return undo
+
+
+def _rebound(own: Callable[..., Any], vae: nn.Module, other: nn.Module) -> Callable[..., Any]:
+    is_method = isinstance(own, types.MethodType) and own.__self__ is vae
+    return types.MethodType(own.__func__, other) if is_method else own  # type: ignore[union-attr]
+
+
+def _same(own: Callable[..., Any]) -> Callable[..., Any]:
+    return own
 
 
 def _input(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -222,9 +222,7 @@ class Pointwise(Lazy):
         if self.is_whole(dim, low, high):
             return [node.whole() for node in self.inputs]
         places = [self._dim_of(node, dim) for node in self.inputs]
-        return [
-            node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)
-        ]
+        return [node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         def cut(leaf: Any) -> Any:

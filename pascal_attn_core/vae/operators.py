@@ -39,7 +39,8 @@ def handler_of(func: Any) -> Handler | None:
 def likes(args: Any) -> Any:
     """The arguments with tensors on ``meta`` in the place of nodes and tensors."""
     return tree_map(
-        lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf, args
+        lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
+        args,
     )
 
 
@@ -76,7 +77,14 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Sequence[int | None], *, heavy: bool = False
+    run: Run,
+    node: Lazy,
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[int | None],
+    *,
+    heavy: bool = False,
 ) -> Rowwise:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
@@ -363,7 +371,16 @@ def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) ->
 
 @handles("native_group_norm")
 def _group_norm(
-    run: Run, func: Any, node: Any, weight: Any, bias: Any, batch: int, channels: int, inner: int, groups: int, eps: float
+    run: Run,
+    func: Any,
+    node: Any,
+    weight: Any,
+    bias: Any,
+    batch: int,
+    channels: int,
+    inner: int,
+    groups: int,
+    eps: float,
 ) -> Any:
     if not isinstance(node, Lazy) or node.like.dim() < 3:
         return NotImplemented
@@ -455,7 +472,14 @@ def _bmm(run: Run, func: Any, left: Any, right: Any) -> Any:
 
 
 def _product(
-    run: Run, func: Any, args: tuple, place: int, left: Any, right: Any, of_left: list[int | None], of_right: list[int | None]
+    run: Run,
+    func: Any,
+    args: tuple,
+    place: int,
+    left: Any,
+    right: Any,
+    of_left: list[int | None],
+    of_right: list[int | None],
 ) -> Any:
     """A matrix product in ranges of the rows of its left side, or of the columns of its right side."""
     arguments = list(args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .run import NotInBands, same_random_numbers
+from .run import NotInBands
 
 # Rounding inside some sixty layers, against that of the input alone.
 _ALLOWED = 16.0
@@ -44,7 +44,7 @@ def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], giv
     signs = torch.randint(0, 2, sample.shape, generator=random).to(sample) * 2 - 1
 
     def alike(function: Callable[[Tensor], Any], tensor: Tensor) -> list[Tensor]:
-        with torch.no_grad(), same_random_numbers(given.device):
+        with torch.no_grad():
             return _tensors(function(tensor))
 
     try:
@@ -73,7 +73,9 @@ def _tensors(found: Any) -> list[Tensor]:
             leaves.append(leaf)
         elif hasattr(leaf, "__dict__"):
             leaves += [value for value in vars(leaf).values() if isinstance(value, Tensor)]
-    return [leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()]
+    return [
+        leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()
+    ]
 
 
 def _rows(difference: Tensor) -> Tensor:

@@ -202,4 +202,3 @@ class Room:
                 moved = True
         self.keep = "host"
         return moved
-

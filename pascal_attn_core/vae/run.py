@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .lazy import Known, Lazy, Pointwise, aten
 from .room import Room, Value
@@ -73,6 +75,7 @@ class Run:
         self.least_bands = least_bands
         self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget)
         self.figures = Figures()
+        self._last_try: Lazy | None = None
 
     def known(self, tensor: Tensor) -> Known:
         """A tensor on the device as a node."""
@@ -176,7 +179,8 @@ class Run:
         unit = max(node.granule(dim), 1)
         if count > unit:
             return max(unit, count // 2 // unit * unit)
-        if self.room.make_room():
+        if self.room.make_room() or self._last_try is not node:
+            self._last_try = node
             return count
         raise error
 
@@ -188,7 +192,9 @@ class Run:
     def _dim(self, node: Lazy, uncut: Collection[int] = ()) -> int:
         """The dimension to cut: rows, then frames, then columns; the first of which a band fits the budget."""
         dims = node.like.dim()
-        order = [dims - 2, *range(2, dims - 2), dims - 1] if dims >= 4 else sorted(range(dims), key=lambda d: -node.size(d))
+        order = (
+            [dims - 2, *range(2, dims - 2), dims - 1] if dims >= 4 else sorted(range(dims), key=lambda d: -node.size(d))
+        )
         found = [dim for dim in order if dim not in uncut and node.size(dim) > 1 and node.granule(dim)]
         if not found:
             return 0
@@ -245,8 +251,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """What the block draws from torch's generators leaves no trace."""
+def same_random_numbers(arguments: Any, device: torch.device) -> Iterator[None]:
+    """What the block draws from torch's generators and from those among ``arguments`` leaves no trace."""
+    generators = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        yield
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
