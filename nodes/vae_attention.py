@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .comfy import host, inputs
+from .comfy.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, estimate_of, in_bands
 from .comfy.objects import Make, Replacements, replace_functions
 from .comfy.replacements import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
 from .comfy.scope import Scope
@@ -21,23 +22,41 @@ _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of
 
 
 class PascalVAEAttention:
-    """VAE -> VAE: attention of decoding and encoding by the fastest exact route of this card."""
+    """VAE -> VAE: decoding and encoding in bands where they do not fit, attention by the fastest exact route."""
 
     DESCRIPTION = (
-        "Computes the VAE's attention exactly, without ever storing the whole score matrix, whatever the size of the "
-        "picture: decoding and encoding, tiled or not. For out-of-memory errors at the end of a run and for black "
-        "images: an attention output that is not finite is computed again in float32, and if the NaN comes from "
-        "elsewhere, it says from where. Bypassed, the VAE is exactly what it was."
+        "For out-of-memory errors at the end of a run, without the seams and colour shifts of tiles: where decoding or "
+        "encoding does not fit, every layer is computed in bands of rows or frames, exactly. Attention never stores "
+        "its whole score matrix. For black images: an attention output that is not finite is computed again in "
+        "float32, and if the NaN comes from elsewhere, it says from where. Bypassed, the VAE is exactly what it was."
     )
     CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = ("vae decode", "vae encode", "out of memory", "black image", "nan", "low vram", "pascal", "p40")
+    SEARCH_ALIASES = (
+        "vae decode",
+        "vae encode",
+        "tiled",
+        "seams",
+        "out of memory",
+        "black image",
+        "nan",
+        "low vram",
+        "pascal",
+        "p40",
+    )
     RETURN_TYPES = ("VAE",)
-    OUTPUT_TOOLTIPS = ("The VAE with its attention patched. Give it to VAE Decode or VAE Encode.",)
+    OUTPUT_TOOLTIPS = ("The patched VAE. Give it to VAE Decode or VAE Encode.",)
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
+        decode = (
+            "How decoding and encoding are computed. in bands when needed: as it is; where ComfyUI's estimate or an "
+            "out-of-memory error says that it does not fit, in bands of rows or frames: the same picture in less "
+            "memory, instead of ComfyUI's tiles. always in bands: the least memory, a little slower. as it is: "
+            "attention only. A VAE is checked on a small picture first; one that cannot run in bands runs as it is, "
+            "and the report says why."
+        )
         return {
             "required": {
                 "vae": ("VAE", {"tooltip": "The VAE to patch; the VAE itself is not changed, a copy is."}),
@@ -45,24 +64,58 @@ class PascalVAEAttention:
                 "budget_mib": inputs.budget_mib(),
                 "nan_guard": inputs.nan_guard(),
             },
+            "optional": {"decode": (list(MODES), {"default": NEEDED, "tooltip": decode, **inputs.ADVANCED})},
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
-    def patch(self, vae: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None) -> tuple[Any]:
-        """A copy of ``vae`` whose attention is ours; ``vae`` itself where it has none."""
+    def patch(
+        self,
+        vae: Any,
+        route: str,
+        budget_mib: int,
+        nan_guard: bool,
+        unique_id: str | None = None,
+        decode: str = NEEDED,
+    ) -> tuple[Any]:
+        """A copy of ``vae`` that decodes and encodes in bands and whose attention is ours; ``vae`` itself where there
+        is nothing to patch."""
         network = _network_of(vae)
         settings = Settings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         engine = Engine(settings, type(network).__name__, "VAE", unique_id)
-        sites = _Sites(engine, network)
-        host.say(status(engine, len(sites.blocks) + len(sites.direct), "VAE"), unique_id)
-        if not sites.blocks and not sites.direct:
+        bands = _Bands(vae, decode)
+        sites = _Sites(engine, network, bands)
+        blocks = len(sites.blocks) + len(sites.direct)
+        host.say(_status(engine, blocks, bands), unique_id)
+        if not blocks and not bands.wanted:
             return (vae,)
         patched = copy.copy(vae)
         patched.patcher = vae.patcher.clone()
         patched.pascal_attn = engine
         patched.__class__ = _with_runs(type(vae))  # type: ignore[arg-type]  # mypy: a class is not Hashable
-        replace_functions(patched.patcher, lambda model: _Sites(engine, model).replacements)
+        replace_functions(patched.patcher, lambda model: _Sites(engine, model, bands).replacements)
         return (patched,)
+
+
+class _Bands:
+    """Which methods of a VAE's network run in bands, and when."""
+
+    def __init__(self, vae: Any, mode: str):
+        self.mode, self.wanted = mode, mode != AS_IT_IS
+        self.estimates: dict[str, Estimate | None] = {method: estimate_of(vae, method) for method in METHODS}
+
+    def around(self, engine: Engine, network: nn.Module, method: str, whole: Make) -> Make:
+        """``whole`` with bands within, if the method can have them."""
+        if not self.wanted or method not in METHODS:
+            return whole
+        bands = in_bands(engine, network, method, self.mode, self.estimates[method])
+        return lambda previous: whole(bands(previous))
+
+
+def _status(engine: Engine, blocks: int, bands: _Bands) -> str:
+    if not bands.wanted:
+        return status(engine, blocks, "VAE")
+    text = status(engine, blocks, "VAE") if blocks else f"{engine.subject} has no attention"
+    return f"{text}; decoding and encoding {bands.mode}"
 
 
 def _network_of(vae: Any) -> nn.Module:
@@ -84,7 +137,7 @@ class _Sites:
         replacements: the functions to replace, those that decode and encode among them.
     """
 
-    def __init__(self, engine: Engine, network: nn.Module):
+    def __init__(self, engine: Engine, network: nn.Module, bands: _Bands):
         scope = Scope()
         found: Replacements = {}
         for name, module in network.named_modules():
@@ -94,8 +147,10 @@ class _Sites:
                 found[f"{name}.forward".lstrip(".")] = named_attention(engine, scope, name)
         self.blocks = sorted({name.rpartition(".")[0] for name in found})
         self.direct = calls_directly(network, self.blocks)
-        whole = {name: _whole(engine, scope, network, name, list(found)) for name in _WHOLE if hasattr(network, name)}
-        self.replacements = {**found, **whole}
+        names = list(found)
+        for name in [name for name in _WHOLE if hasattr(network, name)]:
+            found[name] = bands.around(engine, network, name, _whole(engine, scope, network, name, names))
+        self.replacements = found
 
 
 def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: list[str]) -> Make:

@@ -110,6 +110,13 @@ def prompt_id() -> str:
     return "" if context is None else str(context.prompt_id)
 
 
+def progress_bar(steps: int) -> Any:
+    """A bar on the node that is being executed: ``update_absolute(step)``."""
+    from comfy import utils
+
+    return utils.ProgressBar(steps)
+
+
 def send_status(text: str, unique_id: str | None) -> None:
     """Write a line on a node; hosts without that (and runs without a server) only get the log."""
     if unique_id is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...pascal_attn_core.interception import PLAIN, TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from ...pascal_attn_core.vae.banded import Banded
 from ..engine.compare import with_torch
 from ..engine.engine import Engine
 
@@ -111,4 +112,4 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _has_own_behaviour(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) not in PLAIN
+    return isinstance(value, torch.Tensor) and type(value) not in PLAIN and type(value) is not Banded

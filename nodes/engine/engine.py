@@ -18,13 +18,15 @@ from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
-from ...pascal_attn_core.observe.report import add_shares, mask_kind
+from ...pascal_attn_core.observe.report import add_shares, mask_kind, record
 from ...pascal_attn_core.routes import Choice, choose, why_not
 from ...pascal_attn_core.routes.run import run as run_call
 from ...pascal_attn_core.routes.several import device_named, seen_on
 from ...pascal_attn_core.routes.tiled import forget_halvings
 from ...pascal_attn_core.routes.torch_kernel import TorchForm
 from ...pascal_attn_core.tiled.plan import plan_call
+from ...pascal_attn_core.vae.banded import Banded
+from ...pascal_attn_core.vae.calls import is_trial
 from ..comfy import host
 from ..comfy.layout import signature
 from . import runs
@@ -221,6 +223,8 @@ class Engine:
         if torch.compiler.is_compiling():
             self.is_compiled = True
             return sdpa(query, key, value, mask, *options[:4], softcap=softcap, config=self.settings.config)
+        if self.part == "VAE" and (is_trial() or type(query) is Banded):
+            return self._attend_in_bands(query, key, value, mask, options, block, via)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             if kind is None:
@@ -258,6 +262,35 @@ class Engine:
             if compare is None or decision.run is None or kind in decision.run.compared or runs.stale(query.device):
                 return out
             return out if self._agrees(decision.run, decision.kind, kind, compare, out) else None
+
+    def _attend_in_bands(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options, block: str, via: str
+    ) -> Tensor | None:
+        """A call of a VAE that runs in bands, or tries whether it can, which is not counted."""
+        config, out, start = self.settings.config, None, time.perf_counter()
+        with record() as report, between_blocks(self._checkpoint(block)):
+            for route in dict.fromkeys((config.route, "auto")):
+                try:
+                    config = replace(config, route=route)
+                    out = sdpa(query, key, value, mask, *options[:4], softcap=options.softcap, config=config)
+                    break
+                except UnsupportedAttention as error:
+                    why = str(error)
+                except (TypeError, ValueError) as error:
+                    why = str(error)
+                    break
+        if is_trial():
+            return out
+        if out is None:
+            self.leave(block, why, via=via)
+            return None
+        routes = "+".join(sorted(report.routes()))
+        shapes, dtype = (tuple(query.shape), tuple(key.shape)), str(query.dtype).removeprefix("torch.")
+        kind = CallKind(block, "taken", routes, "in bands of its queries", *shapes, dtype, via=via)
+        tally = self.run.add(kind)
+        with self.run.lock:
+            tally.elapsed_ms += (time.perf_counter() - start) * 1e3 if query.device.type == "cpu" else 0.0
+        return out
 
     def is_left(self, block: str, via: str, kind: Hashable) -> bool:
         """Whether calls of this kind from there are known to be the host's; counted if so."""

@@ -82,6 +82,7 @@ def gain_line(runs: Sequence[Run], attention: str) -> str:
     most = max(gains, key=lambda gain: gain.saved_bytes, default=Gain())
     seconds, repaired = sum(gain.seconds for gain in gains), sum(gain.repaired for gain in gains)
     text = Gain(most.torch_bytes, most.our_bytes, seconds, repaired).text()
+    text = "; ".join([*(sentence for run in runs for sentence in run.bands[:1]), *filter(None, [text])])
     if text:
         return f"Gained: {text}."
     return f"{nothing_because(runs, attention)}."
@@ -122,6 +123,8 @@ def _why_none_taken(runs: Sequence[Run]) -> str:
 def status_line(run: Run, attention: str) -> str:
     """One short sentence for a node, with the figure that matters: ``"Flux: 1,670 MiB less memory in the largest call
     (...)"``, ``"SD15: 0 of 32 calls taken: fewer than 1024 keys"``."""
+    if run.bands:
+        return f"{run.subject}: {run.bands[0]}"
     if not run.tallies:
         return run.line()
     text = gain_of(run, attention).text()

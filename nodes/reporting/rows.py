@@ -118,6 +118,7 @@ def together(runs: Sequence[Run]) -> Run:
         whole.devices |= run.devices
         whole.warnings += [text for text in run.warnings if text not in whole.warnings]
         whole.notes += [text for text in run.notes if text not in whole.notes]
+        whole.bands += [text for text in run.bands if text not in whole.bands]
         for kind, tally in list(run.tallies.items()):
             whole.tallies[kind] = _added(whole.tallies.get(kind, CallTally()), tally)
     return whole

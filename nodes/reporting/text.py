@@ -74,12 +74,14 @@ def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
     node = "" if run.unique_id is None else f", node {run.unique_id}"
     lines = [f"=== {shown.title}{node}, {clock_text(run.started)} ==="]
     rows = [("", shown.remark), ("settings", run.settings), ("device", ", ".join(sorted(run.devices) or [run.device]))]
+    rows += [("bands", text) for text in run.bands]
     if run.tallies:
         rows += _call_rows(run)
         rows.append(("shared", shares_text(run.shares)))
         rows += [("time", time_text(run)), *_memory_rows(run, memory), *_trouble_rows(run)]
     elif run.elapsed_s:
         rows.append(("time", duration_text(run.elapsed_s)))
+        rows += _memory_rows(run, memory) if run.bands else []
     if shown.exactness is not None:
         rows.append(("exactness", shown.exactness.text()))
     rows += [("WARNING", text) for text in run.warnings] + [("note", text) for text in run.notes]

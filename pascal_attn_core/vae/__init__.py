@@ -51,7 +51,8 @@ def patch_vae(
             free or where it runs out of memory.
         methods: which methods of ``vae`` to patch; those that it lacks are left out.
         verify: compare a small input first, see above. False = trust the VAE.
-        progress: called after each band with the part that is done, 0 to 1.
+        progress: called after each band with the part that is done, 0 to 1 (0 where it cannot be told). What it
+            raises ends the call.
         expected_bytes: the host's own estimate for a call, given the method's name and the input's shape and dtype.
     Returns:
         A Patch with ``report()``. Tiled decoding that the VAE has been set to is not used meanwhile; slicing is.

@@ -156,7 +156,7 @@ class Site:
                     with same_random_numbers((args, kwargs), sample.device):
                         return self._call(run, sample, place, args, kwargs)
 
-                with _in_bands_now():
+                with _in_bands_now(is_trial=True):
                     self._proofs[key] = differs(whole, banded, given, is_picture=self.name.startswith("encode"))
             return self._proofs[key]
 
@@ -175,8 +175,8 @@ class Site:
         def on_band() -> None:
             nonlocal done
             done += 1
-            if progress is not None and expected is not None:
-                progress(min(1.0, done / max(expected.bands, 1)))
+            if progress is not None:
+                progress(0.0 if expected is None else min(1.0, done / max(expected.bands, 1)))
 
         run = Run(given.device, budget, keep=keep, on_band=on_band)
         with _in_bands_now():
@@ -191,7 +191,7 @@ class Site:
         """What the call will take, from shapes alone; None where that cannot be told."""
         run = Run(given.device, budget, keep=self.settings.keep, is_rehearsal=True)
         try:
-            with _in_bands_now(), same_random_numbers((args, kwargs), given.device):
+            with _in_bands_now(is_trial=True), same_random_numbers((args, kwargs), given.device):
                 self._call(run, given, place, args, kwargs)
         except (NotInBands, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None
@@ -245,14 +245,19 @@ def _replaced(args: tuple, kwargs: dict[str, Any], place: Any, value: Any) -> tu
 
 
 @contextmanager
-def _in_bands_now() -> Iterator[None]:
+def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
     """Methods of the VAE that call each other are one call."""
-    before = getattr(_running, "on", False)
-    _running.on = True
+    before = getattr(_running, "on", False), getattr(_running, "trial", False)
+    _running.on, _running.trial = True, is_trial or before[1]
     try:
         yield
     finally:
-        _running.on = before
+        _running.on, _running.trial = before
+
+
+def is_trial() -> bool:
+    """Whether what this thread calls now is part of a proof or of a run of shapes: no call of the user's."""
+    return getattr(_running, "trial", False)
 
 
 @contextmanager

@@ -368,7 +368,7 @@ def a_vae_without_attention_is_returned_as_it_is_and_says_so():
 
     vae = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD(None, None).state_dict())
     with log_lines() as lines:
-        assert patched(vae) is vae
+        assert patched(vae, decode="as it is") is vae
     assert "has no attention" in lines[0]
 
 

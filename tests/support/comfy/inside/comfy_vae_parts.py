@@ -17,8 +17,8 @@ LATENTS = {"vae_kl": (1, 4, 13, 10), "vae_flux": (1, 16, 13, 10), "vae_wan": (1,
 IMAGE = torch.rand(1, 96, 80, 3, generator=torch.Generator().manual_seed(1))
 
 
-def patched(vae, route="auto", budget_mib=0, nan_guard=True):
-    return NODE().patch(vae, route, budget_mib, nan_guard, "1")[0]
+def patched(vae, route="auto", budget_mib=0, nan_guard=True, **more):
+    return NODE().patch(vae, route, budget_mib, nan_guard, "1", **more)[0]
 
 
 def latent(name, seed=0):
