@@ -201,7 +201,7 @@ class Site:
         with torch.no_grad(), _without_tiles(self.vae):
             tensor = Banded(run.known(given), run, given.device)
             args, kwargs = _replaced(args, kwargs, place, tensor)
-            return _with_numbers(self.own(*args, **kwargs), run)
+            return with_numbers(self.own(*args, **kwargs), run)
 
 
 def bound(site: Site) -> Callable[[], list[str] | None]:
@@ -272,14 +272,14 @@ def _without_tiles(vae: nn.Module) -> Iterator[None]:
             vae.use_tiling = had
 
 
-def _with_numbers(found: Any, run: Run) -> Any:
+def with_numbers(found: Any, run: Run) -> Any:
     """A result with ordinary tensors; those of objects are put in their place."""
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Banded):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if run.is_rehearsal else ordinary(leaf)
         is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))
-        return _with_numbers(leaf, run) if is_object else leaf
+        return with_numbers(leaf, run) if is_object else leaf
 
     if isinstance(found, (Tensor, tuple, list, dict)):
         return tree_map(real, found)
