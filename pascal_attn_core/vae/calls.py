@@ -156,8 +156,12 @@ class Site:
                     with same_random_numbers((args, kwargs), sample.device):
                         return self._call(run, sample, place, args, kwargs)
 
+                # frames in the place of the batch: their number is another argument
+                counts = {leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is int and leaf > 1}
+                batch = given.shape[0] if any(given.shape[0] % count == 0 for count in counts) else 1
+                is_picture = self.name.startswith("encode")
                 with _in_bands_now(is_trial=True):
-                    self._proofs[key] = differs(whole, banded, given, is_picture=self.name.startswith("encode"))
+                    self._proofs[key] = differs(whole, banded, given, is_picture=is_picture, batch=batch)
             return self._proofs[key]
 
     def _in_bands(self, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Figures]:

@@ -14,14 +14,23 @@ from .run import NotInBands
 # Rounding inside some sixty layers, against that of the input alone.
 _ALLOWED = 16.0
 # Not an interrupt, whatever its class.
-_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
-def small(given: Tensor, *, is_picture: bool) -> Tensor:
+def small(given: Tensor, *, is_picture: bool, batch: int = 1) -> Tensor:
     """Random numbers in a shape like the input's, small, with sizes that the VAE takes: those of the input, less whole
     multiples of 32 pixels or 8 frames."""
     sizes = list(given.shape)
-    sizes[0] = 1
+    sizes[0] = batch
     for dim in range(2, len(sizes)):
         is_frames = len(sizes) == 5 and dim == 2
         if len(sizes) == 3:
@@ -37,9 +46,11 @@ def small(given: Tensor, *, is_picture: bool) -> Tensor:
     return numbers.to(given.device, given.dtype)
 
 
-def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool) -> str:
+def differs(
+    whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool, batch: int = 1
+) -> str:
     """Why the two ways are not the same, "" = they agree to rounding."""
-    sample = small(given, is_picture=is_picture)
+    sample = small(given, is_picture=is_picture, batch=batch)
     random = torch.Generator().manual_seed(1)
     signs = torch.randint(0, 2, sample.shape, generator=random).to(sample) * 2 - 1
 
