@@ -267,3 +267,45 @@ def test_sums_do_not_lose_digits_to_a_large_mean() -> None:
     got, _ = in_bands(nn.GroupNorm(4, 8), x, rows=3)
     own = (F.group_norm(x, 4).double() - exact).abs().max()
     assert (got.double() - exact).abs().max() <= 2 * own
+
+
+class Delayed:
+    """Copies that are made when somebody waits for them and not before; until then NaN is there."""
+
+    def __init__(self) -> None:
+        self.going: list[tuple[Tensor, Tensor]] = []
+        self.sent = self.most = 0
+
+    def fetch(self, piece: Tensor, dim: int) -> Tensor:
+        return piece.clone()
+
+    def send(self, piece: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        self.sent += 1
+        return torch.full_like(piece, torch.nan), piece
+
+    def arrived(self, sent: tuple[Tensor, Tensor]) -> Tensor:
+        return sent[0].copy_(sent[1])
+
+    def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
+        place.fill_(torch.nan)
+        self.going.append((piece.clone(), place))
+        self.most = max(self.most, len(self.going))
+
+    def settle(self) -> None:
+        for piece, place in self.going:
+            place.copy_(piece)
+        self.going.clear()
+
+
+@pytest.mark.parametrize("name", ["residual block", "group norm of tokens", "attention", "bicubic", "conv reflect"])
+def test_copies_beside_the_computation_are_waited_for(name: str) -> None:
+    shape, function = CASES[name]
+    x, queues = seeded(*shape), Delayed()
+    run = Run(x.device, 1 << 40, keep="host", rows=2, queues=queues)
+    with torch.no_grad():
+        got = ordinary(function(F.silu(_conv(nn.Conv2d, 8, 8, 3)(Banded(run.known(x), run, x.device)))))
+        wanted = function(F.silu(_conv(nn.Conv2d, 8, 8, 3)(x)))
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+    if name == "residual block":
+        assert queues.sent > 3
+        assert queues.most > 1
