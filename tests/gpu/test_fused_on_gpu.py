@@ -16,6 +16,7 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_w
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import device_info
 from pascal_attn_core.fused import prebuilt, verify
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, all_variants
@@ -210,10 +211,10 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
 
 def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:
-    if prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
+    if prebuilt.best_arch("sm_{}{}".format(*(device_info("cuda").capability or (0, 0)))) is None:
         pytest.skip("nothing ships for this card")
     device = torch.device("cuda", torch.cuda.current_device())
-    without_compiler = {Kernels: lambda runtime: Kernels(runtime, find_compiler=lambda arch: None)}
+    without_compiler = {Kernels: lambda runtime: Kernels(runtime, gpu=CudaRuntime(find_compiler=lambda arch: None))}
     with using(Runtime(device, parts=without_compiler)):
         sdpa(*_large(), enable_gqa=True, config=FUSED)
 

@@ -338,6 +338,6 @@ def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None
         (ratio,) = runtime_of(CPU).part(Timings).known.values()
         assert ratio is not None
         assert report.routes() == {"fused" if ratio < 1 else "torch": 1}
-        assert kernels.find_compiler(61).compiled == []
+        assert kernels.gpu.find_compiler(61).compiled == []
         torch.testing.assert_close(sdpa(*leaves, config=FUSED), out, atol=2e-3, rtol=2e-3)
     assert {launch.variant.name for launch in kernels.queued} == {"split-64-float16-none"}

@@ -16,6 +16,7 @@ import torch
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
@@ -52,8 +53,9 @@ class CardKernels(Kernels):
 
     def __init__(self, runtime: Runtime, driver: StandIn, **options: Any):
         compiler = Compiler()
-        given = {"find_compiler": lambda arch: compiler, "folder": lambda: None, "open_driver": lambda: driver}
-        super().__init__(runtime, **{**given, **options})
+        find_compiler = options.pop("find_compiler", lambda arch: compiler)
+        gpu = CudaRuntime(lambda: driver, find_compiler)
+        super().__init__(runtime, **{"gpu": gpu, "folder": lambda: None, **options})
         self.driver = driver
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
@@ -116,7 +118,7 @@ def emulated_card(
     Args:
         ratio: our kernel's time in units of torch's; None = never timed.
         times: of others in units of that of our kernel on tensor cores.
-        options: of :class:`Kernels`.
+        options: of :class:`Kernels`, and ``find_compiler`` of :class:`CudaRuntime`.
     """
 
     def timings(runtime: Runtime) -> Timings:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import nvrtc, params
-from pascal_attn_core.fused.driver import Driver
+from pascal_attn_core.fused.cuda_runtime import CudaDriver
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant, all_variants, source
 
@@ -101,7 +101,7 @@ class Function(NamedTuple):
         return self.dynamic_bytes[-1] if self.dynamic_bytes else _SHARED_BYTES - self.shared_bytes
 
 
-class StandIn(Driver):
+class StandIn(CudaDriver):
     """A driver over cards that are not here.
 
     Args:

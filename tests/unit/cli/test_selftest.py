@@ -142,12 +142,12 @@ def test_where_a_kernel_comes_from(card, tmp_path) -> None:
 
     shipped, gradient = checked_variants()[0], checked_variants()[-1]
     held = card.part(Kernels)
-    held.folder, held.find_compiler = lambda: tmp_path, lambda arch: None
+    held.folder, held.gpu.find_compiler = lambda: tmp_path, lambda arch: None
     assert held.existing_code(shipped)[1] == "shipped"
     assert held.existing_code(gradient) == (None, "")
-    held.find_compiler = lambda arch: Compiler()
+    held.gpu.find_compiler = lambda arch: Compiler()
     assert held.existing_code(gradient) == (None, "NVRTC 12.6")
-    assert not cache.save(tmp_path, cache.file_name(digest(gradient), 61, (12, 6)), b"\x7fELF cubin")
+    assert not cache.save(tmp_path, cache.file_name(digest(gradient), "sm_61", "NVRTC", (12, 6)), b"\x7fELF cubin")
     assert held.existing_code(gradient) == (b"\x7fELF cubin", "disk cache")
 
 

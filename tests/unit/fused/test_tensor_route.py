@@ -19,7 +19,7 @@ from pascal_attn_core import AttentionConfig, explain, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import prebuilt
-from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source

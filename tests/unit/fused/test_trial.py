@@ -35,7 +35,7 @@ import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
 from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 
 def functions(self, variant):
@@ -258,7 +258,9 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     monkeypatch.chdir(tmp_path)
     child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False]], []), answers)
     assert child.wait(120) == 0
-    assert json.loads(answers.read_text()) == {"stopped": "RuntimeError: the fused kernel needs an NVIDIA GPU"}
+    assert json.loads(answers.read_text()) == {
+        "stopped": "RuntimeError: the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm"
+    }
 
 
 @pytest.mark.parametrize(
