@@ -6,9 +6,12 @@ from __future__ import annotations
 import functools
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from . import amd_geometry
+from .amd_code import renamed
 from .source import DTYPES, HEAD_DIMS, Variant, digest
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
@@ -104,3 +107,39 @@ def load(variant: Variant, arch: int) -> bytes | None:
 @functools.lru_cache(maxsize=4)
 def _unpacked(pack: str) -> bytes:
     return lzma.decompress((FOLDER / pack).read_bytes())
+
+
+# ---- AMD -------------------------------------------------------------------------------------------------------------
+
+
+def amd_variants(arch: str) -> list[Variant]:
+    """What ships for one of ``amd_geometry.ARCHS``, each once."""
+    return [replace(variant, arch=arch) for head_dim in HEAD_DIMS for variant in variants(head_dim)]
+
+
+def amd_pack_name(variant: Variant) -> str:
+    """Of the pack that holds a variant's code, of whatever name."""
+    return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
+
+
+@functools.cache
+def amd_manifest() -> dict[str, Any]:
+    """``{"clang": "16.0.6", "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
+    empty if nothing was shipped."""
+    path = FOLDER / "amd.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+
+
+def find_amd(variant: Variant) -> bytes | None:
+    """The shipped code object of a variant with an ``arch``, as that card loads it; None: there is none, or it was made
+    from another source."""
+    if variant.arch in amd_geometry.COMPILED:
+        return None
+    own = replace(variant, arch=amd_geometry.base(variant.arch))
+    if amd_manifest()["digests"].get(own.name) != digest(own):
+        return None
+    pack = amd_pack_name(own)
+    place = amd_manifest()["packs"].get(pack, {}).get(own.name)
+    if place is None:
+        return None
+    return renamed(_unpacked(pack)[place[0] : place[1]], amd_geometry.target(variant.arch))

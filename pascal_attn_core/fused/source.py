@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from . import amd_geometry
+from .amd_geometry import AmdGeometry
 from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
 from .tensor_geometry import (
     FLOAT_MASK_HEAD_DIM,
@@ -137,7 +139,7 @@ class Geometry:
         return 4 * max(rows, cols)
 
 
-AnyGeometry = Geometry | TensorGeometry | GradientGeometry
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
 _WIDE = Geometry(128, 64, 8, 16)
 _HIGH = Geometry(64, 128, 16, 8)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
@@ -210,6 +212,7 @@ class Variant:
         dtype: one of DTYPES; mask: one of MASKS.
         padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8
             bytes at a time.
+        arch: "" for NVIDIA, else AMD's architecture: see :mod:`.amd_geometry`.
     """
 
     kind: str
@@ -217,13 +220,18 @@ class Variant:
     dtype: str
     mask: str = "none"
     padded: bool = False
+    arch: str = ""
 
     @functools.cached_property
     def name(self) -> str:
-        return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
+        arch = self.arch and f"-{self.arch}"
+        return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}{arch}"
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
+        if self.arch:
+            at = self.arch, self.kind, self.head_dim, self.dtype, self.mask
+            return amd_geometry.amd_geometry(*at, padded=self.padded)
         if self.on_tensor_cores and self.is_gradient:
             return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         if self.on_tensor_cores:
@@ -251,9 +259,9 @@ class Variant:
         return self.kind.endswith(("split", "small"))
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether it is a kernel for devices of this compute capability."""
+        """Whether it is a kernel for NVIDIA's devices of this compute capability."""
         kind = _KINDS[self.kind]
-        return kind.least <= capability < kind.below
+        return not self.arch and kind.least <= capability < kind.below
 
     def _table(self) -> dict[int, Geometry]:
         """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
@@ -285,7 +293,7 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if isinstance(self.geometry, Geometry):
+        if isinstance(self.geometry, Geometry | AmdGeometry):
             return 0
         return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
 
@@ -293,7 +301,7 @@ class Variant:
     def own_bytes(self) -> int:
         """Shared memory of a block besides the tiles, at most, on tensor cores."""
         g = self.geometry
-        assert not isinstance(g, Geometry)
+        assert not isinstance(g, Geometry | AmdGeometry)
         return g.counter_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
@@ -306,6 +314,9 @@ class Variant:
     def macros(self) -> dict[str, object]:
         g = self.geometry
         common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
+        if isinstance(g, AmdGeometry):
+            own = {"PA_PAD": int(self.padded), "PA_FLUSH": self.flush_tiles, **g.macros()}
+            return {**common, **own, **_KINDS[self.kind].macros, "PA_DOTS": int(amd_geometry.has_dots(self.arch))}
         if not isinstance(g, Geometry):
             own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
             return {**common, **own, **_KINDS[self.kind].macros}
@@ -327,8 +338,16 @@ class Variant:
         }
 
 
+def amd_variants(arch: str) -> Iterator[Variant]:
+    """Every variant that a call can ask for on AMD's architecture."""
+    for kind in amd_geometry.KINDS:
+        for variant in all_variants():
+            if variant.kind == kind:
+                yield replace(variant, arch=arch)
+
+
 def all_variants() -> Iterator[Variant]:
-    """Every variant that a call can ask for."""
+    """Every variant that a call can ask for on NVIDIA's cards."""
     for kind in KINDS:
         is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
         of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
@@ -349,28 +368,32 @@ def all_variants() -> Iterator[Variant]:
 
 
 @functools.cache
-def source(kind: str) -> str:
-    """The text of a kernel kind, without any include."""
-    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in _KINDS[kind].files)
+def source(kind: str, arch: str = "") -> str:
+    """The text of a kernel kind, without any include; for AMD's architectures with what their compilers lack."""
+    names = (*(("hip.cuh",) if arch else ()), *_KINDS[kind].files)
+    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
 @functools.cache
-def _code(kind: str) -> str:
+def _code(kind: str, arch: str = "") -> str:
     """The source without comments and empty lines, which no machine code depends on."""
-    lines = (line.split("//")[0].rstrip() for line in source(kind).splitlines())
+    lines = (line.split("//")[0].rstrip() for line in source(kind, arch).splitlines())
     return "\n".join(filter(None, lines))
 
 
 @functools.cache
 def digest(variant: Variant) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
-    text = _code(variant.kind) + repr(sorted(variant.macros().items()))
+    text = _code(variant.kind, variant.arch) + repr(sorted(variant.macros().items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
-def kernels_digest() -> str:
+def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
+    if arch:
+        texts = [_code(kind, arch) for kind in amd_geometry.KINDS]
+        return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]
     return hashlib.sha256(
         ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
     ).hexdigest()[:16]

@@ -170,7 +170,7 @@ def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyP
     for changed, is_same in ((f"// a comment\n\n{text}", True), (text.replace("SLACK 8.f", "SLACK 9.f"), False)):
         _source._code.cache_clear()
         digest.cache_clear()
-        monkeypatch.setattr(_source, "source", lambda kind, changed=changed: changed)
+        monkeypatch.setattr(_source, "source", lambda kind, arch="", changed=changed: changed)
         assert (digest(variant) == right) == is_same
     monkeypatch.undo()
     _source._code.cache_clear()
