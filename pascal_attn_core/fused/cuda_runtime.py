@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..device import DeviceInfo
+from ..observe.machine import ask_driver
 from . import nvrtc
 from .gpu_runtime import CompileError, Driver, GpuRuntime, driver_error
 from .params import Params
@@ -139,6 +140,9 @@ class CudaRuntime(GpuRuntime):
 
     def no_driver(self, error: Exception) -> str:
         return f"the CUDA driver could not be opened: {error}"
+
+    def driver_version(self) -> str:
+        return ask_driver()
 
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
         compiler = self.find_compiler(_number(arch))

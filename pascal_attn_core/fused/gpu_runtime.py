@@ -130,6 +130,10 @@ class GpuRuntime(ABC):
         """A sentence for an error of :meth:`driver`."""
 
     @abstractmethod
+    def driver_version(self) -> str:
+        """Of what is installed on this machine, in one word or two; "" where that is not known."""
+
+    @abstractmethod
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
         """Of a compiler on this machine that compiles for an architecture; None = there is none."""
 

@@ -86,6 +86,11 @@ class Kernels:
         """The architecture whose machine code the device runs: ``"sm_61"``, ``"gfx906"``."""
         return self.gpu.arch(self.info)
 
+    @property
+    def variant_arch(self) -> str:
+        """What the device's variants have as their ``arch``."""
+        return self.arch if self.info.kind == "hip" else ""
+
     @functools.cached_property
     def machine_reasons(self) -> tuple[str, ...]:
         """Why no kernel can run on this device at all; empty = it can."""
@@ -98,7 +103,7 @@ class Kernels:
             self._gpu.driver()
         except (OSError, DriverError) as error:
             return (self._gpu.no_driver(error),)
-        if prebuilt.best_arch(self.arch) is None and self._gpu.compiler_version(self.arch) is None:
+        if not prebuilt.ships_for(self.arch) and self._gpu.compiler_version(self.arch) is None:
             return (f"no prebuilt kernel and {self._gpu.no_compiler(self.arch)}",)
         return ()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from ..device import DeviceInfo
 from .cuda_runtime import CudaRuntime
 from .gpu_runtime import GpuRuntime
+from .hip_runtime import HipRuntime
 
-_CUDA = CudaRuntime()
+_RUNTIMES: dict[str, GpuRuntime] = {"cuda": CudaRuntime(), "hip": HipRuntime()}
 
 
 def gpu_runtime_of(info: DeviceInfo) -> GpuRuntime | None:
     """That of a device; None = the kernels run on no device of this kind."""
-    return _CUDA if info.kind == "cuda" else None
+    return _RUNTIMES.get(info.kind)

@@ -189,15 +189,25 @@ def find_plan(
     device = call.query.device
     info = runtime_of(device).info
     if not takes_device(device):
-        kind = info.kind if device.type == "cuda" else device.type
-        return [f"the fused kernel needs a CUDA device, got {kind}"]
+        return [f"the fused kernel needs a CUDA or ROCm device, got {device.type}"]
     if not config.fused:
         return ["switched off by the configuration (fused)"]
-    reasons = call_reasons(call, int8=int8, with_lse=with_lse)
+    kernels = kernels_of(call)
+    reasons = call_reasons(call, int8=int8, with_lse=with_lse) or list(kernels.machine_reasons)
+    if int8 and info.kind != "cuda":
+        reasons.append("the int8 mode needs an NVIDIA GPU")
     if reasons:
         return reasons
-    plan = plan_call(call, info.num_sms, info.capability, int8=int8, for_grad=call.needs_grad, packed=packed)
-    reasons = kernels_of(call).reasons((plan.forward, *plan.gradients))
+    plan = plan_call(
+        call,
+        info.num_sms,
+        info.capability,
+        int8=int8,
+        for_grad=call.needs_grad,
+        packed=packed,
+        arch=kernels.variant_arch,
+    )
+    reasons = kernels.reasons((plan.forward, *plan.gradients))
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
@@ -210,13 +220,17 @@ def why_untried(call: AttentionCall, plan: Plan) -> str:
 
 def takes_device(device: torch.device) -> bool:
     """Whether the kernels run on this kind of device."""
-    return runtime_of(device).info.kind == "cuda"
+    return runtime_of(device).info.kind in ("cuda", "hip")
 
 
 def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
-    """Whether the kernel can be the fastest route on the call's device: up to Turing, but not where torch multiplies on
-    tensor cores, as it does float16 on Volta and Turing, and everything on newer cards."""
-    capability = runtime_of(call.query.device).info.capability
+    """Whether the kernel can be the fastest route on the call's device: on NVIDIA's up to Turing, but not where torch
+    multiplies on tensor cores, as it does float16 on Volta and Turing, and everything on newer cards. On AMD's wherever
+    there is a kernel: it is for cards without matrix units."""
+    info = runtime_of(call.query.device).info
+    if info.kind == "hip":
+        return True
+    capability = info.capability
     if capability is None or capability >= (8, 0):
         return False
     return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel

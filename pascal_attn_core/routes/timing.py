@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig
+from ..fused.kernels import Kernels
 from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
 from ..own_thread import in_backward
@@ -118,7 +119,9 @@ class Timings(TimingTable[Kind, float]):
 
     def conditions(self) -> dict[str, str]:
         info = self.info
-        return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
+        arch = self.runtime.part(Kernels).variant_arch
+        kernels = kernels_digest(arch)
+        return {"card": info.name, "arch": arch or info.arch, "torch": torch.__version__, "kernels": kernels}
 
     def kind_of(self, fields: Mapping[str, Any]) -> Kind:
         return Kind(**fields)

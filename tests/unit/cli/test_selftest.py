@@ -49,7 +49,7 @@ def test_every_route_is_right_on_every_kind_of_call_or_says_why_it_does_not_take
     assert computed["tiled"] == {case.name for case in CASES} - {"varlen"}
     assert len(computed["torch"]) >= 9
     assert computed["fused"] == set()
-    assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA device, got cpu"}
+    assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA or ROCm device, got cpu"}
 
 
 def test_errors_are_measured_and_not_nothing(whole) -> None:
@@ -126,7 +126,7 @@ def card():
 
 def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
     found = {check.name: check for check in check_kernels(CPU, plenty)}
-    assert list(found) == [variant.name for variant in checked_variants(GTX_1080_TI.capability)]
+    assert list(found) == [variant.name for variant in checked_variants("sm_61")]
     assert len(found) > 60
     assert {name for name, check in found.items() if not check.is_right} == {
         "forward-40-float16-none",

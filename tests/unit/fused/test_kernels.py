@@ -262,18 +262,17 @@ def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
 
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     query = torch.randn(1, 1, 8, 16)
-    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA device, got cpu"):
+    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA or ROCm device, got cpu"):
         sdpa(query, query, query, config=AttentionConfig(route="fused"))
-    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA device, got cpu"):
+    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA or ROCm device, got cpu"):
         sdpa(query, query, query, config=AttentionConfig(route="fused-int8"))
     assert AttentionConfig.from_env({"PASCAL_ATTN_FUSED": "0"}).fused is False
 
 
 def test_a_card_of_another_maker_is_named_in_the_reason() -> None:
-    query = types.SimpleNamespace(device=torch.device("cuda", 0))  # what torch's ROCm build calls it too
-    call: Any = types.SimpleNamespace(query=query)
-    with using(Runtime("cuda:0", DeviceInfo("hip", "Radeon VII", arch="gfx906"))):
-        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA device, got hip"]
+    call: Any = types.SimpleNamespace(query=types.SimpleNamespace(device=torch.device("xpu", 0)))
+    with using(Runtime("xpu:0", DeviceInfo("xpu", "Intel Arc A770"))):
+        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA or ROCm device, got xpu"]
 
 
 class _WrongFirst(EmulatedKernels):
