@@ -129,6 +129,7 @@ class AmdGeometry:
 
     def macros(self) -> dict[str, object]:
         return {
+            "PA_AMD": 1,
             "PA_BR": self.rows,
             "PA_BC": self.cols,
             "PA_TX": self.tx,

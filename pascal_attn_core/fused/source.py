@@ -316,7 +316,7 @@ class Variant:
         common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
         if isinstance(g, AmdGeometry):
             own = {"PA_PAD": int(self.padded), "PA_FLUSH": self.flush_tiles, **g.macros()}
-            return {**common, **own, **_KINDS[self.kind].macros, "PA_DOTS": int(amd_geometry.has_dots(self.arch))}
+            return {**common, **own, "PA_WAVE": amd_geometry.wave_size(self.arch), **_KINDS[self.kind].macros}
         if not isinstance(g, Geometry):
             own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
             return {**common, **own, **_KINDS[self.kind].macros}

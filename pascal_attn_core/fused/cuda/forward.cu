@@ -105,9 +105,20 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 // A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, for which
 // float32 has room): after a call's first tiles hardly ever, and the sums need not be scaled.
 #define SLACK 8.f
+// Probabilities that are rounded to float16 are kept this many powers of two larger, so that the smallest are 2^-31 of
+// the largest; the maximum that they are taken from is smaller by as much.
+#if PA_PAIRS == 2
+#define LIFT 7.f
+#define LIFTED(row_max) (row_max - LIFT / UNIT_TO_LOG2)
+#define UNLIFTED(log2_of_sum) (log2_of_sum - LIFT)
+#else
+#define LIFTED(row_max) row_max
+#define UNLIFTED(log2_of_sum) log2_of_sum
+#endif
 
 // One step of the online softmax on a tile's scores: S becomes exp(S - max), row_max and row_sum are brought up to date
-// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum.
+// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum. With PA_PAIRS 2 the first half of
+// S becomes pairs of neighbours as float16; row_sum is the sum of what they are before.
 INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max)[RM], float (&row_sum)[RM],
                          float scale_log2) {
     float tile_max[RM];
@@ -122,7 +133,7 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
         tile_max[i] = mx;
         rises |= mx > row_max[i] + SLACK / UNIT_TO_LOG2;
     }
-    if (rises) {
+    if (ANY_LANE(rises)) {
         KEEP_BRANCH();
         FOR(i, RM) if (tile_max[i] > row_max[i] + SLACK / UNIT_TO_LOG2) {
             const float fade = exp2_approx((row_max[i] - tile_max[i]) * UNIT_TO_LOG2);
@@ -132,12 +143,16 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
         }
     }
     FOR(i, RM) {
-        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
+        const float reference = row_max[i] == NEG_INF ? 0.f : LIFTED(row_max[i]);  // a row that has seen no key yet
         float sum = 0.f;
         FOR(j, CN) {
             S[i][j] = prob_of(S[i][j], scale_log2, reference);
             sum += S[i][j];
         }
+#if PA_PAIRS == 2
+        FOR(j, CN / 2)
+            S[i][j] = bits_to_float((u32)float_to_half(S[i][2 * j]) | (u32)float_to_half(S[i][2 * j + 1]) << 16);
+#endif
         row_sum[i] += sum;
     }
 }
@@ -244,7 +259,7 @@ INLINE void flush_sums(float (&O)[RM][DN], const float (&row_max)[RM], float& fl
 #endif
 
 INLINE void store_lse(const Forward& p, i64 at, float row_max, float row_sum) {
-    const float log_sum = row_sum > 0.f ? log2f(row_sum) * LN2 : NEG_INF;
+    const float log_sum = row_sum > 0.f ? UNLIFTED(log2f(row_sum)) * LN2 : NEG_INF;
     p.lse[at] = row_sum > 0.f ? fmaf(row_max, UNIT_TO_LN, log_sum) : NEG_INF;
     if (p.log_sum) p.log_sum[at] = log_sum;
 }
@@ -292,7 +307,11 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
 #if PA_MASK
     const MaskView mask = view_mask(p.mask, PA_SPLIT ? 1 : p.mq, p.mk, p.mask_is_float32);
 #endif
+#if PA_KEEP
+    keep_rows(x, p.dim, sm, t);
+#endif
     for (int col0 = at.k_begin; col0 < at.k_end; col0 += PA_BC) {
+        LANE_ANEW(t)
         const int cols = at.keys - col0;
 #if PA_MASK
         u32 bits[MASK_WORDS];
@@ -328,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
 #if PA_FLUSH
         if (flush_is_due(col0 - at.k_begin)) {
             int b = at.b;
-            OPAQUE(b);
+            OPAQUE_UNIFORM(b);
             float* const o = p.o + sequence_at(p.cu_q, b, p.ob, p.os) + at.first_head * p.oh + at.row0 * p.os;
 #if FLUSH_ROWS
             flush_sums(O, row_max, flushed_max, o, p.os, at.rows, p.dim_v, t);
@@ -343,6 +362,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     __syncwarp();  // flushed_max is complete: the shuffles below bring the lanes together, but order no memory
 #endif
     FOR(i, RM) {
+        LANE_ANEW(t)
         float sum = row_sum[i];
         FOR(s, 4) if ((2 << s) <= PA_TX) sum += __shfl_xor_sync(FULL_WARP, sum, 2 << s);
 #if PA_FLUSH && FLUSH_ROWS

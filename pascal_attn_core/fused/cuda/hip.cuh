@@ -1,6 +1,6 @@
 // What the kernels take from CUDA, for AMD's compilers: clang alone brings none of it, HIPRTC brings its own, which is
 // put aside so that both make the same code. Set by the host besides the kernels' own macros:
-//   PA_WAVES  waves of a SIMD for which registers are left;  PA_DOTS  1: there are dot products of float16 pairs
+//   PA_WAVES  waves of a SIMD for which the compiler leaves registers
 #define PA_HIP 1
 #undef __global__
 #undef __device__
