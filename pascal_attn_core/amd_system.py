@@ -7,8 +7,7 @@ knows better: ``gfx_target_version`` in the topology that it shows (Linux kernel
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,21 +45,16 @@ def _node(text: str) -> Node | None:
     return Node(arch, (facts.get("domain", 0), location >> 8 & 0xFF, location >> 3 & 0x1F))
 
 
-def is_overridden(environment: Mapping[str, str]) -> bool:
-    """Whether the environment makes the runtime take some card for another one."""
-    return any(name == OVERRIDE or name.startswith(f"{OVERRIDE}_") for name, value in environment.items() if value)
-
-
-def true_arch(reported: str, place: Place, environment: Mapping[str, str] | None = None, folder: Path = _NODES) -> str:
+def true_arch(reported: str, place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:
     """What a card is, ``"gfx1010"``; "" where that is not known.
 
     Args:
         reported: what the runtime says.
         place: of the card.
-        environment: None = that of the process.
+        overrides: the variables in the environment whose names begin with :data:`OVERRIDE`.
         folder: of the kernel driver's topology.
     """
-    if not is_overridden(os.environ if environment is None else environment):
+    if not overrides:
         return reported
     found = nodes(folder)
     archs = {node.arch for node in found}

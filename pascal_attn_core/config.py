@@ -142,6 +142,11 @@ def switched_on(name: str) -> bool:
     return _WORDS.get(text, False)
 
 
+def variables(prefix: str) -> dict[str, str]:
+    """The environment variables, of other programs too, whose names begin so, without those that are empty."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix) and value}
+
+
 def number_of(name: str) -> int:
     """A whole number in an environment variable of SWITCHES; 0 where it is unset, empty or, with a warning, invalid."""
     text = os.environ.get(name, "").strip()

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .amd_system import true_arch
+from .amd_system import OVERRIDE, true_arch
+from .config import variables
 
 MIB = 1 << 20
 # No buffer of ours is larger, whatever the budget: Intel's drivers allocate no more at once, and Apple's compute wrong
@@ -87,6 +88,7 @@ class DeviceInfo:
         return 13 * MIB // 2 if backward else 4 * MIB
 
 
+_AMD_LDS_BYTES = 64 << 10  # that a work-group of any AMD card may have
 # Calls on the meta device are planned as on a CPU: it has no properties, and its memory can be counted.
 CPU_LIKE = ("cpu", "meta")
 
@@ -133,10 +135,15 @@ def _cuda_info(index: int) -> DeviceInfo:
         total_bytes=props.total_memory,
         arch=arch,
         clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
-        true_arch=true_arch(arch, place) if is_hip else "",
-        wave_size=getattr(props, "warp_size", 0),
-        shared_bytes=getattr(props, "shared_memory_per_block", 0),
+        true_arch=true_arch(arch, place, variables(OVERRIDE)) if is_hip else "",
+        wave_size=getattr(props, "warp_size", _wave_size(arch)),
+        shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )
+
+
+def _wave_size(arch: str) -> int:
+    """Of an architecture where torch does not say it: AMD's instruction set guides."""
+    return 32 if arch.startswith(("sm_", "gfx10", "gfx11", "gfx12")) else 64 if arch.startswith("gfx9") else 0
 
 
 def cpu_name() -> str:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config import variables
+
 RUNTIME, COMPILER = "amdhip64", "hiprtc"
 _MAPS = Path("/proc/self/maps")
 _SYSTEM = (Path("/opt/rocm/lib"), Path("/usr/lib/x86_64-linux-gnu"))
@@ -91,7 +93,6 @@ def _folders() -> Iterator[Path]:
         for package in sorted(Path(entry or ".").glob("_rocm_sdk_core*")):
             yield from (package / "bin", package / "lib")
     if sys.platform == "win32":
-        if "HIP_PATH" in os.environ:
-            yield Path(os.environ["HIP_PATH"]) / "bin"
+        yield from (Path(value) / "bin" for name, value in variables("HIP_PATH").items() if name == "HIP_PATH")
     else:
         yield from _SYSTEM

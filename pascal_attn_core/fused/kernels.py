@@ -30,6 +30,7 @@ WORK_PER_SM = 1 << 34
 # Seconds for which a kernel that found no memory is not tried again.
 MEMORY_PAUSE = 5.0
 _GRID_LIMIT = 65535
+_MOST_THREADS = 2**32 - 1  # in a direction of a grid, by HIP
 
 
 class KernelUnavailable(RouteUnavailable):
@@ -294,7 +295,7 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile))
+    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
     batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         return [launch]
