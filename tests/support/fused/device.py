@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import TensorTimings, Times, Timings
-from pascal_attn_core.routes.timing_table import Clock
+from pascal_attn_core.routes.timing import PlainTimings, TensorTimings, Times, Timings
+from pascal_attn_core.routes.timing_table import Clock, TimingTable
 from pascal_attn_core.runtime import Runtime, using
 
 from .driver import Compiler, StandIn
@@ -141,7 +141,12 @@ def emulated_card(
         return made
 
     stand_in = HipStandIn if info.kind == "hip" else StandIn
-    with _card(stand_in(info, execute) if GXX else None, kind, timings, tensor_timings, **options) as kernels:
+
+    def plain_timings(runtime: Runtime) -> PlainTimings:
+        return PlainTimings(runtime, folder=lambda: None, is_on=False)
+
+    parts = {Timings: timings, TensorTimings: tensor_timings, PlainTimings: plain_timings}
+    with _card(stand_in(info, execute) if GXX else None, kind, parts, **options) as kernels:
         yield kernels
 
 
@@ -163,13 +168,11 @@ def fresh_card(
         options: of :class:`Kernels`.
     """
 
-    def timings(runtime: Runtime) -> Timings:
-        return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
+    def timed(table: type[TimingTable[Any, Any]]) -> Callable[[Runtime], Any]:
+        return lambda runtime: table(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
-    def tensor_timings(runtime: Runtime) -> TensorTimings:
-        return TensorTimings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
-
-    with _card(driver, kind or CardKernels, timings, tensor_timings, folder=folder, **options) as kernels:
+    parts = {table: timed(table) for table in (Timings, TensorTimings, PlainTimings)}
+    with _card(driver, kind or CardKernels, parts, folder=folder, **options) as kernels:
         yield kernels
 
 
@@ -187,16 +190,14 @@ def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> lis
 def _card(
     driver: AnyStandIn | None,
     kind: type[CardKernels],
-    timings: Callable[[Runtime], Timings],
-    tensor_timings: Callable[[Runtime], TensorTimings],
+    timings: Mapping[type, Callable[[Runtime], Any]],
     **options: Any,
 ) -> Iterator[CardKernels]:
     if driver is None:
         pytest.skip("needs g++ to build the stand-in for the driver")
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
-        Timings: timings,
-        TensorTimings: tensor_timings,
+        **timings,
         Trials: Trusted,
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:

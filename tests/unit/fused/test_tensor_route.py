@@ -219,9 +219,9 @@ def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
         assert {variant.head_dim for variant in on_tensor_cores} >= {32, 64, 80, 96, 128}
         for variant in on_tensor_cores:
             assert variant.kind.startswith(kind)
-            assert prebuilt.find(variant, card.capability) is not None
+            assert prebuilt.find(variant, "sm_{}{}".format(*card.capability)) is not None
         plain = Variant("forward", 64, "float32")
-        assert prebuilt.find(plain, card.capability) == prebuilt.load(plain, 70)
+        assert prebuilt.find(plain, "sm_{}{}".format(*card.capability)) == prebuilt.load(plain, 70)
     assert not any(variant.on_tensor_cores for variant in prebuilt.all_variants(CARD.capability))
 
 
