@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+UNKNOWN = "unknown"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # for all cards, and with _0, _1 ... behind it for one
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 Place = tuple[int | None, ...]  # PCI domain, bus and device; None where torch does not say
@@ -45,22 +46,20 @@ def _node(text: str) -> Node | None:
     return Node(arch, (facts.get("domain", 0), location >> 8 & 0xFF, location >> 3 & 0x1F))
 
 
-def true_arch(reported: str, place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:
-    """What a card is, ``"gfx1010"``; "" where that is not known.
+def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:
+    """What a card is, ``"gfx1010"``, where the environment makes it another one, or :data:`UNKNOWN`; "" where it is
+    left as it is.
 
     Args:
-        reported: what the runtime says.
         place: of the card.
         overrides: the variables in the environment whose names begin with :data:`OVERRIDE`.
         folder: of the kernel driver's topology.
     """
     if not overrides:
-        return reported
+        return ""
     found = nodes(folder)
     archs = {node.arch for node in found}
     if len(archs) == 1:  # all cards are alike, so it does not matter which one this is
         return archs.pop()
-    if None in place:
-        return ""
     here = [node.arch for node in found if node.place == place]
-    return here[0] if len(here) == 1 else ""
+    return here[0] if len(here) == 1 else UNKNOWN

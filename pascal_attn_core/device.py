@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .amd_system import OVERRIDE, true_arch
+from .amd_system import OVERRIDE, UNKNOWN, true_arch
 from .config import variables
 
 MIB = 1 << 20
@@ -41,7 +41,8 @@ class DeviceInfo:
         total_bytes: device memory in bytes, 0 if unknown.
         arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown. AMD: what
             the runtime takes the card for, which ``HSA_OVERRIDE_GFX_VERSION`` may have changed.
-        true_arch: AMD: what the card is by the system, "" if that is not known.
+        true_arch: AMD: what the card is by the system, where the environment makes it another one: ``"gfx1010"``, or
+            ``UNKNOWN``; "" = it is what ``arch`` says.
         wave_size: threads that execute an instruction together: a warp of NVIDIA's, a wave of AMD's; 0 if unknown.
         shared_bytes: shared memory (AMD: LDS) that a block may have without asking, 0 if unknown.
         clock_hz: highest clock of the multiprocessors in Hz, 0 if unknown.
@@ -59,6 +60,11 @@ class DeviceInfo:
     true_arch: str = ""
     wave_size: int = 0
     shared_bytes: int = 0
+
+    @property
+    def known_arch(self) -> str | None:
+        """What a card of AMD's is; None where that is not known."""
+        return None if self.true_arch == UNKNOWN else self.true_arch or self.arch
 
     @property
     def is_rdna(self) -> bool:
@@ -135,7 +141,7 @@ def _cuda_info(index: int) -> DeviceInfo:
         total_bytes=props.total_memory,
         arch=arch,
         clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
-        true_arch=true_arch(arch, place, variables(OVERRIDE)) if is_hip else "",
+        true_arch=true_arch(place, variables(OVERRIDE)) if is_hip else "",
         wave_size=getattr(props, "warp_size", _wave_size(arch)),
         shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )

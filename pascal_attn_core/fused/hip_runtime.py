@@ -150,13 +150,13 @@ class HipRuntime(GpuRuntime):
 
     def arch(self, info: DeviceInfo) -> str:
         """As :func:`.amd_geometry.kernel_arch`; "" where there are no kernels for the card."""
-        return kernel_arch(info.arch, info.true_arch or None) or ""
+        return kernel_arch(info.arch, info.known_arch) or ""
 
     def refusal(self, info: DeviceInfo) -> str:
         if not self.arch(info):
             return f"there is no fused kernel for {info.arch or 'an unknown architecture'}"
-        if info.true_arch and wave_size(info.true_arch) != wave_size(info.arch):
-            return f"the card is a {info.true_arch}, and {OVERRIDE} makes it a {info.arch}"
+        if info.known_arch is not None and wave_size(info.known_arch) != wave_size(info.arch):
+            return f"the card is a {info.known_arch}, and {OVERRIDE} makes it a {info.arch}"
         return ""
 
     def driver(self) -> HipDriver:

@@ -32,13 +32,13 @@ from pascal_attn_core.runtime import Runtime, runtime_of
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
-OVERRIDDEN = replace(RX_5700, arch="gfx1030")
+OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
 ROOT = Path(trial.__file__).parents[2]
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@pytest.fixture(params=CARDS, ids=lambda info: f"{info.arch}-is-{info.true_arch}")
+@pytest.fixture(params=CARDS, ids=lambda info: f"{info.arch}-is-{info.known_arch}")
 def card(request: pytest.FixtureRequest):
     with fresh_card(HipStandIn(request.param, execute), lambda attempts, device: [1.0, 2.0]) as kernels:
         yield kernels

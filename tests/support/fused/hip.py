@@ -33,7 +33,6 @@ RADEON_VII = DeviceInfo(
     l2_bytes=4 << 20,
     total_bytes=16 << 30,
     arch="gfx906",
-    true_arch="gfx906",
     wave_size=64,
     shared_bytes=64 << 10,
 )
@@ -44,7 +43,6 @@ RX_5700 = DeviceInfo(
     l2_bytes=4 << 20,
     total_bytes=8 << 30,
     arch="gfx1010",
-    true_arch="gfx1010",
     wave_size=32,
     shared_bytes=64 << 10,
 )
@@ -55,7 +53,6 @@ RX_6800 = DeviceInfo(
     l2_bytes=4 << 20,
     total_bytes=16 << 30,
     arch="gfx1030",
-    true_arch="gfx1030",
     wave_size=32,
     shared_bytes=64 << 10,
 )
@@ -100,7 +97,7 @@ class Function(NamedTuple):
 
 class HipStandIn(Answers, HipDriver):
     """A runtime over cards that are not here: see :class:`Answers`. What a card is taken for is its ``arch``, what it
-    is its ``true_arch``."""
+    is its ``known_arch``."""
 
     arguments, error_words, init, not_ready = _ARGUMENTS, "hipGetErrorString", "hipInit", 3
 
@@ -224,8 +221,8 @@ class HipStandIn(Answers, HipDriver):
         }  # fmt: skip
         if any(refused.values()):
             return self._wrong(1, f"{kernel.name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
-        if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.true_arch or "gfx900"):
-            return self._wrong(719, f"{kernel.name}: an instruction that {self.card.true_arch or 'it'} does not have")
+        if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.known_arch or "gfx900"):
+            return self._wrong(719, f"{kernel.name}: an instruction that {self.card.true_arch} does not have")
         launch = Launch(found.variant, kernel.name, (x, y, z), threads, structure.from_buffer_copy(given))
         self.queued.append(launch)
         self.execute(launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from pascal_attn_core import device
-from pascal_attn_core.amd_system import Node, nodes, true_arch
+from pascal_attn_core.amd_system import UNKNOWN, Node, nodes, true_arch
 from pascal_attn_core.config import variables
 
 _PROPERTIES = """\
@@ -50,7 +51,7 @@ def test_versions_are_read_as_the_kernel_writes_them(topology, version: int, arc
 
 def test_without_an_override_a_card_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "")
-    assert true_arch("gfx1030", NOWHERE, {}, tmp_path) == "gfx1030"
+    assert true_arch(NOWHERE, {}, tmp_path) == ""
     assert variables("HSA_OVERRIDE_GFX_VERSION") == {}
 
 
@@ -58,27 +59,27 @@ def test_without_an_override_a_card_is_what_it_says(tmp_path: Path, monkeypatch:
 def test_with_one_it_is_what_the_system_says(topology, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "10.3.0")
     folder = topology((100100, 3))
-    assert true_arch("gfx1030", NOWHERE, variables("HSA_OVERRIDE_GFX_VERSION"), folder) == "gfx1010"
+    assert true_arch(NOWHERE, variables("HSA_OVERRIDE_GFX_VERSION"), folder) == "gfx1010"
 
 
 def test_a_system_that_does_not_say_leaves_it_unknown(tmp_path: Path) -> None:
-    assert true_arch("gfx1030", NOWHERE, OVERRIDE, tmp_path / "nothing") == ""
-    assert true_arch("gfx1030", (0, 3, 0), OVERRIDE, tmp_path) == ""
+    assert true_arch(NOWHERE, OVERRIDE, tmp_path / "nothing") == UNKNOWN
+    assert true_arch((0, 3, 0), OVERRIDE, tmp_path) == UNKNOWN
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "properties").write_text("gfx_target_version many\n\nname\n")
-    assert true_arch("gfx1030", NOWHERE, OVERRIDE, tmp_path) == ""
+    assert true_arch(NOWHERE, OVERRIDE, tmp_path) == UNKNOWN
 
 
 def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     folder = topology((100100, 3), (100306, 17))  # a card, and graphics inside the processor
-    assert true_arch("gfx1030", (0, 3, 0), OVERRIDE, folder) == "gfx1010"
-    assert true_arch("gfx1030", (0, 17, 0), OVERRIDE, folder) == "gfx1036"
-    assert true_arch("gfx1030", (0, 5, 0), OVERRIDE, folder) == ""
-    assert true_arch("gfx1030", NOWHERE, OVERRIDE, folder) == ""  # an older torch does not say where a card is
+    assert true_arch((0, 3, 0), OVERRIDE, folder) == "gfx1010"
+    assert true_arch((0, 17, 0), OVERRIDE, folder) == "gfx1036"
+    assert true_arch((0, 5, 0), OVERRIDE, folder) == UNKNOWN
+    assert true_arch(NOWHERE, OVERRIDE, folder) == UNKNOWN  # an older torch does not say where a card is
 
 
 def test_of_several_cards_of_one_kind_the_place_does_not_matter(topology) -> None:
-    assert true_arch("gfx1030", NOWHERE, OVERRIDE, topology((100100, 3), (100100, 17))) == "gfx1010"
+    assert true_arch(NOWHERE, OVERRIDE, topology((100100, 3), (100100, 17))) == "gfx1010"
 
 
 # ---- what torch says of a card ---------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_card_is_known_by_its_architecture_without_features(rocm) -> None:
     info = rocm(gcnArchName="gfx906:sramecc+:xnack-", L2_cache_size=4 << 20, warp_size=64)
-    assert (info.kind, info.arch, info.true_arch, info.capability) == ("hip", "gfx906", "gfx906", None)
+    assert (info.kind, info.arch, info.known_arch, info.capability) == ("hip", "gfx906", "gfx906", None)
     assert (info.num_sms, info.wave_size, info.l2_bytes, info.is_rdna) == (60, 64, 4 << 20, False)
 
 
@@ -124,3 +125,12 @@ def test_the_peak_counts_the_units_of_amds_multiprocessors(rocm) -> None:
     rx_6800 = rocm(gcnArchName="gfx1030", multi_processor_count=30, clock_rate=2_105_000)
     assert radeon_vii.fp32_flops == pytest.approx(13.44e12)  # 60 compute units of 64 lanes
     assert rx_6800.fp32_flops == pytest.approx(16.17e12, rel=1e-3)  # 30 pairs of compute units
+
+
+def test_a_card_under_an_override_is_asked_for_where_it_is(rocm, topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "true_arch", functools.partial(true_arch, folder=topology((100100, 3), (100306, 17))))
+    facts = {"gcnArchName": "gfx1030", "pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
+    assert rocm(**facts).known_arch == "gfx1030"
+    monkeypatch.setattr(device, "variables", lambda prefix: {prefix: "10.3.0"})
+    assert (rocm(**facts).arch, rocm(**facts).known_arch) == ("gfx1030", "gfx1010")
+    assert rocm(gcnArchName="gfx1030").known_arch is None
