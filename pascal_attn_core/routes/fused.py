@@ -28,7 +28,7 @@ _DP4A = (6, 1)
 
 
 class FusedRoute(Route):
-    """Our CUDA kernel.
+    """Our kernel, on NVIDIA's cards and on those of AMD's without matrix units.
 
     Args:
         torch_route: whose kernel this one is timed against where both take a call.
