@@ -39,8 +39,9 @@ _SAME = {
 COMPILED = {"gfx904": "gfx900", "gfx1013": "gfx1010"}
 _HAVE_DOTS = ("gfx906", "gfx1012", "gfx1030")
 NO_DOT = "-no-dot"
-# Of the compiler, besides macros and the architecture. The kernels write every multiply-add as one.
-OPTIONS = ("-O3", "-ffp-contract=on", "-mcode-object-version=4")
+# Of the compiler, besides macros and the architecture. The kernels write every multiply-add as one. Loop strength
+# reduction keeps addresses of its own in registers that the sums need.
+OPTIONS = ("-O3", "-ffp-contract=on", "-mcode-object-version=4", "-mllvm", "-disable-lsr")
 LDS_BYTES = 64 << 10  # shared memory that a block may have
 
 
@@ -268,7 +269,7 @@ TABLES: dict[int, dict[str, Table]] = {
         "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
     },
 }
-KINDS = ("forward", "split", "grad_query", "grad_key_value")
+KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
 
 
 def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> AmdGeometry:
@@ -279,6 +280,7 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
     """
     tables = TABLES[wave_size(arch)]
     pairs = " pairs" if dtype == "float16" and has_dots(arch) else ""
-    tight = " tight" if padded or mask != "none" else ""
+    tight = " tight" if padded or mask != "none" or kind == "capped" else ""
+    kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     names = (kind + pairs + tight, kind + pairs, kind + tight)
     return next((tables[name] for name in names if name in tables), tables[kind])[head_dim]

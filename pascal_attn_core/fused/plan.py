@@ -103,12 +103,13 @@ def plan_call(
     if int8:
         return Plan(variants.int8)
     gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
+    whole, split = forward_variants(call, variants)
     if packed is None:
-        places = num_sms * resident_blocks(variants.split, capability)
-        splits = num_splits(call, variants.forward.geometry, variants.split.geometry, num_sms, places)
+        places = num_sms * resident_blocks(split, capability)
+        splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
-            return Plan(variants.split, splits, gradients)
-    return Plan(variants.forward, 0, gradients, packed)
+            return Plan(split, splits, gradients)
+    return Plan(whole, 0, gradients, packed)
 
 
 class Variants(NamedTuple):
@@ -119,11 +120,20 @@ class Variants(NamedTuple):
     grad_query: Variant
     grad_key_value: Variant
     int8: Variant
+    capped: Variant
+    capped_split: Variant
 
 
 def variants_of(call: AttentionCall, arch: str = "") -> Variants:
     """The compilations that a call may need; ``arch``: on AMD's devices. Its head_dims are in the table."""
     return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
+
+
+def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:
+    """Of these those that compute the call's output: with one block per tile of rows, and with the keys in ranges."""
+    if call.softcap is None and call.sinks is None:
+        return variants.forward, variants.split
+    return variants.capped, variants.capped_split
 
 
 def _mask_kind(call: AttentionCall) -> str:

@@ -132,8 +132,14 @@ def _unpacked(pack: str) -> bytes:
 
 
 def amd_variants(arch: str) -> list[Variant]:
-    """What ships for one of ``amd_geometry.ARCHS``, each once."""
-    return [replace(variant, arch=arch) for head_dim in HEAD_DIMS for variant in variants(head_dim)]
+    """What ships for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language models use
+    it there."""
+    return [
+        replace(variant, arch=arch)
+        for head_dim in HEAD_DIMS
+        for variant in variants(head_dim)
+        if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
+    ]
 
 
 def amd_pack_name(variant: Variant) -> str:

@@ -105,6 +105,22 @@ _KINDS = {
         ("pa_quantize", "pa_forward_int8"),
         least=(6, 1),
     ),
+    "capped": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu"),
+        {"PA_SPLIT": 0, "PA_INT8": 0, "PA_CAPPED": 1, "PA_FORWARD_NAME": "pa_capped"},
+        ("pa_capped",),
+    ),
+    "capped_split": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu", "combine.cuh"),
+        {
+            "PA_SPLIT": 1,
+            "PA_INT8": 0,
+            "PA_CAPPED": 1,
+            "PA_FORWARD_NAME": "pa_capped_split",
+            "PA_COMBINE_NAME": "pa_capped_combine",
+        },
+        ("pa_capped_split", "pa_capped_combine"),
+    ),
     **_tensor_kinds("volta", "volta.cuh", (7, 0), (7, 5)),
     **_tensor_kinds("tensor", "turing.cuh", (7, 5), (99, 0)),
     **_gradient_kinds(),
@@ -254,6 +270,12 @@ class Variant:
         return replace(self, kind="tensor_barrier") if has_counters else None
 
     @property
+    def lift(self) -> float:
+        """What probabilities, and their sums, are multiplied by: LIFT of ``forward.cu``."""
+        g = self.geometry
+        return 128.0 if isinstance(g, AmdGeometry) and g.pairs == 2 else 1.0
+
+    @property
     def is_small(self) -> bool:
         """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
         return self.kind.endswith(("split", "small"))
@@ -272,7 +294,7 @@ class Variant:
             tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE
         if self.kind != "forward":
-            return _INT8 if self.kind == "int8" else _SPLIT
+            return _SPLIT if self.is_small else _INT8 if self.kind == "int8" else _FORWARD_TIGHT
         tight = (
             self.padded or (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
         )
@@ -281,7 +303,7 @@ class Variant:
     @property
     def flush_tiles(self) -> int:
         """Tiles after which float32 sums are moved to the output, 0 = never: for sums of some 512 numbers."""
-        if self.dtype != "float32" or self.kind in ("split", "int8"):
+        if self.dtype != "float32" or self.is_small or self.kind == "int8":
             return 0
         return 512 // self.geometry.cols
 

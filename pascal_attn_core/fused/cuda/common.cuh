@@ -48,6 +48,16 @@ INLINE u16 float_to_bfloat(float f) {
     return (u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+#if PA_CAPPED
+#ifdef PA_CPU_EMU
+INLINE float reciprocal(float x) { return 1.f / x; }
+#elif defined(PA_HIP)
+INLINE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+#else
+INLINE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#endif
+#endif
+
 INLINE float load_one(const T* p) {
 #if PA_DTYPE == 0
     return *p;
@@ -134,13 +144,39 @@ INLINE Lane anew(Lane t) {
 }
 
 // AMD's compiler keeps all that is derived from a lane's number, and then has no registers for the sums: this takes the
-// lane anew for the rest of a block of code.
+// lane anew for the rest of a block of code, from the number of its wave, which takes none.
+#ifdef PA_HIP
+INLINE Lane lane_anew(const Lane& t) {
+    int first = __builtin_amdgcn_readfirstlane(t.tid);
+    OPAQUE_UNIFORM(first);
+#if PA_WAVE == 64
+    return lane_of(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, first)));
+#else
+    return lane_of(__builtin_amdgcn_mbcnt_lo(~0u, first));
+#endif
+}
+#elif PA_AMD
+INLINE Lane lane_anew(const Lane& t) { return t; }
+#endif
 #if PA_AMD
-#define LANE_ANEW(t)                                 \
-    const Lane t##_anew = lane_of(anew(t).tid);      \
+#define LANE_ANEW(t)                     \
+    const Lane t##_anew = lane_anew(t);  \
     const Lane& t = t##_anew;
 #else
 #define LANE_ANEW(t)
+#endif
+
+// It keeps all parameters as well, in registers of a wave that overflow into those of its lanes: these are read anew.
+#ifdef PA_HIP
+template <class P>
+INLINE const P& params_anew() {
+    auto p = __builtin_amdgcn_kernarg_segment_ptr();
+    OPAQUE_UNIFORM(p);
+    return *(const P*)p;
+}
+#define PARAMS_ANEW(Params, p) const Params& p = params_anew<Params>();
+#else
+#define PARAMS_ANEW(Params, p)
 #endif
 
 // It also moves the last multiplications of a product behind the next branch, with all their operands: COMPLETE holds

@@ -92,9 +92,15 @@ INLINE void store_transposed(float* d, int rows, Piece raw) {
 }
 
 #if PA_AHEAD
-INLINE void load_row_factors(float (&a)[RM], float (&w)[CN], const float* xs, const float* ys) {
-    FOR(i, RM / 4) *(float4*)&a[4 * i] = *(const float4*)(xs + i * 4 * PA_TY);
-    FOR(j, CN / 4) *(float4*)&w[4 * j] = *(const float4*)(ys + j * 4 * PA_TX);
+// What one step multiplies.
+struct RowFactors {
+    __align__(16) float a[RM];
+    __align__(16) float w[CN];
+};
+
+INLINE void load_row_factors(RowFactors& f, const float* xs, const float* ys) {
+    FOR(i, RM / 4) *(float4*)&f.a[4 * i] = *(const float4*)(xs + i * 4 * PA_TY);
+    FOR(j, CN / 4) *(float4*)&f.w[4 * j] = *(const float4*)(ys + j * 4 * PA_TX);
 }
 #endif
 
@@ -102,13 +108,13 @@ INLINE void load_row_factors(float (&a)[RM], float (&w)[CN], const float* xs, co
 template <bool first>
 INLINE void multiply_chunk(float (&S)[RM][CN], const float* xs, const float* ys) {
 #if PA_AHEAD
-    float a[2][RM], w[2][CN];
-    load_row_factors(a[0], w[0], xs, ys);
+    RowFactors factors[2];
+    load_row_factors(factors[0], xs, ys);
     FOR(kk, TO_WORDS(PA_KC)) {
-        const int now = kk & 1, next = now ^ 1;
-        if (kk + 1 < TO_WORDS(PA_KC)) load_row_factors(a[next], w[next], xs + (kk + 1) * PA_BR, ys + (kk + 1) * PA_BC);
-        FOR(i, RM) FOR(j, CN) S[i][j] = first && kk == 0 ? MULTIPLY(a[now][i], w[now][j])
-                                                         : MULTIPLY_ADD(a[now][i], w[now][j], S[i][j]);
+        RowFactors &f = factors[kk & 1], &next = factors[kk + 1 & 1];
+        if (kk + 1 < TO_WORDS(PA_KC)) load_row_factors(next, xs + (kk + 1) * PA_BR, ys + (kk + 1) * PA_BC);
+        FOR(i, RM) FOR(j, CN)
+            S[i][j] = first && kk == 0 ? MULTIPLY(f.a[i], f.w[j]) : MULTIPLY_ADD(f.a[i], f.w[j], S[i][j]);
     }
 #else
     FOR(kk, TO_WORDS(PA_KC)) {
@@ -365,11 +371,16 @@ INLINE int sum_column(int j, const Lane& t) {
 }
 
 #if PA_AMD
-INLINE void load_column_factors(float (&a)[RM], float (&w)[DN], const float* Ps, u32 pb, const float* vb, int kk,
-                                const Lane& t) {
+// What one step multiplies.
+struct ColumnFactors {
+    __align__(16) float a[RM];
+    __align__(16) float w[DN];
+};
+
+INLINE void load_column_factors(ColumnFactors& f, const float* Ps, u32 pb, const float* vb, int kk, const Lane& t) {
     const char* const pr = (const char*)Ps + (pb ^ (u32)(SWIZZLE(kk * V_ROWS / 4) << 4));
-    FOR(i, RM / 4) *(float4*)&a[4 * i] = *(const float4*)(pr + (kk * PA_BR + i * 4 * PA_TY) * 4);
-    load_columns(w, vb + kk * V_ROWS * TO_WORDS(PA_D), t);
+    FOR(i, RM / 4) *(float4*)&f.a[4 * i] = *(const float4*)(pr + (kk * PA_BR + i * 4 * PA_TY) * 4);
+    load_columns(f.w, vb + kk * V_ROWS * TO_WORDS(PA_D), t);
 }
 
 // O += the product of one staged chunk. pb: byte offset of this thread's rows of P in its first column.
@@ -379,13 +390,13 @@ INLINE void multiply_columns(float (&O)[RM][DN], const float* Ps, u32 pb, const 
 #else
 #define ADD_PRODUCT fmaf
 #endif
-    float a[2][RM], w[2][DN];
-    if (PA_AHEAD) load_column_factors(a[0], w[0], Ps, pb, vb, 0, t);
+    ColumnFactors factors[2];
+    if (PA_AHEAD) load_column_factors(factors[0], Ps, pb, vb, 0, t);
     FOR(kk, PA_VC / V_ROWS) {
-        const int now = kk & 1, next = now ^ 1;
-        if (!PA_AHEAD) load_column_factors(a[now], w[now], Ps, pb, vb, kk, t);
-        if (PA_AHEAD && kk + 1 < PA_VC / V_ROWS) load_column_factors(a[next], w[next], Ps, pb, vb, kk + 1, t);
-        FOR(i, RM) FOR(j, DN) O[i][j] = ADD_PRODUCT(a[now][i], w[now][j], O[i][j]);
+        ColumnFactors &f = factors[kk & 1], &next = factors[kk + 1 & 1];
+        if (!PA_AHEAD) load_column_factors(f, Ps, pb, vb, kk, t);
+        if (PA_AHEAD && kk + 1 < PA_VC / V_ROWS) load_column_factors(next, Ps, pb, vb, kk + 1, t);
+        FOR(i, RM) FOR(j, DN) O[i][j] = ADD_PRODUCT(f.a[i], f.w[j], O[i][j]);
     }
     COMPLETE(O)
 }
@@ -398,6 +409,7 @@ INLINE void product_cols(float (&O)[RM][DN], const float (&P)[RM][CN], Moving& y
     float* const Vs = BEHIND_KEPT(sm) + P_WORDS;  // [2][VC][D], with PA_PAIRS half as many words
     MovingPiece ry[V4];
     FOR(part, PA_PSPLIT) {
+        LANE_ANEW(t)
         if (part == 0) load_moving(ry, y, 0, rows, dim, t);
         store_probs(Ps, P, part, t);  // the barrier of the previous part's last chunk lies behind us
         if (part == 0) store_moving(Vs, ry, t);

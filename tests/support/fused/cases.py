@@ -12,7 +12,7 @@ from torch import Tensor
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, plan_call, variants_of
+from pascal_attn_core.fused.plan import Plan, forward_variants, plan_call, variants_of
 from pascal_attn_core.fused.select import call_reasons
 
 from ..table import TABLE, Case
@@ -75,7 +75,7 @@ def forward(
 def whole(call: AttentionCall, arch: str = "") -> Plan:
     """The plan of a call with one block per tile of rows, gradients and all."""
     variants = variants_of(call, arch)
-    return Plan(variants.forward, 0, (variants.grad_query, variants.grad_key_value))
+    return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
 def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None, **how: Any) -> list[Tensor]:
