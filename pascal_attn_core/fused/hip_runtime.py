@@ -179,7 +179,10 @@ class HipRuntime(GpuRuntime):
             raise CompileError(self.no_compiler(arch))
         text = source(variant.kind, variant.arch)
         code = compiler.compile(text, compile_target(arch), variant.macros(), OPTIONS)
-        return renamed(code, target(arch))
+        try:
+            return renamed(code, target(arch))
+        except ValueError as error:
+            raise CompileError(f"HIPRTC made no code object for {arch}: {error}") from error
 
     def no_compiler(self, arch: str) -> str:
         return f"no HIPRTC for {arch}, which torch's ROCm wheels bring"

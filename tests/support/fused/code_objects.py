@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pascal_attn_core.fused import amd_geometry, params
-from pascal_attn_core.fused.amd_code import _MACH, renamed
+from pascal_attn_core.fused.amd_code import _MACH, NotACodeObject, metadata, renamed
 from pascal_attn_core.fused.source import Variant
 
 from .emulation import PARAMS
@@ -35,9 +34,8 @@ class Kernel(NamedTuple):
 
 
 class CodeObject(NamedTuple):
-    """A code object's header and metadata."""
+    """What a code object's header and metadata say."""
 
-    arch_flags: int
     abi_version: int
     target: str
     kernels: dict[str, Kernel]
@@ -45,35 +43,16 @@ class CodeObject(NamedTuple):
 
 def read(image: bytes) -> CodeObject | None:
     """What an image is; None: no code object of version 4 or 5 for AMD's cards."""
-    if len(image) < _HEAD.size:
+    if len(image) < _HEAD.size or image[7] != OS_ABI or image[8] not in ABI_VERSIONS:
         return None
-    fields = _HEAD.unpack_from(image)
-    magic, bits, order, _, os_abi, abi_version, _, machine = fields[:8]
-    if (magic, bits, order) != (b"\x7fELF", 2, 1) or machine != MACHINE or os_abi != OS_ABI:
+    try:
+        found = metadata(image)
+    except NotACodeObject:
         return None
-    if abi_version not in ABI_VERSIONS:
-        return None
-    _, _, segments, _, flags, _, size, count = fields[8:16]
-    for i in range(count):
-        kind, _, at, _, _, length, *_ = _SEGMENT.unpack_from(image, segments + i * size)
-        if kind == _PROGRAM_NOTE:
-            metadata = next(_notes(image[at : at + length]), None)
-            if metadata is not None:
-                return CodeObject(flags, abi_version, metadata["amdhsa.target"], _kernels(metadata))
-    return None
+    return CodeObject(image[8], found["amdhsa.target"], _kernels(found))
 
 
-def _notes(content: bytes) -> Iterable[dict[str, Any]]:
-    at = 0
-    while at < len(content):
-        name_bytes, size, kind = struct.unpack_from("<III", content, at)
-        begin = at + 12 + -(-name_bytes // 4) * 4
-        if kind == _METADATA:
-            yield unpack(content[begin : begin + size])[0]
-        at = begin + -(-size // 4) * 4
-
-
-def _kernels(metadata: dict[str, Any]) -> dict[str, Kernel]:
+def _kernels(found: dict[str, Any]) -> dict[str, Kernel]:
     return {
         each[".name"]: Kernel(
             each[".name"],
@@ -85,7 +64,7 @@ def _kernels(metadata: dict[str, Any]) -> dict[str, Kernel]:
             each[".max_flat_workgroup_size"],
             each[".wavefront_size"],
         )
-        for each in metadata["amdhsa.kernels"]
+        for each in found["amdhsa.kernels"]
     }
 
 
@@ -112,10 +91,8 @@ def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = 
                 "comment": variant.name,
             }
         )
-    metadata = pack(
-        {"amdhsa.kernels": kernels, "amdhsa.target": f"amdgcn-amd-amdhsa--{arch}", "amdhsa.version": [1, 1]}
-    )
-    note = struct.pack("<III", 7, len(metadata), _METADATA) + b"AMDGPU\0\0" + metadata + bytes(-len(metadata) % 4)
+    said = pack({"amdhsa.kernels": kernels, "amdhsa.target": f"amdgcn-amd-amdhsa--{arch}", "amdhsa.version": [1, 1]})
+    note = struct.pack("<III", 7, len(said), _METADATA) + b"AMDGPU\0\0" + said + bytes(-len(said) % 4)
     at = _HEAD.size + _SEGMENT.size
     head = _HEAD.pack(b"\x7fELF", 2, 1, 1, OS_ABI, ABI_VERSIONS[0], 3, MACHINE, 1, 0, _HEAD.size, 0, _MACH[arch],
                       _HEAD.size, _SEGMENT.size, 1, 0, 0, 0)  # fmt: skip
@@ -126,61 +103,8 @@ def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = 
 _OWN_TILES = ("pa_forward", "pa_forward_split", "pa_grad_query", "pa_grad_key_value")
 
 
-# ---- MessagePack, as far as LLVM writes it ---------------------------------------------------------------------------
-
-
-def unpack(content: bytes, at: int = 0) -> tuple[Any, int]:
-    """(the value that begins there, where the next one does)."""
-    kind = content[at]
-    if kind < 0x80:
-        return kind, at + 1
-    if kind < 0x90:
-        return _unpack_map(content, at + 1, kind & 0x0F)
-    if kind < 0xA0:
-        return _unpack_list(content, at + 1, kind & 0x0F)
-    if kind < 0xC0:
-        return _text(content, at + 1, kind & 0x1F)
-    if kind >= 0xE0:
-        return kind - 0x100, at + 1
-    if kind in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[kind], at + 1
-    if kind in _NUMBERS:
-        shape = struct.Struct(_NUMBERS[kind])
-        return shape.unpack_from(content, at + 1)[0], at + 1 + shape.size
-    (length,) = struct.unpack_from(_LENGTHS[kind][0], content, at + 1)
-    return _LENGTHS[kind][1](content, at + 1 + struct.calcsize(_LENGTHS[kind][0]), length)
-
-
-def _text(content: bytes, at: int, length: int) -> tuple[str, int]:
-    return content[at : at + length].decode(), at + length
-
-
-def _unpack_list(content: bytes, at: int, length: int) -> tuple[list[Any], int]:
-    found = []
-    for _ in range(length):
-        value, at = unpack(content, at)
-        found.append(value)
-    return found, at
-
-
-def _unpack_map(content: bytes, at: int, length: int) -> tuple[dict[Any, Any], int]:
-    found = {}
-    for _ in range(length):
-        key, at = unpack(content, at)
-        found[key], at = unpack(content, at)
-    return found, at
-
-
-_NUMBERS = {0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
-_LENGTHS = {
-    0xD9: (">B", _text), 0xDA: (">H", _text), 0xDB: (">I", _text),
-    0xDC: (">H", _unpack_list), 0xDD: (">I", _unpack_list),
-    0xDE: (">H", _unpack_map), 0xDF: (">I", _unpack_map),
-}  # fmt: skip
-
-
 def pack(value: Any) -> bytes:
-    """Of numbers that are not negative, texts, lists and mappings."""
+    """In MessagePack: numbers that are not negative, texts, lists and mappings."""
     if isinstance(value, int):
         return bytes([value]) if value < 0x80 else b"\xce" + struct.pack(">I", value)
     if isinstance(value, str):

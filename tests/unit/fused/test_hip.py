@@ -17,13 +17,13 @@ import pytest
 import torch
 from attn_support.fused.code_objects import code_object, read
 from attn_support.fused.device import CardKernels, fresh_card
-from attn_support.fused.emulation import GXX
+from attn_support.fused.emulation import GXX, PARAMS
 from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipCompiler, HipStandIn
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import hip_libraries, hiprtc, params
+from pascal_attn_core.fused import hip_libraries, hiprtc, params, prebuilt
 from pascal_attn_core.fused import kernels as fused_kernels
 from pascal_attn_core.fused.amd_code import arch_of
 from pascal_attn_core.fused.gpu_runtime import CompileError, DriverError
@@ -254,6 +254,44 @@ def test_without_a_compiler_the_reason_names_what_brings_it() -> None:
         KernelUnavailable, match="not prebuilt, and no HIPRTC for gfx906, which torch's ROCm wheels bring"
     ):
         kernels.machine_code(VARIANT)
+
+
+def test_a_compiler_that_makes_something_else_is_a_reason() -> None:
+    class Other(HipCompiler):
+        def compile(self, *given: Any, **options: Any) -> bytes:
+            return b"something else"
+
+    kernels = Kernels(
+        Runtime("cuda:0", RADEON_VII),
+        gpu=HipRuntime(object, Other),
+        shipped=lambda *_: None,
+        folder=lambda: None,
+    )
+    with pytest.raises(KernelUnavailable, match="HIPRTC made no code object for gfx906: not a 64-bit ELF file"):
+        kernels.machine_code(VARIANT)
+
+
+@needs_compiler
+@pytest.mark.parametrize("info", [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN], ids=lambda info: info.arch)
+def test_what_ships_is_loaded_with_all_its_functions_and_takes_our_arguments(info: DeviceInfo) -> None:
+    driver = HipStandIn(info)
+    gpu = HipRuntime(lambda: driver, lambda: None)
+    arch = gpu.arch(info)
+    if not prebuilt.ships_for(arch):
+        pytest.skip("nothing ships for it")
+    for variant in prebuilt.variants_for(arch):
+        code = prebuilt.find(variant, arch)
+        assert code is not None, f"{variant.name} is out of date: python tools/amd.py prebuilt"
+        driver.variants = {code: variant}
+        assert set(driver.load(0, code, variant.functions)) == set(variant.functions)
+        found = read(code)
+        assert found is not None
+        for name, kernel in found.kernels.items():
+            size = ctypes.sizeof(getattr(params, PARAMS[name]))
+            assert (kernel.kernarg_bytes, kernel.arguments) == (size, ((0, size, "by_value"),)), name
+            assert kernel.lds_bytes <= 64 << 10
+            assert kernel.wave_size == info.wave_size
+    assert not driver.problems
 
 
 LIBRARY = hiprtc.find()
