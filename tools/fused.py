@@ -150,7 +150,7 @@ def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
     """Write the packs that ship with the package, and their manifest."""
     folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.xz"):
+    for old in folder.glob("sm_*.xz"):
         old.unlink()
     packs: dict[str, dict[str, list[int]]] = {}
     for arch, variants in prebuilt.packs():
