@@ -530,6 +530,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Settings(**{name: getattr(options, name) for name in asdict(defaults)}),
     )
     kernels = runtime_of(device).part(Kernels)
+    if not isinstance(kernels._gpu, CudaRuntime):
+        print("the sweep is for NVIDIA's cards: the geometries of AMD's are in another table")
+        return 2
     if kernels.machine_reasons or kernels.gpu.compiler_version(kernels.arch) is None:
         print("; ".join(kernels.machine_reasons) or kernels.gpu.no_compiler(kernels.arch))
         return 2

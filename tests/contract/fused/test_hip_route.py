@@ -56,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "bool mask": {"mask": "bool"},
     "float mask": {"mask": "float"},
     "few queries": {"tokens": 3},
-    "padded head_dim": {"head_dim": 60},
+    "padded head_dim": {"head_dim": 44},
 }
 
 
