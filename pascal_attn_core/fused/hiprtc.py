@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Sequence
+
+import torch
 
 from . import hip_libraries
 from .gpu_runtime import CompileError
+
+_ANY = (9, 0)
 
 
 class Hiprtc:
@@ -25,7 +30,7 @@ class Hiprtc:
         self._lib.hiprtcGetErrorString.restype = ctypes.c_char_p
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._lib.hiprtcVersion(ctypes.byref(major), ctypes.byref(minor)), "hiprtcVersion")
-        self.version = (major.value, minor.value)
+        self.version = version_of((major.value, minor.value), torch.version.hip)
 
     def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
         """The code object of one source text for an architecture, ``"gfx906"``.
@@ -60,6 +65,17 @@ class Hiprtc:
     def _check(self, code: int, what: str) -> None:
         if code:
             raise CompileError(f"{what}: {self._error(code)}")
+
+
+def version_of(said: tuple[int, int], hip: str | None) -> tuple[int, int]:
+    """A library's version.
+
+    Args:
+        said: by itself: 9.0, whatever it is, in ROCm 5 and 6.
+        hip: the version that torch was built with, ``"6.3.42133-1b9c17779"``, and whose compiler its wheels bring.
+    """
+    found = re.match(r"(\d+)\.(\d+)", hip or "")
+    return (int(found[1]), int(found[2])) if found and said == _ANY else said
 
 
 def load_first(paths: Sequence[str]) -> Hiprtc | None:

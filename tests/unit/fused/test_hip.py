@@ -312,6 +312,12 @@ def test_the_real_compiler_makes_code_objects_that_the_reader_understands(arch: 
     assert kernel.arguments[:2] == ((0, 8, "global_buffer"), (8, 4, "by_value"))
 
 
+def test_a_compiler_that_does_not_tell_its_version_has_torchs() -> None:
+    assert hiprtc.version_of((9, 0), "6.3.42133-1b9c17779") == (6, 3)
+    assert hiprtc.version_of((7, 1), "6.3.42133") == (7, 1)
+    assert hiprtc.version_of((9, 0), None) == (9, 0)
+
+
 @needs_hiprtc
 def test_the_real_compiler_says_what_is_wrong() -> None:
     assert LIBRARY is not None
