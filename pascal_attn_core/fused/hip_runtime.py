@@ -36,6 +36,7 @@ class HipDriver(Driver):
     def __init__(self, paths: list[str] | None = None):
         self._lib = _open(hip_libraries.runtime_candidates() if paths is None else paths)
         self._lib.hipGetErrorString.restype = ctypes.c_char_p
+        self._images: list[bytes] = []  # the runtime may go on reading from what was loaded, instead of a copy
         self.call("hipInit", 0)
 
     def call(self, function: str, *arguments: object) -> None:
@@ -73,6 +74,7 @@ class HipDriver(Driver):
 
     def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
         module, handles = ctypes.c_void_p(), {}
+        self._images.append(image)
         with self.on(index), self._relaxed_capture():
             self.call("hipModuleLoadData", ctypes.byref(module), image)
             for name in functions:

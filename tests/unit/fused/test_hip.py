@@ -7,6 +7,7 @@ import ctypes
 import logging
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -484,6 +485,16 @@ def test_a_launch_goes_to_the_current_stream_with_its_parameters_and_the_device_
     assert bytes(queued.params) == bytes(launch.params)
     assert driver.asked["hipSetDevice"] == 4  # to the second card and back, for loading and for launching
     assert driver.left_behind() == driver.problems == []
+
+
+@needs_compiler
+def test_what_was_loaded_lives_as_long_as_the_runtime() -> None:
+    driver = HipStandIn()
+    image = bytes(bytearray(CODE))
+    driver.variants = {CODE: VARIANT}
+    count = sys.getrefcount(image)
+    driver.load(0, image, ("pa_forward",))
+    assert sys.getrefcount(image) == count + 1
 
 
 @needs_compiler
