@@ -319,6 +319,22 @@ def test_a_compiler_that_does_not_tell_its_version_has_torchs() -> None:
     assert hiprtc.version_of((9, 0), None) == (9, 0)
 
 
+@needs_compiler
+@needs_hiprtc
+@pytest.mark.parametrize("info", [RADEON_VII, OVERRIDDEN], ids=lambda info: f"{info.arch}-is-{info.known_arch}")
+def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_arguments(info: DeviceInfo) -> None:
+    driver = HipStandIn(info)
+    gpu = HipRuntime(lambda: driver)
+    arch = gpu.arch(info)
+    launch = _launch(arch, torch.float16)
+    code = gpu.compile(launch.variant, arch)
+    assert arch_of(code) == info.arch
+    driver.variants[code] = launch.variant
+    handle = driver.load(0, code, ("pa_forward",))["pa_forward"]
+    driver.launch(0, handle, launch.grid, launch.threads, launch.params)  # checks LDS, registers, waves and arguments
+    assert not driver.problems
+
+
 @needs_hiprtc
 def test_the_real_compiler_says_what_is_wrong() -> None:
     assert LIBRARY is not None
