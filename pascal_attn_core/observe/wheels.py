@@ -148,10 +148,10 @@ def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
 
 
 def _overridden(info: DeviceInfo) -> str:
-    what = f"a {info.known_arch}" if info.known_arch else "an unknown one"
+    what = f"this {info.known_arch}" if info.known_arch else "this card, whatever it is"
     same = (info.known_arch or "").startswith("gfx103") and info.arch == "gfx1030"
-    risk = "with the same instructions" if same else "which may lack instructions that torch's own kernels use"
-    return f"this wheel has code for {info.arch}, which {OVERRIDE} makes of the card, {what}, {risk}"
+    risk = "the instructions are the same" if same else "torch's own kernels may use instructions that it lacks"
+    return f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -132,9 +132,9 @@ def test_cpus_and_other_devices_need_no_code_list():
 @pytest.mark.parametrize(
     ("true", "words"),
     [
-        ("gfx1010", "a gfx1010, which may lack instructions"),
-        ("gfx1032", "a gfx1032, with the same instructions"),
-        ("unknown", "an unknown one, which may lack"),
+        ("gfx1010", "runs this gfx1010: torch's own kernels may use instructions that it lacks"),
+        ("gfx1032", "runs this gfx1032: the instructions are the same"),
+        ("unknown", "runs this card, whatever it is: torch's own kernels may"),
     ],
 )
 def test_an_overridden_card_is_told_what_it_is(true: str, words: str) -> None:

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -622,6 +623,19 @@ def test_windows_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0701.dll")
     assert {"amdhip64.dll", "amdhip64_6.dll"} <= set(hip_libraries.runtime_candidates())
     assert "hiprtc0603.dll" in hip_libraries.compiler_candidates()
+
+
+def test_on_windows_too_the_loaded_runtime_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handles:
+        def __call__(self, name: ctypes.c_wchar_p) -> int | None:
+            return 0x7FF0 if name.value == "amdhip64_6.dll" else None
+
+    kernel32 = types.SimpleNamespace(GetModuleHandleW=Handles())
+    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(hip_libraries.sys, "platform", "win32")
+    assert hip_libraries.runtime_candidates() == ["amdhip64_6.dll"]
+    kernel32.GetModuleHandleW = lambda name: None
+    assert hip_libraries.loaded_runtime() is None
 
 
 def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:
