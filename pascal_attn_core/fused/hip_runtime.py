@@ -13,7 +13,7 @@ from ..amd_system import OVERRIDE
 from ..device import DeviceInfo
 from . import hip_libraries, hiprtc
 from .amd_code import renamed
-from .amd_geometry import LDS_BYTES, OPTIONS, compile_target, kernel_arch, target, wave_size
+from .amd_geometry import LDS_BYTES, OPTIONS, compile_target, kernel_arch, target
 from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
 from .params import Params
 from .source import Variant, source
@@ -157,7 +157,7 @@ class HipRuntime(GpuRuntime):
     def refusal(self, info: DeviceInfo) -> str:
         if not self.arch(info):
             return f"there is no fused kernel for {info.arch or 'an unknown architecture'}"
-        if info.known_arch is not None and wave_size(info.known_arch) != wave_size(info.arch):
+        if info.known_arch is not None and info.known_arch[:-2] != info.arch[:-2]:  # gfx10: of another generation
             return f"the card is a {info.known_arch}, and {OVERRIDE} makes it a {info.arch}"
         return ""
 

@@ -4,7 +4,9 @@ runtime means for a call, and that the stand-in notices what a real one would no
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
+import lzma
 import re
 import struct
 import sys
@@ -33,7 +35,7 @@ from pascal_attn_core.fused.hip_runtime import HipDriver, HipRuntime
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.plan import Plan, plan_call
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.source import Variant, digest
 from pascal_attn_core.runtime import Runtime
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
@@ -271,6 +273,59 @@ def test_a_compiler_that_makes_something_else_is_a_reason() -> None:
     )
     with pytest.raises(KernelUnavailable, match="HIPRTC made no code object for gfx906: not a 64-bit ELF file"):
         kernels.machine_code(VARIANT)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packs of one variant for two architectures, as ``tools/amd.py`` writes them."""
+    variants = [Variant("split", 32, "float16", padded=True, arch=arch) for arch in ("gfx1010", "gfx1030")]
+    packs = {}
+    for variant in variants:
+        code = b"another" + code_object(variant)
+        packs[prebuilt.amd_pack_name(variant)] = {variant.name: [7, len(code)]}
+        (tmp_path / prebuilt.amd_pack_name(variant)).write_bytes(lzma.compress(code))
+    digests = {variant.name: digest(variant) for variant in variants}
+    (tmp_path / "amd.json").write_text(json.dumps({"clang": "16.0.6", "digests": digests, "packs": packs}))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    prebuilt.amd_manifest.cache_clear()
+    prebuilt._unpacked.cache_clear()
+    yield
+    prebuilt.amd_manifest.cache_clear()
+    prebuilt._unpacked.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("info", "made_for"),
+    [
+        (RX_5700, "gfx1010"),
+        (RX_6800, "gfx1030"),
+        (replace(RX_6800, arch="gfx1031"), "gfx1030"),
+        (replace(RX_6800, true_arch="gfx1034"), "gfx1030"),
+        (OVERRIDDEN, "gfx1010"),
+        (replace(OVERRIDDEN, true_arch="unknown"), "gfx1010"),
+    ],
+    ids=lambda value: f"{value.arch}-is-{value.known_arch}" if isinstance(value, DeviceInfo) else None,
+)
+def test_which_shipped_code_a_card_takes(shipped: None, info: DeviceInfo, made_for: str) -> None:
+    with fresh_card(HipStandIn(info), _twice_as_fast, kind=Unchecked) as kernels:
+        assert _route(_inputs(torch.float16)) == "fused"
+        compiler = kernels.gpu.find_compiler()
+        (code,) = kernels.driver.variants
+        assert kernels.existing_code(kernels.queued[0].variant)[1] == "shipped"
+    assert compiler.compiled == []
+    assert f"split-32-padded-float16-none-{made_for}".encode() in code  # as its compiler named it
+    assert arch_of(code) == info.arch
+
+
+def test_what_does_not_ship_for_an_architecture_is_compiled(shipped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = Variant("split", 32, "float16", padded=True, arch="gfx1013")
+    assert prebuilt.ships_for("gfx1010")
+    assert not prebuilt.ships_for("gfx1013")  # which is like a gfx1010 but for some instructions
+    assert prebuilt.find(variant, "gfx1013") is None
+    assert prebuilt.variants_for("gfx1013") == prebuilt.variants_for("gfx906") == []
+    monkeypatch.setattr(prebuilt, "digest", lambda variant: "of another source")
+    assert prebuilt.find(replace(variant, arch="gfx1010"), "gfx1010") is None
 
 
 @needs_compiler
