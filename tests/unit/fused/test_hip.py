@@ -130,6 +130,11 @@ def test_int8_and_tensor_cores_are_nvidias() -> None:
             "the card is a gfx906, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030",
         ),
         (
+            replace(RX_6800, true_arch="gfx1103"),
+            object,
+            "the card is a gfx1103, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030",
+        ),
+        (
             RADEON_VII,
             lambda: HipDriver(["no-such-library.so"]),
             "the HIP runtime could not be opened: torch has loaded",
