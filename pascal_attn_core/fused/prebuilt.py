@@ -77,20 +77,41 @@ def shipped_archs() -> tuple[int, ...]:
     return tuple(sorted({int(pack.removeprefix("sm_").split("-")[0]) for pack in manifest()["packs"]}))
 
 
-def best_arch(capability: tuple[int, int], variant: Variant | None = None) -> int | None:
-    """The architecture that ships (for a variant: with it) and runs on a device: the same major version, a minor one
-    that is not newer."""
-    major, minor = capability
+def ships_for(arch: str) -> bool:
+    """Whether anything ships that runs on devices of an architecture: "sm_61", or what ``amd_geometry.kernel_arch``
+    gives."""
+    if arch.startswith("sm_"):
+        return best_arch(arch) is not None
+    return arch not in amd_geometry.COMPILED and any(
+        pack.startswith(f"{amd_geometry.base(arch)}-") for pack in amd_manifest()["packs"]
+    )
+
+
+def variants_for(arch: str) -> list[Variant]:
+    """What ships for devices of an architecture, each once."""
+    if arch.startswith("sm_"):
+        return all_variants(divmod(int(arch.removeprefix("sm_")), 10))
+    if not ships_for(arch):
+        return []
+    return [replace(variant, arch=arch) for variant in amd_variants(amd_geometry.base(arch))]
+
+
+def best_arch(arch: str, variant: Variant | None = None) -> int | None:
+    """The architecture of NVIDIA's that ships (for a variant: with it) and runs on devices of ``arch``, "sm_61": the
+    same major version, a minor one that is not newer."""
+    major, minor = divmod(int(arch.removeprefix("sm_")), 10)
     archs = [arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor]
     if variant is not None:
         archs = [arch for arch in archs if variant.name in manifest()["packs"].get(pack_name(arch, variant), {})]
     return max(archs, default=None)
 
 
-def find(variant: Variant, capability: tuple[int, int]) -> bytes | None:
-    """The shipped cubin of a variant that runs on devices of this compute capability, or None."""
-    arch = best_arch(capability, variant)
-    return None if arch is None else load(variant, arch)
+def find(variant: Variant, arch: str) -> bytes | None:
+    """The shipped machine code of a variant that runs on devices of this architecture, or None."""
+    if variant.arch:
+        return find_amd(variant)
+    best = best_arch(arch, variant)
+    return None if best is None else load(variant, best)
 
 
 def load(variant: Variant, arch: int) -> bytes | None:

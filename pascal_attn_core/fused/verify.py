@@ -53,7 +53,7 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
 def _splits(variant: Variant, call: AttentionCall) -> int:
     if variant.on_tensor_cores:
         return 2 if variant.is_small else 0
-    return plan_call(call, _MANY_SMS).splits if variant.is_small else 0
+    return plan_call(call, _MANY_SMS, arch=variant.arch).splits if variant.is_small else 0
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
