@@ -30,6 +30,7 @@ from pascal_attn_core.fused.source import Variant, amd_variants, digest, source
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "amd"
 TABLE = ROOT / "docs" / "fused-amd-static.txt"
+HARDEST = (64, 128, 256, 512)  # head_dims of the variants in the table that do not ship
 CLANG = 16  # which makes the table and what ships
 _HEAD = """\
 # What clang {} says of the fused kernels on AMD's architectures: architecture, vector registers of each function
@@ -159,8 +160,17 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[Variant]:
-    """What the table has of an architecture: what ships, and the kinds of it that are compiled on the machine."""
-    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *amd_variants(arch))))
+    """What the table has of an architecture: what ships, and of every kind, at some head_dims, the variant that takes the
+    most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
+    hardest = [
+        variant
+        for variant in amd_variants(arch)
+        if variant.padded
+        and variant.mask == "float"
+        and variant.head_dim in HARDEST
+        and (variant.dtype == "float32" or variant.lift > 1)
+    ]
+    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest)))
 
 
 def digests(variants: Iterable[Variant]) -> str:

@@ -160,90 +160,192 @@ def _g(
     pairs: int = 0,
     keep: bool = False,
     ahead: bool = True,
+    blocks: int = 2,
 ) -> AmdGeometry:
-    blocks = 1 if waves == 1 else 2
+    blocks = 1 if waves == 1 and blocks == 2 else blocks
     return AmdGeometry(rows, cols, tx, ty, depth, staged, parts, waves, pairs, keep, ahead, blocks)
 
 
-# Waves of 64 lanes, 256 registers for each of four: 4 x 8 sums per thread and two waves on a SIMD.
-_GCN_FLOAT = {
-    32: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-    40: _g(128, 64, 8, 32, 20, 32, 2, 2, ahead=False),
-    48: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-    72: _g(128, 64, 8, 32, 12, 16, 2, 2, ahead=False),
-    80: _g(64, 128, 16, 16, 20, 16, 2, 2, ahead=False),
-    96: _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False),
-    112: _g(64, 128, 16, 16, 8, 8, 2, 2, ahead=False),
-    128: _g(64, 128, 16, 16, 8, 8, 2, 2, ahead=False),
-    160: _g(64, 64, 16, 16, 16, 8, 1, 2, ahead=False),
-    192: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
-    256: _g(64, 128, 16, 16, 16, 8, 1, 1, ahead=False),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 1, ahead=False),
-}
-_GCN_PAIRS = {
-    32: _g(128, 64, 8, 32, 32, 32, 2, 2, 2, True),
+# The first of the geometries, from the most work per byte of shared memory down, that the compiler makes without
+# scratch for every variant that takes it (tools/amd.py). Waves of 64 lanes share 256 registers of a lane on a SIMD:
+# 4 x 8 sums per thread and two waves; those of 32 share 1,024: CUDA's 8 x 8 and four. "tight": with a mask, or padded.
+# gfx906, float16 pairs.
+_VEGA20_PAIRS = {
+    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
     40: _g(128, 64, 8, 32, 40, 32, 1, 2, 2, True),
-    48: _g(128, 64, 8, 32, 16, 32, 2, 2, 2, True),
+    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
     64: _g(128, 64, 8, 32, 32, 32, 2, 2, 2, True),
-    72: _g(128, 64, 8, 32, 24, 16, 2, 2, 2, True),
+    72: _g(128, 64, 8, 32, 24, 8, 2, 2, 2, True),
     80: _g(64, 128, 16, 16, 40, 16, 1, 2, 2, True),
     96: _g(64, 128, 16, 16, 32, 8, 1, 2, 2, True),
-    112: _g(64, 128, 16, 16, 16, 8, 1, 2, 2, True, False),
-    128: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True, False),
-    160: _g(64, 128, 16, 16, 40, 16, 1, 1, 2, True),
-    192: _g(64, 128, 16, 16, 32, 8, 1, 1, 2, True),
+    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
+    128: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True),
+    160: _g(64, 64, 16, 16, 40, 8, 1, 2, 2),
+    192: _g(64, 128, 16, 16, 32, 32, 1, 1, 2, True),
+    256: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
+    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
+}
+_VEGA20_PAIRS_TIGHT = {
+    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
+    40: _g(128, 64, 8, 32, 40, 32, 1, 2, 2, True),
+    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, 2, True),
+    72: _g(128, 64, 8, 32, 24, 16, 2, 2, 2, True, ahead=False),
+    80: _g(64, 128, 16, 16, 40, 16, 1, 2, 2, True),
+    96: _g(64, 128, 16, 16, 32, 8, 1, 2, 2, True),
+    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
+    128: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
+    160: _g(64, 64, 16, 16, 40, 32, 1, 2, 2),
+    192: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
     256: _g(64, 128, 16, 16, 32, 8, 1, 1, 2, True),
-    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2, False, False),
+    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
 }
-# Waves of 32 lanes, 1024 registers of a SIMD for four: CUDA's 8 x 8 sums per thread.
-_RDNA_FLOAT = {
-    32: _g(128, 64, 8, 16, 16, 16, 2, 4),
-    40: _g(128, 64, 8, 16, 20, 32, 2, 4),
-    48: _g(128, 64, 8, 16, 16, 16, 2, 4),
-    64: _g(128, 64, 8, 16, 16, 16, 2, 4),
-    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
-    80: _g(64, 128, 16, 16, 20, 32, 1, 4),
-    96: _g(64, 128, 16, 8, 16, 16, 2, 4),
-    112: _g(64, 128, 16, 8, 16, 8, 2, 4),
-    128: _g(64, 128, 16, 8, 16, 8, 2, 4),
-    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
-    192: _g(64, 128, 16, 16, 16, 8, 1, 4),
-    256: _g(64, 128, 16, 16, 16, 8, 1, 4),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 4, ahead=False),
+_VEGA20_FLOAT32 = {
+    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+    72: _g(128, 64, 8, 32, 12, 8, 2, 2, ahead=False),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    **dict.fromkeys((112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
 }
+_VEGA20_HALF = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 8, 2, 2),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2)),
+    160: _g(64, 128, 16, 16, 20, 8, 2, 2, ahead=False),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1),
+}
+# gfx900.
+_VEGA10_FLOAT32 = {
+    32: _g(128, 64, 8, 32, 16, 16, 2, 2),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    48: _g(128, 64, 8, 32, 8, 16, 2, 2),
+    64: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
+    80: _g(64, 128, 16, 16, 16, 8, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False),
+    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 16, 1, 2)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
+}
+_VEGA10_HALF = {
+    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+    72: _g(128, 64, 8, 32, 8, 8, 2, 2, ahead=False),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    112: _g(64, 128, 16, 16, 16, 8, 2, 2),
+    128: _g(64, 128, 16, 16, 16, 8, 2, 2, ahead=False),
+    160: _g(64, 64, 16, 16, 20, 8, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 1),
+}
+_VEGA10_TIGHT = {
+    **dict.fromkeys((32, 40), _g(128, 64, 8, 32, 8, 8, 2, 2)),
+    48: _g(128, 64, 8, 32, 8, 16, 2, 2, ahead=False),
+    64: _g(64, 128, 16, 16, 8, 8, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
+    80: _g(64, 128, 16, 16, 8, 16, 2, 2, ahead=False),
+    96: _g(64, 64, 16, 16, 16, 16, 1, 2),
+    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 8, 1, 2)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2, ahead=False),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 1),
+    256: _g(64, 128, 16, 16, 16, 8, 1, 1),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 1, ahead=False),
+}
+# gfx1010, gfx1012 and gfx1030.
 _RDNA_PAIRS = {
-    32: _g(128, 64, 8, 16, 32, 32, 2, 4, 2, True),
+    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
     40: _g(128, 64, 8, 16, 40, 32, 1, 4, 2, True),
-    48: _g(128, 64, 8, 16, 16, 32, 2, 4, 2, True),
+    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
     64: _g(128, 64, 8, 16, 32, 32, 2, 4, 2, True),
-    72: _g(128, 64, 8, 16, 24, 8, 2, 4, 2, True),
-    80: _g(128, 64, 8, 16, 40, 8, 2, 4, 2, True),
+    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
+    80: _g(64, 128, 16, 8, 40, 16, 1, 4, 2, True),
     96: _g(64, 128, 16, 8, 32, 8, 1, 4, 2, True),
     112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
     128: _g(64, 128, 16, 8, 32, 16, 2, 4, 2, True),
     160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
-    192: _g(64, 128, 16, 16, 32, 8, 1, 4, 2, True),
+    192: _g(64, 128, 16, 16, 32, 32, 1, 4, 2, True),
+    256: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
+    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
+}
+_RDNA_PAIRS_TIGHT = {
+    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
+    40: _g(128, 64, 8, 16, 40, 32, 1, 4, 2, True),
+    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
+    64: _g(128, 64, 8, 16, 32, 16, 2, 4, 2, True),
+    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
+    80: _g(64, 128, 16, 8, 40, 16, 1, 4, 2, True),
+    96: _g(64, 128, 16, 8, 32, 8, 1, 4, 2, True),
+    112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
+    128: _g(64, 128, 16, 8, 32, 16, 1, 4, 2),
+    160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
+    192: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
     256: _g(64, 128, 16, 16, 32, 8, 1, 4, 2, True),
-    512: _g(64, 64, 16, 16, 32, 8, 1, 4, 2),
+    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
+}
+_RDNA = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
+    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
+    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
+    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
+    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 8, 16, 16, 2, 4)),
+    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
+    256: _g(64, 128, 16, 16, 16, 8, 2, 4),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
+}
+_RDNA_TIGHT = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
+    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
+    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
+    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
+    **dict.fromkeys((96, 112), _g(64, 128, 16, 8, 16, 16, 2, 4)),
+    128: _g(64, 128, 16, 8, 16, 8, 2, 4),
+    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
+    256: _g(64, 128, 16, 16, 16, 8, 1, 4),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
 }
 # Few query rows: small tiles, many of them.
-_SPLIT = {
-    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), AmdGeometry(16, 64, 16, 4, parts=1, blocks=6)),
-    **dict.fromkeys((40, 72), AmdGeometry(32, 64, 8, 8, depth=8, parts=1, blocks=4)),
-    **dict.fromkeys((160, 192, 256), AmdGeometry(16, 64, 16, 4, staged=8, parts=1, blocks=4)),
-    512: AmdGeometry(32, 64, 16, 8, staged=4, parts=1, waves=1, blocks=2),
+_SPLIT_VEGA = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, blocks=4)),
+    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 8, 8, 1, 2, blocks=4)),
+    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 1, ahead=False, blocks=2),
 }
+_SPLIT_VEGA_PAIRS = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
+    160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
+    **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
+}
+_SPLIT_RDNA = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 4, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 4, blocks=4)),
+    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 4, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 4),
+}
+_SPLIT_RDNA_PAIRS = {dim: replace(geometry, pairs=2) for dim, geometry in _SPLIT_RDNA.items()}
 _GRAD_QUERY = {
-    **dict.fromkeys((32, 48, 64, 80, 96), AmdGeometry(64, 64, 16, 16, parts=1)),
+    **dict.fromkeys((32, 48, 64), AmdGeometry(64, 64, 16, 16, parts=1)),
+    **dict.fromkeys((80, 96), AmdGeometry(64, 64, 16, 16, parts=1, waves=1, blocks=1)),
     **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, depth=8, waves=1)),
-    **dict.fromkeys((112, 128), AmdGeometry(64, 64, 16, 16, staged=8, parts=1)),
-    **dict.fromkeys((160, 192, 256), AmdGeometry(64, 64, 16, 16, staged=8, parts=1, waves=1, blocks=1)),
+    **dict.fromkeys((112, 128, 160, 192, 256), AmdGeometry(64, 64, 16, 16, staged=8, parts=1, waves=1, blocks=1)),
 }
 _GRAD_KEY_VALUE = {
-    **dict.fromkeys((32, 48, 64, 80, 96), AmdGeometry(64, 64, 16, 16, parts=1)),
-    **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, depth=8, waves=1)),
-    **dict.fromkeys((112, 128, 160, 192), AmdGeometry(64, 64, 16, 16, staged=8, parts=1, waves=1, blocks=1)),
+    **_GRAD_QUERY,
     256: AmdGeometry(64, 64, 16, 16, staged=4, parts=1, waves=1, blocks=1),
 }
 
@@ -252,22 +354,40 @@ def _with_waves(table: Table, waves: int) -> Table:
     return {dim: replace(geometry, waves=waves) for dim, geometry in table.items()}
 
 
-# By lanes of a wave.
-TABLES: dict[int, dict[str, Table]] = {
-    64: {
-        "forward": _GCN_FLOAT,
-        "forward pairs": _GCN_PAIRS,
-        "split": _SPLIT,
-        "grad_query": _GRAD_QUERY,
-        "grad_key_value": _GRAD_KEY_VALUE,
+_RDNA_TABLES = {
+    "forward": _RDNA,
+    "forward tight": _RDNA_TIGHT,
+    "forward pairs": _RDNA_PAIRS,
+    "forward tight pairs": _RDNA_PAIRS_TIGHT,
+    "split": _SPLIT_RDNA,
+    "split pairs": _SPLIT_RDNA_PAIRS,
+    "grad_query": _with_waves(_GRAD_QUERY, 4),
+    "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
+}
+_VEGA_TABLES = {
+    "forward tight": _VEGA10_TIGHT,
+    "split": _SPLIT_VEGA,
+    "grad_query": _GRAD_QUERY,
+    "grad_query tight": _with_waves(_GRAD_QUERY, 1),
+    "grad_key_value": _GRAD_KEY_VALUE,
+    "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
+}
+TABLES: dict[str, dict[str, Table]] = {
+    "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
+    "gfx906": {
+        **_VEGA_TABLES,
+        "forward": _VEGA20_HALF,
+        "forward float32": _VEGA20_FLOAT32,
+        "forward tight float32": {
+            **_VEGA10_TIGHT,
+            64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+            128: _g(64, 128, 16, 16, 8, 8, 2, 2, ahead=False),
+        },
+        "forward pairs": _VEGA20_PAIRS,
+        "split pairs": _SPLIT_VEGA_PAIRS,
+        "forward tight pairs": _VEGA20_PAIRS_TIGHT,
     },
-    32: {
-        "forward": _RDNA_FLOAT,
-        "forward pairs": _RDNA_PAIRS,
-        "split": _with_waves(_SPLIT, 4),
-        "grad_query": _with_waves(_GRAD_QUERY, 4),
-        "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
-    },
+    **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _RDNA_TABLES),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
 
@@ -278,9 +398,11 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
     Raises:
         KeyError: there is none of this kind or head_dim.
     """
-    tables = TABLES[wave_size(arch)]
-    pairs = " pairs" if dtype == "float16" and has_dots(arch) else ""
-    tight = " tight" if padded or mask != "none" or kind == "capped" else ""
+    tables = TABLES[base(arch)]
+    is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
-    names = (kind + pairs + tight, kind + pairs, kind + tight)
-    return next((tables[name] for name in names if name in tables), tables[kind])[head_dim]
+    if is_tight and f"{kind} tight" in tables:
+        kind = f"{kind} tight"
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
+    return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]
