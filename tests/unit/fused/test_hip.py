@@ -39,6 +39,7 @@ from pascal_attn_core.fused.source import Variant, digest
 from pascal_attn_core.runtime import Runtime
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
+on_linux = pytest.mark.skipif(sys.platform == "win32", reason="what Linux calls its libraries")
 FUSED = AttentionConfig(route="fused")
 WINDOW = {"window": (9, 0)}
 VARIANT = Variant("forward", 64, "float32", arch="gfx906")
@@ -626,6 +627,7 @@ MAPS = """\
 """
 
 
+@on_linux
 def test_the_runtime_that_torch_has_loaded_goes_before_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -639,6 +641,7 @@ def test_the_runtime_that_torch_has_loaded_goes_before_any_other(
     assert hip_libraries.compiler_candidates()[-1] == f"{folder}/libamdhip64.so"  # which had HIPRTC in it once
 
 
+@on_linux
 @pytest.mark.parametrize(
     ("package", "file", "what"),
     [
