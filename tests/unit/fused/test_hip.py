@@ -635,6 +635,8 @@ def test_the_runtime_that_torch_has_loaded_goes_before_any_other(
     maps.write_text(MAPS)
     folder = "/home/some one/venv/lib/python3.12/site-packages/torch/lib"
     assert hip_libraries.loaded_runtime(maps) == f"{folder}/libamdhip64.so"
+    maps.write_text(MAPS.replace("libamdhip64.so", "libamdhip64-2f6c1e77.so.6"))
+    assert hip_libraries.loaded_runtime(maps) == f"{folder}/libamdhip64-2f6c1e77.so.6"
     assert hip_libraries.loaded_runtime(tmp_path / "nothing") is None
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: f"{folder}/libamdhip64.so")
     assert hip_libraries.runtime_candidates() == [f"{folder}/libamdhip64.so"]
