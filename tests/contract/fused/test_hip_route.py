@@ -25,7 +25,7 @@ from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import torch_kernel
+from pascal_attn_core.routes import timing, torch_kernel
 from pascal_attn_core.routes.timing import PlainTimings
 from pascal_attn_core.runtime import Runtime, runtime_of
 
@@ -134,6 +134,21 @@ def test_it_is_taken_where_it_is_faster_than_torchs_math(
         assert explain(*_inputs(), config=AUTO).startswith(f"route {route}")
         (found,) = runtime_of(CPU).part(PlainTimings).known.values()
         assert (found, asked) == (ours / 2, [2])  # from the disk
+
+
+def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
+    no_torch_kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **options: object) -> None:
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(timing, "torch_sdpa", fails)
+    with fresh_card(HipStandIn(RADEON_VII, execute), passing_time), record() as report:
+        inputs = _inputs()
+        out = sdpa(*inputs, config=AUTO)
+        assert report.routes() == {"fused": 1}
+        assert list(runtime_of(CPU).part(PlainTimings).known.values()) == [None]
+    torch.testing.assert_close(out, reference_sdpa(*inputs)[0], atol=1e-4, rtol=1e-4)
 
 
 def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
