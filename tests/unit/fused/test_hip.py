@@ -358,3 +358,6 @@ def test_more_lds_than_a_block_can_have_is_refused() -> None:
 def test_the_runtime_tells_its_version() -> None:
     assert HipStandIn().version == "6.3.42133"
     assert re.match(r"HIP 6\.3\.42133, \S+", HipRuntime(HipStandIn).driver_version())
+    silent = HipStandIn()
+    silent.faults["hipRuntimeGetVersion"] = 1
+    assert HipRuntime(lambda: silent).driver_version() == ""
