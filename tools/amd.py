@@ -30,7 +30,7 @@ from pascal_attn_core.fused.source import Variant, amd_variants, digest, source
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "amd"
 TABLE = ROOT / "docs" / "fused-amd-static.txt"
-HARDEST = (64, 128, 256, 512)  # head_dims of the variants in the table that do not ship
+HARDEST = (64, 128)  # head_dims of the variants in the table that do not ship
 CLANG = 16  # which makes the table and what ships
 _HEAD = """\
 # What clang {} says of the fused kernels on AMD's architectures: architecture, vector registers of each function
@@ -137,7 +137,7 @@ def cell(variant: Variant, found: list[Facts]) -> str:
     geometry = variant.geometry
     assert isinstance(geometry, AmdGeometry)
     ordered = sorted(found, key=lambda f: variant.functions.index(f.name))
-    main = next(f for f in ordered if f.name.startswith(("pa_forward", "pa_grad")))
+    main = next(f for f in ordered if f.name not in ("pa_combine", "pa_capped_combine", "pa_delta"))
     words = "/".join(f"{f.vector}!{f.scratch}" if f.scratch else str(f.vector) for f in ordered)
     held = waves(variant.arch, main.vector, main.shared, geometry.threads)
     return f"{variant.arch}:{words}:{main.scalar}:{main.shared}:{held}"
@@ -160,8 +160,8 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[Variant]:
-    """What the table has of an architecture: what ships, and of every kind, at some head_dims, the variant that takes the
-    most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
+    """What the table has of an architecture: what ships, and of every kind, at some head_dims, the variant that takes
+    the most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
     hardest = [
         variant
         for variant in amd_variants(arch)

@@ -144,7 +144,8 @@ INLINE Lane anew(Lane t) {
 }
 
 // AMD's compiler keeps all that is derived from a lane's number, and then has no registers for the sums: this takes the
-// lane anew for the rest of a block of code, from the number of its wave, which takes none.
+// lane anew for the rest of a block of code, from the number of its wave, which takes none. Only where all lanes are
+// active.
 #ifdef PA_HIP
 INLINE Lane lane_anew(const Lane& t) {
     int first = __builtin_amdgcn_readfirstlane(t.tid);
