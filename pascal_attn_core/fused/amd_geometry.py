@@ -320,13 +320,14 @@ _RDNA_TIGHT = {
 _SPLIT_VEGA = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, blocks=4)),
     **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, blocks=4)),
-    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 8, 8, 1, 2, blocks=4)),
+    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 8, 8, 1, 2, ahead=False, blocks=4)),
     **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, ahead=False, blocks=2),
 }
 _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
-    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
+    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
     160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
