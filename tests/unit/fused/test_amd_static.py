@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import amd as tool  # noqa: E402
 
-from pascal_attn_core.fused import amd_geometry, params, prebuilt  # noqa: E402
+from pascal_attn_core.fused import amd_geometry, hiprtc, params, prebuilt  # noqa: E402
 from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of, metadata, renamed, unbundled  # noqa: E402
 from pascal_attn_core.fused.amd_geometry import ARCHS, kernel_arch  # noqa: E402
 from pascal_attn_core.fused.source import Variant, amd_variants, digest, source  # noqa: E402
@@ -112,8 +112,8 @@ def test_what_ships_was_made_from_this_source(arch: str) -> None:
     assert set(prebuilt.amd_manifest()["digests"]) == {variant.name for variant in SHIPPED}
 
 
-def check_metadata(variant: Variant, code: bytes) -> None:
-    """The code object against what the host passes to its kernels."""
+def check_metadata(variant: Variant, code: bytes, scratch: int = 0) -> None:
+    """The code object against what the host passes to its kernels; ``scratch``: the most bytes of a lane."""
     said = metadata(code)
     assert said["amdhsa.target"] == f"amdgcn-amd-amdhsa--{arch_of(code)}"  # without features: for any xnack and sramecc
     assert said["amdhsa.version"] == [1, 1]  # of code object version 4
@@ -126,7 +126,7 @@ def check_metadata(variant: Variant, code: bytes) -> None:
         assert kernel[".wavefront_size"] == amd_geometry.wave_size(variant.arch)
         threads = 128 if name in ("pa_combine", "pa_capped_combine", "pa_delta") else variant.geometry.threads
         assert kernel[".max_flat_workgroup_size"] == threads
-        assert kernel[".private_segment_fixed_size"] == 0
+        assert kernel[".private_segment_fixed_size"] <= scratch
         assert kernel[".group_segment_fixed_size"] <= amd_geometry.LDS_BYTES
     main = kernels[next(name for name in variant.functions if name.startswith(("pa_forward", "pa_grad", "pa_capped")))]
     tile = variant.geometry.tile_bytes(variant.head_dim)  # type: ignore[union-attr]
@@ -255,3 +255,16 @@ def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
     wrong = source("forward", "gfx906").replace("#if PA_TX > 16", "#if PA_TX > 4")
     with pytest.raises(RuntimeError, match="the shuffles of a row reach 32 lanes"):
         tool.compile_variant(ONE, wrong)
+
+
+HIPRTC = hiprtc.find()
+
+
+@pytest.mark.skipif(HIPRTC is None, reason="needs HIPRTC (Debian: libamdhip64-5)")
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
+def test_hiprtc_makes_code_that_takes_what_the_host_passes(arch: str) -> None:
+    assert HIPRTC is not None
+    for variant in (Variant("forward", 64, "float16", arch=arch), Variant("grad_query", 64, "float32", arch=arch)):
+        text = source(variant.kind, arch)
+        code = HIPRTC.compile(text, amd_geometry.compile_target(arch), variant.macros(), amd_geometry.OPTIONS)
+        check_metadata(variant, unbundled(code), scratch=64)  # by an older LLVM, with other registers
