@@ -31,9 +31,9 @@ class PascalAttentionPatch:
 
     DESCRIPTION = (
         "Computes the model's attention exactly, without ever storing the whole score matrix: on GTX 9xx/10xx, P40, "
-        "P100, V100, RX 5000/6000 and MI50 cards it saves memory where ComfyUI or PyTorch would fall back to a method "
-        "that does. It picks the fastest route for each call and says which and why. Works with images and video, "
-        "UNets and transformers, LoRAs and other attention patches. Bypassed, the model is exactly what it was."
+        "P100, V100, Vega, MI50 and RX 5000/6000 cards it saves memory where ComfyUI or PyTorch would fall back to a "
+        "method that does. It picks the fastest route for each call and says which and why. Works with images and "
+        "video, UNets and transformers, LoRAs and other attention patches. Bypassed, the model is exactly what it was."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -44,6 +44,9 @@ class PascalAttentionPatch:
         "pascal",
         "gtx 1080",
         "p40",
+        "mi50",
+        "radeon",
+        "rocm",
         "black image",
     )
     RETURN_TYPES = ("MODEL",)

@@ -48,7 +48,7 @@ class AttentionConfig:
             cores of sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A route asked for by name that
             cannot take a call raises :class:`UnsupportedAttention`. ``"fused-int8"``, never chosen by ``"auto"``: the
             fused kernel with Q and K in 8 bits (sm_61 and newer, no gradients; relative error about 1e-2).
-        fused: whether the fused CUDA kernel may be used at all.
+        fused: whether the fused kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
             gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass.
@@ -140,6 +140,11 @@ def switched_on(name: str) -> bool:
     if text not in ("", *_WORDS):
         _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
     return _WORDS.get(text, False)
+
+
+def variables(prefix: str) -> dict[str, str]:
+    """The environment variables, of other programs too, whose names begin so, without those that are empty."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix) and value}
 
 
 def number_of(name: str) -> int:

@@ -8,15 +8,18 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .amd_system import OVERRIDE, UNKNOWN, Place, true_arch
+from .config import variables
 
 MIB = 1 << 20
 # No buffer of ours is larger, whatever the budget: Intel's drivers allocate no more at once, and Apple's compute wrong
 # numbers in one with more than 2^31 elements. Scores have 4 bytes at least.
 LARGEST_BUFFER = 4 << 30
-# Compute capability, or its major version -> float32 units of a multiprocessor.
+# Compute capability, or its major version -> float32 units of a multiprocessor. AMD: see DeviceInfo.num_sms.
 _FP32_UNITS: dict[tuple[int, ...], int] = {
     (5,): 128, (6,): 128, (6, 0): 64, (7,): 64, (8,): 128, (8, 0): 64, (9,): 128, (10,): 128, (12,): 128,
 }  # fmt: skip
@@ -31,11 +34,17 @@ class DeviceInfo:
         kind: ``"cpu"``, ``"cuda"``, ``"hip"`` (AMD through ROCm), ``"mps"``, ``"xpu"`` or any other device type.
         name: the marketing name.
         capability: CUDA compute capability (major, minor), None elsewhere.
-        num_sms: streaming multiprocessors (AMD: compute units; CPU: cores that torch may use).
+        num_sms: streaming multiprocessors (AMD up to Vega: compute units; from RDNA on work-group processors, which
+            are two of them; CPU: cores that torch may use).
         l2_bytes: size of the cache that all of them share in bytes, 0 if unknown.
         core_l2_bytes: a CPU core's own share of the second-level cache in bytes, 0 if unknown.
         total_bytes: device memory in bytes, 0 if unknown.
-        arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown.
+        arch: the architecture's name as its compiler spells it (``"sm_61"``, ``"gfx906"``), "" if unknown. AMD: what
+            the runtime takes the card for, which ``HSA_OVERRIDE_GFX_VERSION`` may have changed.
+        true_arch: AMD: what the card is by the system, where the environment makes it another one: ``"gfx1010"``, or
+            ``UNKNOWN``; "" = it is what ``arch`` says.
+        wave_size: threads that execute an instruction together: a warp of NVIDIA's, a wave of AMD's; 0 if unknown.
+        shared_bytes: shared memory (AMD: LDS) that a block may have without asking, 0 if unknown.
         clock_hz: highest clock of the multiprocessors in Hz, 0 if unknown.
     """
 
@@ -48,13 +57,29 @@ class DeviceInfo:
     arch: str = ""
     clock_hz: int = 0
     core_l2_bytes: int = 0
+    true_arch: str = ""
+    wave_size: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def known_arch(self) -> str | None:
+        """What a card of AMD's is; None where that is not known."""
+        return None if self.true_arch == UNKNOWN else self.true_arch or self.arch
+
+    @property
+    def is_rdna(self) -> bool:
+        """Whether it is a card of AMD's with waves of 32 lanes: RX 5000 and newer."""
+        return self.arch.startswith(("gfx10", "gfx11", "gfx12"))
 
     @property
     def fp32_flops(self) -> float:
         """Most float32 operations per second of the plain (not tensor) units, a multiply-add counted as two; 0 where
-        the card is not known. Units per multiprocessor: CUDA C++ programming guide, arithmetic instructions."""
+        the card is not known. Units per multiprocessor: CUDA C++ programming guide, arithmetic instructions; AMD's
+        instruction set guides (a compute unit has 64, a work-group processor 128)."""
         capability = self.capability or ()
         units = _FP32_UNITS.get(capability, _FP32_UNITS.get(capability[:1], 0))
+        if self.kind == "hip" and self.arch.startswith("gfx"):
+            units = 128 if self.is_rdna else 64
         return 2.0 * units * self.num_sms * self.clock_hz
 
     @property
@@ -69,6 +94,7 @@ class DeviceInfo:
         return 13 * MIB // 2 if backward else 4 * MIB
 
 
+_AMD_LDS_BYTES = 64 << 10  # that a work-group of any AMD card may have
 # Calls on the meta device are planned as on a CPU: it has no properties, and its memory can be counted.
 CPU_LIKE = ("cpu", "meta")
 
@@ -103,6 +129,7 @@ def device_info(device: torch.device | str) -> DeviceInfo:
 def _cuda_info(index: int) -> DeviceInfo:
     props = torch.cuda.get_device_properties(index)
     is_hip = torch.version.hip is not None
+    # gcnArchName may end with features: gfx906:sramecc+:xnack-
     arch = getattr(props, "gcnArchName", "").split(":")[0] if is_hip else f"sm_{props.major}{props.minor}"
     return DeviceInfo(
         kind="hip" if is_hip else "cuda",
@@ -112,8 +139,26 @@ def _cuda_info(index: int) -> DeviceInfo:
         l2_bytes=getattr(props, "L2_cache_size", 0),
         total_bytes=props.total_memory,
         arch=arch,
-        clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only
+        clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
+        true_arch=true_arch(_place(props), variables(OVERRIDE)) if is_hip else "",
+        wave_size=getattr(props, "warp_size", _wave_size(arch)),
+        shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )
+
+
+def pci_place(device: torch.device) -> Place:
+    """PCI domain, bus and device of a GPU; None each where this torch does not say."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _place(torch.cuda.get_device_properties(index))
+
+
+def _place(props: Any) -> Place:
+    return tuple(getattr(props, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+
+
+def _wave_size(arch: str) -> int:
+    """Of an architecture where torch does not say it: AMD's instruction set guides."""
+    return 32 if arch.startswith(("sm_", "gfx10", "gfx11", "gfx12")) else 64 if arch.startswith("gfx9") else 0
 
 
 def cpu_name() -> str:

@@ -38,7 +38,10 @@ _HEAD = """\
 
 
 def archs_of(variant: Variant) -> list[int]:
-    """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do."""
+    """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
+    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
+    if variant.kind.startswith("capped"):
+        return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]
     return [arch for arch in ARCHS if arch <= newest and variant.runs_on(divmod(arch, 10))]
 
@@ -147,7 +150,7 @@ def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
     """Write the packs that ship with the package, and their manifest."""
     folder = prebuilt.FOLDER
     folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.xz"):
+    for old in folder.glob("sm_*.xz"):
         old.unlink()
     packs: dict[str, dict[str, list[int]]] = {}
     for arch, variants in prebuilt.packs():

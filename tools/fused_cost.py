@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
 from pascal_attn_core.device import DeviceInfo  # noqa: E402
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime  # noqa: E402
 from pascal_attn_core.fused.kernels import Kernels  # noqa: E402
 from pascal_attn_core.fused.source import Variant  # noqa: E402
 from pascal_attn_core.fused.trial import Trials  # noqa: E402
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     driver = IdleDriver()
     parts = {
-        Kernels: lambda runtime: TrustedKernels(runtime, open_driver=lambda: driver),
+        Kernels: lambda runtime: TrustedKernels(runtime, gpu=CudaRuntime(lambda: driver)),
         Timings: FasterThanTorch,
         Trials: lambda runtime: GoodTrials(runtime, folder=lambda: None),
     }

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CUDA = Path("pascal_attn_core") / "fused" / "cuda"
 COPIED = ("pascal_attn_core", "tests", "tools", "docs", "pyproject.toml")
 TESTS = ("tests/contract/fused/test_geometries.py", "tests/contract/fused/test_emulation.py")
+AMD_TESTS = ("tests/contract/fused/test_amd.py",)
+CAPPED_TESTS = ("tests/contract/fused/test_capped.py",)
 GRADIENT_TESTS = ("tests/contract/fused/test_tensor_gradients.py",)
 
 
@@ -48,6 +50,10 @@ def _gradient(right: str, wrong: str, file: str = "tensor_gradient.cu") -> Mutan
     return Mutant(file, right, wrong, tests=GRADIENT_TESTS)
 
 
+def _amd(right: str, wrong: str, file: str = "forward.cu", *, is_noticed: bool = True) -> Mutant:
+    return Mutant(file, right, wrong, is_noticed, AMD_TESTS)
+
+
 MUTANTS = {
     "tail_last_key": Mutant("masks.cuh", "min_int(cols - 1, distance + b.high)", "min_int(cols, distance + b.high)"),
     "window_low_edge": Mutant("masks.cuh", "first = distance + b.low;", "first = distance + b.low + 1;"),
@@ -65,7 +71,7 @@ MUTANTS = {
     "groups_interleaved": Mutant(
         "forward.cu", "at.hk = at.first_head / p.group;", "at.hk = at.first_head % (p.heads / p.group);"
     ),
-    "lse_in_base_2": Mutant("forward.cu", "log2f(row_sum) * LN2 : NEG_INF;", "log2f(row_sum) : NEG_INF;"),
+    "lse_in_base_2": Mutant("forward.cu", "UNLIFTED(log2f(row_sum)) * LN2 : NEG_INF;", "log2f(row_sum) : NEG_INF;"),
     "strides_of_q_swapped": Mutant(
         "forward.cu", "at.head(xr) * p.qh + at.query(xr) * p.qs", "at.head(xr) * p.qs + at.query(xr) * p.qh"
     ),
@@ -79,8 +85,8 @@ MUTANTS = {
     "mask_takes_the_head_stride": Mutant("forward.cu", "row.at = place.b * p.mb", "row.at = place.b * p.mh"),
     "reference_is_nan": Mutant(
         "forward.cu",
-        "const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row",
-        "const float reference = row_max[i];  // a row",
+        "const float reference = row_max[i] == NEG_INF ? 0.f : LIFTED(row_max[i]);  // a row",
+        "const float reference = LIFTED(row_max[i]);  // a row",
     ),
     "merge_takes_the_first_maximum": Mutant(
         "combine.cuh",
@@ -112,6 +118,22 @@ MUTANTS = {
     "flushed_sums_forgotten_at_the_end": Mutant(
         "forward.cu", "if (is_flushed(before)) add_flushed(O[i], o,", "if (0) add_flushed(O[i], o,"
     ),
+    "pairs_keep_no_lift": _amd("#define LIFT 7.f", "#define LIFT 0.f", is_noticed=False),
+    "pairs_sum_what_is_rounded": _amd(
+        "            sum += S[i][j];",
+        "            sum += PA_PAIRS == 2 ? half_to_float(float_to_half(S[i][j])) : S[i][j];",
+    ),
+    "pairs_lse_is_lifted": _amd("UNLIFTED(log2f(row_sum))", "log2f(row_sum)"),
+    "pairs_take_the_next_row_twice": _amd("upper.at += y.stride;", "upper.at += 0;", "product.cuh"),
+    "pairs_row_past_the_end": _amd("row + 1 < rows ?", "row < rows ?", "product.cuh"),
+    "kept_tile_is_one_chunk": _amd("r.Xs += TO_WORDS(PA_KC) * PA_BR;", "", "product.cuh"),
+    "sink_is_not_in_the_sum": Mutant(
+        "forward.cu", "row_sum += exp2_approx((in_unit", "row_sum += 0 * exp2_approx((in_unit", tests=CAPPED_TESTS
+    ),
+    "cap_of_half_the_score": Mutant(
+        "forward.cu", "S[i][j] * tanh_scale)", "S[i][j] * 0.5f * tanh_scale)", tests=CAPPED_TESTS
+    ),
+    "sink_is_not_lifted": Mutant("forward.cu", "* UNIT_TO_LOG2 + LIFT);", "* UNIT_TO_LOG2);", tests=CAPPED_TESTS),
     "gradient_tail_key": _gradient("min_int(at.length() - 1 - col0, distance", "min_int(at.length() - col0, distance"),
     "gradient_window_low_edge": _gradient("first = distance + at.low();", "first = distance + at.low() + 1;"),
     "gradient_band_cuts_high": _gradient("col0 + PA_SC - 1 > at.row0()", "col0 + PA_SC - 2 > at.row0()"),

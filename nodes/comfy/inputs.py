@@ -9,8 +9,9 @@ from ...pascal_attn_core import AttentionConfig
 ADVANCED = {"advanced": True}  # the front end folds such an input away until it is asked for
 ROUTES = ["auto", "fused", "torch", "tiled"]
 _ROUTE = (
-    "auto: the fastest exact route per call. fused: our CUDA kernel. torch: PyTorch's own fused kernel. tiled: plain "
-    "PyTorch, works everywhere. A call that the chosen route cannot take uses auto; the report shows which."
+    "auto: the fastest exact route per call. fused: our own kernel (NVIDIA; AMD's Vega, MI50, RX 5000/6000). torch: "
+    "PyTorch's own fused kernel. tiled: plain PyTorch, works everywhere. A call that the chosen route cannot take uses "
+    "auto; the report shows which."
 )
 _BUDGET = "Largest extra memory of one attention call in MiB. 0 = chosen from the card (64 on a GPU)."
 _GUARD = (

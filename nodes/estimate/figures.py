@@ -10,6 +10,7 @@ import torch
 from ...pascal_attn_core import AttentionConfig
 from ...pascal_attn_core.call import check_call
 from ...pascal_attn_core.device import MIB, DeviceInfo
+from ...pascal_attn_core.fused.runtimes import has_kernels
 from ...pascal_attn_core.tiled.plan import plan_call
 from .trace import AttentionShape, FfnShape, ModelCall
 
@@ -134,6 +135,8 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
         return Need(0, patched, "PyTorch does not say how it would compute this call here")
     if not takes:
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
+        if host.info.kind == "hip" and has_kernels(host.info):
+            why += "; the patch has one, which stores nothing, and tiles"
         return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
     return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)

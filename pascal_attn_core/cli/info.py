@@ -27,7 +27,7 @@ from ..observe.machine import (
 from ..observe.wheels import judge
 from ..routes import why_not
 from ..routes.tile_timing import TileTimings
-from ..routes.timing import Timings
+from ..routes.timing import PlainTimings, Timings
 from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
 from . import second_card
@@ -52,6 +52,7 @@ class Info:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
         timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
         timed_tiles: the same for tiles and torch's kernel, on a CPU.
+        timed_plain: the same for the fused kernel and torch's math attention, on AMD's cards.
     """
 
     machine: Machine
@@ -59,6 +60,7 @@ class Info:
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     timed: dict[str, float] = field(default_factory=dict)
     timed_tiles: dict[str, float] = field(default_factory=dict)
+    timed_plain: dict[str, float] = field(default_factory=dict)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,6 +88,7 @@ def gather() -> Info:
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
         timed={str(kind): ratio for kind, ratio in runtime.part(Timings).known.items() if ratio is not None},
+        timed_plain={str(kind): ratio for kind, ratio in runtime.part(PlainTimings).known.items() if ratio is not None},
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
     )
 
@@ -175,9 +178,13 @@ def _route_lines(info: Info) -> list[str]:
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [line("", f"  {text}") for text in _route_text(route, list(info.routes), refused)]
-    for what, timed in (("the fused kernel", info.timed), ("tiles", info.timed_tiles)):
+    for what, other, timed in (
+        ("the fused kernel", "torch's", info.timed),
+        ("the fused kernel", "torch's math attention", info.timed_plain),
+        ("tiles", "torch's", info.timed_tiles),
+    ):
         if timed:
-            lines.append(line("timed", f"time of {what} over that of torch's, once for each kind of call:"))
+            lines.append(line("timed", f"time of {what} over that of {other}, once for each kind of call:"))
             lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(timed.items())]
     return lines
 

@@ -11,9 +11,9 @@ _MAGIC = b"pascal-attn cubin 1\n"
 _DIGEST_BYTES = 32
 
 
-def file_name(source_digest: str, arch: int, compiler: tuple[int, int]) -> str:
-    """Name of the file for a source (with its macros), an architecture and a compiler version."""
-    key = f"{source_digest} sm_{arch} nvrtc {compiler[0]}.{compiler[1]}"
+def file_name(source_digest: str, arch: str, compiler: str, version: tuple[int, int]) -> str:
+    """Name of the file for a source (with its macros), an architecture (``"sm_61"``), and a compiler."""
+    key = f"{source_digest} {arch} {compiler.lower()} {version[0]}.{version[1]}"
     return hashlib.sha256(key.encode()).hexdigest()[:40] + ".cubin"
 
 

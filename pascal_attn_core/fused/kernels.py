@@ -1,5 +1,5 @@
 """The kernels of one device: where a variant's machine code comes from (shipped with the package, else the disk cache,
-else NVRTC), what is loaded, and what has been checked."""
+else the maker's runtime compiler), what is loaded, and what has been checked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..call import AttentionCall
 from ..config import RouteUnavailable, cache_folder
 from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
-from . import cache, nvrtc, prebuilt, verify
-from .driver import Driver, DriverError, driver
+from . import cache, prebuilt, verify
+from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime
 from .launches import Launch
-from .source import Variant, digest, source
+from .runtimes import gpu_runtime_of
+from .source import Variant, digest
 
 log = logging.getLogger("pascal_attn")
 # Multiplications of one launch for each multiprocessor: some tenths of a second, since a driver that shows a desktop
@@ -29,6 +30,7 @@ WORK_PER_SM = 1 << 34
 # Seconds for which a kernel that found no memory is not tried again.
 MEMORY_PAUSE = 5.0
 _GRID_LIMIT = 65535
+_MOST_THREADS = 2**32 - 1  # in a direction of a grid, by HIP
 
 
 class KernelUnavailable(RouteUnavailable):
@@ -40,9 +42,8 @@ class Kernels:
 
     Args:
         runtime: of the device.
-        open_driver: gives the CUDA driver, or raises OSError or :class:`DriverError`.
-        find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
-        shipped: gives the prebuilt cubin of a variant for a compute capability, or None.
+        gpu: its maker's driver and compiler; None = those of :func:`.runtimes.gpu_runtime_of`.
+        shipped: gives the prebuilt machine code of a variant for an architecture, or None.
         folder: gives the folder in which compiled kernels are stored, or None.
         work_per_sm: multiplications that one launch may have for each multiprocessor.
         clock: gives the time in seconds.
@@ -52,16 +53,15 @@ class Kernels:
         self,
         runtime: Runtime,
         *,
-        open_driver: Callable[[], Driver] = driver,
-        find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
-        shipped: Callable[[Variant, tuple[int, int]], bytes | None] = prebuilt.find,
+        gpu: GpuRuntime | None = None,
+        shipped: Callable[[Variant, str], bytes | None] = prebuilt.find,
         folder: Callable[[], Path | None] = cache_folder,
         work_per_sm: int = WORK_PER_SM,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.device, self.info = runtime.device, runtime.info
-        self.open_driver, self.find_compiler, self.shipped, self.folder = open_driver, find_compiler, shipped, folder
-        self.clock = clock
+        self._gpu = gpu_runtime_of(runtime.info) if gpu is None else gpu
+        self.shipped, self.folder, self.clock = shipped, folder, clock
         self.work_per_launch = work_per_sm * runtime.info.num_sms
         self._loaded: dict[Variant, dict[str, Any]] = {}
         self._failed: dict[Variant, str] = {}
@@ -76,21 +76,41 @@ class Kernels:
             return 0
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
+    @property
+    def gpu(self) -> GpuRuntime:
+        """The driver and the compiler of the device's maker. Only to be asked for where the kernels run on its kind."""
+        assert self._gpu is not None
+        return self._gpu
+
+    @functools.cached_property
+    def driver(self) -> Driver:
+        """Loads and launches; see :meth:`.GpuRuntime.driver` for what it raises."""
+        return self.gpu.driver()
+
+    @functools.cached_property
+    def arch(self) -> str:
+        """The architecture whose machine code the device runs: ``"sm_61"``, ``"gfx906"``."""
+        return self.gpu.arch(self.info)
+
+    @functools.cached_property
+    def variant_arch(self) -> str:
+        """What the device's variants have as their ``arch``."""
+        return self.arch if self.info.kind == "hip" else ""
+
     @functools.cached_property
     def machine_reasons(self) -> tuple[str, ...]:
         """Why no kernel can run on this device at all; empty = it can."""
-        capability = self.info.capability
-        if self.info.kind != "cuda" or capability is None:
-            return ("the fused kernel needs an NVIDIA GPU",)
-        if capability < (5, 0):
-            return (f"the fused kernel needs compute capability 5.0, got {capability[0]}.{capability[1]}",)
+        if self._gpu is None:
+            return ("the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm",)
+        refusal = self._gpu.refusal(self.info)
+        if refusal:
+            return (refusal,)
         try:
-            self.open_driver()
+            self._gpu.driver()
         except (OSError, DriverError) as error:
-            return (f"the CUDA driver could not be opened: {error}",)
-        arch = _arch(capability)
-        if prebuilt.best_arch(capability) is None and self.find_compiler(arch) is None:
-            return (f"no prebuilt kernel and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12",)
+            return (self._gpu.no_driver(error),)
+        if not prebuilt.ships_for(self.arch) and self._gpu.compiler_version(self.arch) is None:
+            return (f"no prebuilt kernel and {self._gpu.no_compiler(self.arch)}",)
         return ()
 
     def reasons(self, variants: Iterable[Variant]) -> list[str]:
@@ -128,14 +148,14 @@ class Kernels:
             return self._loaded[variant]
 
     def _load(self, variant: Variant) -> dict[str, Any]:
-        cubin, driver = self.machine_code(variant), self.open_driver()
+        image, driver = self.machine_code(variant), self.driver
         try:
-            functions = driver.load(self.index, cubin, variant.functions)
+            functions = driver.load(self.index, image, variant.functions)
         except DriverError as error:
             if not error.is_out_of_memory or self._captures():
                 raise
             torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
-            functions = driver.load(self.index, cubin, variant.functions)
+            functions = driver.load(self.index, image, variant.functions)
         if variant.dynamic_bytes:
             driver.allow_shared(self.index, functions[variant.functions[0]], variant.dynamic_bytes)
         return functions
@@ -210,42 +230,40 @@ class Kernels:
     def existing_code(self, variant: Variant) -> tuple[bytes | None, str]:
         """The machine code of a variant that need not be compiled, and where it comes from: ``"shipped"`` or ``"disk
         cache"``. None with ``"NVRTC 12.6"`` where that would compile it, with ``""`` where nothing can."""
-        capability = self.info.capability or (0, 0)
-        cubin = self.shipped(variant, capability)
-        if cubin is not None:
-            return cubin, "shipped"
-        compiler = self.find_compiler(_arch(capability))
-        if compiler is None:
+        code = self.shipped(variant, self.arch)
+        if code is not None:
+            return code, "shipped"
+        version = self.gpu.compiler_version(self.arch)
+        if version is None:
             return None, ""
         folder = self.folder()
-        cubin = None if folder is None else cache.load(folder, self._file_name(variant, compiler))
-        return cubin, f"NVRTC {'.'.join(map(str, compiler.version))}" if cubin is None else "disk cache"
+        code = None if folder is None else cache.load(folder, self._file_name(variant, version))
+        return code, f"{self.gpu.compiler_name} {version[0]}.{version[1]}" if code is None else "disk cache"
 
-    def _file_name(self, variant: Variant, compiler: nvrtc.Nvrtc) -> str:
-        return cache.file_name(digest(variant), _arch(self.info.capability or (0, 0)), compiler.version)
+    def _file_name(self, variant: Variant, version: tuple[int, int]) -> str:
+        return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
     def machine_code(self, variant: Variant) -> bytes:
-        """A cubin for this device: prebuilt, from the disk cache, or compiled now and stored there.
+        """Machine code for this device: prebuilt, from the disk cache, or compiled now and stored there.
 
         Raises:
             KernelUnavailable: none of the three.
         """
-        cubin, _ = self.existing_code(variant)
-        if cubin is not None:
-            return cubin
-        arch = _arch(self.info.capability or (0, 0))
-        compiler = self.find_compiler(arch)
-        if compiler is None:
-            raise KernelUnavailable(f"not prebuilt, and no NVRTC for sm_{arch}; pip install nvidia-cuda-nvrtc-cu12")
+        code, _ = self.existing_code(variant)
+        if code is not None:
+            return code
+        version = self.gpu.compiler_version(self.arch)
+        if version is None:
+            raise KernelUnavailable(f"not prebuilt, and {self.gpu.no_compiler(self.arch)}")
         try:
-            cubin = compiler.compile(source(variant.kind), arch, variant.macros()).cubin
-        except nvrtc.CompileError as error:
+            code = self.gpu.compile(variant, self.arch)
+        except CompileError as error:
             raise KernelUnavailable(str(error).strip()) from error
         folder = self.folder()
-        problem = None if folder is None else cache.save(folder, self._file_name(variant, compiler), cubin)
+        problem = None if folder is None else cache.save(folder, self._file_name(variant, version), code)
         if problem:
             log.info("a compiled kernel could not be stored: %s", problem)
-        return cubin
+        return code
 
     def run(self, launches: Sequence[Launch]) -> None:
         """Queue launches on the current stream of the device, long ones in parts.
@@ -265,7 +283,7 @@ class Kernels:
 
     def queue(self, launch: Launch, handle: Any) -> None:
         """Queue one launch as it is; ``handle`` is its function, loaded."""
-        self.open_driver().launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
+        self.driver.launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
 
 
 def kernels_of(call: AttentionCall) -> Kernels:
@@ -281,7 +299,7 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile))
+    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
     batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         return [launch]
@@ -293,7 +311,3 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
             grid = (min(tiles, x - first_tile), y, min(batches, z - first_batch))
             found.append(launch._replace(grid=grid, params=part))
     return found
-
-
-def _arch(capability: tuple[int, int]) -> int:
-    return capability[0] * 10 + capability[1]

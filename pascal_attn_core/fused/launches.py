@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
-from .params import Forward, Params, TensorForward
+from .params import CappedForward, Forward, Params, TensorForward
 from .plan import Plan
 from .source import Variant
 
@@ -183,7 +183,20 @@ def work_of(call: AttentionCall, view: View) -> int:
 def _plain_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
     variant, geometry = plan.forward, plan.forward.geometry
     grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, view.query.shape[0])
-    return [Launch(variant, "pa_forward", grid, geometry.threads, Forward(**fields), view.tensors, work_of(call, view))]
+    params, keep = _forward_params(call, variant, fields)
+    keep += view.tensors
+    return [Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))]
+
+
+def _forward_params(call: AttentionCall, variant: Variant, fields: dict) -> tuple[Forward, tuple[Tensor, ...]]:
+    """Of a kernel on plain cores, and what must live as long as they."""
+    if not variant.kind.startswith("capped"):
+        return Forward(**fields), ()
+    fields = fields | _softcap_fields(call)
+    if call.sinks is None:
+        return CappedForward(**fields), ()
+    sinks = call.sinks.float().contiguous()
+    return CappedForward(**fields, sinks=sinks.data_ptr()), (sinks,)
 
 
 def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, dict[str, int]]:
@@ -203,14 +216,20 @@ def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, d
 def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
     variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], plan.splits
     rows = batches * call.num_heads * call.seq_len_q
-    parts, of_parts = part_fields(call, view, splits)
-    fields |= of_parts
+    joined = splits + (call.sinks is not None)
+    parts, of_parts = part_fields(call, view, joined)
+    fields |= of_parts | {"splits": splits}
+    if call.sinks is not None:
+        _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
     tiles = -(-call.groups * call.seq_len_q // geometry.rows)
-    params, keep, work = Forward(**fields), (parts, *view.tensors), work_of(call, view)
+    params, of_sinks = _forward_params(call, variant, fields)
+    to_join, _ = _forward_params(call, variant, fields | {"splits": joined})
+    keep, work = (parts, *of_sinks, *view.tensors), work_of(call, view)
     grid = (tiles * splits, call.num_kv_heads, batches)
+    forward, combine = variant.functions
     return [
-        Launch(variant, "pa_forward_split", grid, geometry.threads, params, keep, work),
-        Launch(variant, "pa_combine", (-(-rows // 4), 1, 1), 128, params, keep),
+        Launch(variant, forward, grid, geometry.threads, params, keep, work),
+        Launch(variant, combine, (-(-rows // 4), 1, 1), 128, to_join, keep),
     ]
 
 
@@ -241,7 +260,7 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         keep.append(parts)
         fields |= of_parts | {"splits": splits}
         if call.sinks is not None:
-            _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2")
+            _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
     params, rows = TensorForward(**fields), batches * call.num_heads * call.seq_len_q
     grid = (-(-call.groups * call.seq_len_q // geometry.rows) * splits, call.num_kv_heads, batches)
     launches.append(Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work))
@@ -251,12 +270,13 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
     return launches
 
 
-def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str) -> None:
-    """Make the last part that of one more key, whose value is zero: see :func:`part_fields`."""
+def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str, lift: float) -> None:
+    """Make the last part that of one more key, whose value is zero: see :func:`part_fields`. lift: what sums of
+    probabilities are multiplied by."""
     assert call.sinks is not None
     out, largest, sums = parts.split([parts.numel() // (call.head_dim_v + 2) * n for n in (call.head_dim_v, 1, 1)])
     out.view(joined, -1)[-1] = 0
-    sums.view(joined, -1)[-1] = 1
+    sums.view(joined, -1)[-1] = lift
     sinks = call.sinks.float() * (1.0 if unit == "natural" else LOG2_E)
     largest.view(joined, -1, call.num_heads, call.seq_len_q)[-1] = sinks[:, None]
 

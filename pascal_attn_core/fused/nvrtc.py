@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .gpu_runtime import CompileError
+
 OPTIONS = ("--std=c++14", "-w", "--ptxas-options=-v")
-
-
-class CompileError(RuntimeError):
-    """NVRTC refused the source; the message ends with its log."""
 
 
 class Compiled(NamedTuple):

@@ -27,6 +27,10 @@ class Forward(Params):
     ]
 
 
+class CappedForward(Forward):
+    _fields_ = [*_fields(_POINTER, "sinks"), *_fields(_FLOAT, "tanh_scale")]
+
+
 class TensorForward(Params):
     _fields_ = [
         *_fields(_POINTER, "q k v o mask lse log_sum part_sums part_max part_out cu_q cu_k bits flags sinks"),

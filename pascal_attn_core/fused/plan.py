@@ -89,6 +89,7 @@ def plan_call(
     int8: bool = False,
     for_grad: bool = False,
     packed: Packed | None = None,
+    arch: str = "",
 ) -> Plan:
     """The plan of a call that the kernels can take.
 
@@ -96,17 +97,19 @@ def plan_call(
         num_sms: multiprocessors of the device.
         capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
         for_grad: gradients will be wanted.
+        arch: of AMD's devices, as :func:`.amd_geometry.kernel_arch` says it.
     """
-    variants = variants_of(call)
+    variants = variants_of(call, arch)
     if int8:
         return Plan(variants.int8)
     gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
+    whole, split = forward_variants(call, variants)
     if packed is None:
-        places = num_sms * resident_blocks(variants.split, capability)
-        splits = num_splits(call, variants.forward.geometry, variants.split.geometry, num_sms, places)
+        places = num_sms * resident_blocks(split, capability)
+        splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
-            return Plan(variants.split, splits, gradients)
-    return Plan(variants.forward, 0, gradients, packed)
+            return Plan(split, splits, gradients)
+    return Plan(whole, 0, gradients, packed)
 
 
 class Variants(NamedTuple):
@@ -117,11 +120,20 @@ class Variants(NamedTuple):
     grad_query: Variant
     grad_key_value: Variant
     int8: Variant
+    capped: Variant
+    capped_split: Variant
 
 
-def variants_of(call: AttentionCall) -> Variants:
-    """The compilations that a call may need. Its head_dims are in the table."""
-    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call))
+def variants_of(call: AttentionCall, arch: str = "") -> Variants:
+    """The compilations that a call may need; ``arch``: on AMD's devices. Its head_dims are in the table."""
+    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
+
+
+def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:
+    """Of these those that compute the call's output: with one block per tile of rows, and with the keys in ranges."""
+    if call.softcap is None and call.sinks is None:
+        return variants.forward, variants.split
+    return variants.capped, variants.capped_split
 
 
 def _mask_kind(call: AttentionCall) -> str:
@@ -134,11 +146,11 @@ def _mask_kind(call: AttentionCall) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str) -> Variants:
+def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str, arch: str) -> Variants:
     dim = table_dim(head_dim, head_dim_v)
     assert dim is not None
     name, padded = str(dtype).removeprefix("torch."), not head_dim == head_dim_v == dim
-    return Variants(*(Variant(kind, dim, name, mask, padded) for kind in Variants._fields))
+    return Variants(*(Variant(kind, dim, name, mask, padded, arch) for kind in Variants._fields))
 
 
 def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS) -> int | None:
@@ -150,7 +162,7 @@ def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS
 def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int:
     """Blocks of a kernel that a multiprocessor of this compute capability holds: those that it is compiled for, as far
     as shared memory suffices. None = that is not known, and suffices."""
-    if capability is None:
+    if capability is None or variant.arch:
         return variant.geometry.blocks
     found = _SHARED_KIB.get(capability, _SHARED_KIB.get(capability[:1]))
     if found is None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import functools
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from . import amd_geometry
+from .amd_code import renamed
 from .source import DTYPES, HEAD_DIMS, Variant, digest
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
@@ -74,20 +77,41 @@ def shipped_archs() -> tuple[int, ...]:
     return tuple(sorted({int(pack.removeprefix("sm_").split("-")[0]) for pack in manifest()["packs"]}))
 
 
-def best_arch(capability: tuple[int, int], variant: Variant | None = None) -> int | None:
-    """The architecture that ships (for a variant: with it) and runs on a device: the same major version, a minor one
-    that is not newer."""
-    major, minor = capability
+def ships_for(arch: str) -> bool:
+    """Whether anything ships that runs on devices of an architecture: "sm_61", or what ``amd_geometry.kernel_arch``
+    gives."""
+    if arch.startswith("sm_"):
+        return best_arch(arch) is not None
+    return arch not in amd_geometry.COMPILED and any(
+        pack.startswith(f"{amd_geometry.base(arch)}-") for pack in amd_manifest()["packs"]
+    )
+
+
+def variants_for(arch: str) -> list[Variant]:
+    """What ships for devices of an architecture, each once."""
+    if arch.startswith("sm_"):
+        return all_variants(divmod(int(arch.removeprefix("sm_")), 10))
+    if not ships_for(arch):
+        return []
+    return [replace(variant, arch=arch) for variant in amd_variants(amd_geometry.base(arch))]
+
+
+def best_arch(arch: str, variant: Variant | None = None) -> int | None:
+    """The architecture of NVIDIA's that ships (for a variant: with it) and runs on devices of ``arch``, "sm_61": the
+    same major version, a minor one that is not newer."""
+    major, minor = divmod(int(arch.removeprefix("sm_")), 10)
     archs = [arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor]
     if variant is not None:
         archs = [arch for arch in archs if variant.name in manifest()["packs"].get(pack_name(arch, variant), {})]
     return max(archs, default=None)
 
 
-def find(variant: Variant, capability: tuple[int, int]) -> bytes | None:
-    """The shipped cubin of a variant that runs on devices of this compute capability, or None."""
-    arch = best_arch(capability, variant)
-    return None if arch is None else load(variant, arch)
+def find(variant: Variant, arch: str) -> bytes | None:
+    """The shipped machine code of a variant that runs on devices of this architecture, or None."""
+    if variant.arch:
+        return find_amd(variant)
+    best = best_arch(arch, variant)
+    return None if best is None else load(variant, best)
 
 
 def load(variant: Variant, arch: int) -> bytes | None:
@@ -102,3 +126,45 @@ def load(variant: Variant, arch: int) -> bytes | None:
 @functools.lru_cache(maxsize=4)
 def _unpacked(pack: str) -> bytes:
     return lzma.decompress((FOLDER / pack).read_bytes())
+
+
+# ---- AMD -------------------------------------------------------------------------------------------------------------
+
+
+def amd_variants(arch: str) -> list[Variant]:
+    """What ships for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language models use
+    it there."""
+    return [
+        replace(variant, arch=arch)
+        for head_dim in HEAD_DIMS
+        for variant in variants(head_dim)
+        if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
+    ]
+
+
+def amd_pack_name(variant: Variant) -> str:
+    """Of the pack that holds a variant's code, of whatever name."""
+    return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
+
+
+@functools.cache
+def amd_manifest() -> dict[str, Any]:
+    """``{"clang": "16.0.6", "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
+    empty if nothing was shipped."""
+    path = FOLDER / "amd.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+
+
+def find_amd(variant: Variant) -> bytes | None:
+    """The shipped code object of a variant with an ``arch``, as that card loads it; None: there is none, or it was made
+    from another source."""
+    if variant.arch in amd_geometry.COMPILED:
+        return None
+    own = replace(variant, arch=amd_geometry.base(variant.arch))
+    if amd_manifest()["digests"].get(own.name) != digest(own):
+        return None
+    pack = amd_pack_name(own)
+    place = amd_manifest()["packs"].get(pack, {}).get(own.name)
+    if place is None:
+        return None
+    return renamed(_unpacked(pack)[place[0] : place[1]], amd_geometry.target(variant.arch))

@@ -53,10 +53,8 @@ def _kind_reasons(call: AttentionCall) -> list[str]:
     reasons = _common_reasons(call, HEAD_DIMS[-1])
     if call.query.dtype not in _DTYPES:
         reasons.append(f"the fused kernel takes float32, float16 and bfloat16, got {call.query.dtype}")
-    if call.softcap is not None:
-        reasons.append("the fused kernel has no softcap")
-    if call.sinks is not None:
-        reasons.append("the fused kernel has no attention sinks")
+    if call.needs_grad and (call.softcap is not None or call.sinks is not None):
+        reasons.append("the fused kernel has no gradients with softcap or attention sinks")
     return reasons
 
 
@@ -109,6 +107,8 @@ def _int8_reasons(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("the int8 mode has no gradients")
     if with_lse:
         reasons.append("the int8 mode does not return lse")
+    if call.softcap is not None or call.sinks is not None:
+        reasons.append("the int8 mode has no softcap and no attention sinks")
     if call.scale <= 0:
         reasons.append(f"the int8 mode needs a positive scale, got {call.scale:g}")
     return reasons

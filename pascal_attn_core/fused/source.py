@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from . import amd_geometry
+from .amd_geometry import AmdGeometry
 from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
 from .tensor_geometry import (
     FLOAT_MASK_HEAD_DIM,
@@ -103,6 +105,22 @@ _KINDS = {
         ("pa_quantize", "pa_forward_int8"),
         least=(6, 1),
     ),
+    "capped": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu"),
+        {"PA_SPLIT": 0, "PA_INT8": 0, "PA_CAPPED": 1, "PA_FORWARD_NAME": "pa_capped"},
+        ("pa_capped",),
+    ),
+    "capped_split": Kind(
+        (*_PLAIN, "masks.cuh", "forward.cu", "combine.cuh"),
+        {
+            "PA_SPLIT": 1,
+            "PA_INT8": 0,
+            "PA_CAPPED": 1,
+            "PA_FORWARD_NAME": "pa_capped_split",
+            "PA_COMBINE_NAME": "pa_capped_combine",
+        },
+        ("pa_capped_split", "pa_capped_combine"),
+    ),
     **_tensor_kinds("volta", "volta.cuh", (7, 0), (7, 5)),
     **_tensor_kinds("tensor", "turing.cuh", (7, 5), (99, 0)),
     **_gradient_kinds(),
@@ -137,7 +155,7 @@ class Geometry:
         return 4 * max(rows, cols)
 
 
-AnyGeometry = Geometry | TensorGeometry | GradientGeometry
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
 _WIDE = Geometry(128, 64, 8, 16)
 _HIGH = Geometry(64, 128, 16, 8)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
@@ -210,6 +228,7 @@ class Variant:
         dtype: one of DTYPES; mask: one of MASKS.
         padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8
             bytes at a time.
+        arch: "" for NVIDIA, else AMD's architecture: see :mod:`.amd_geometry`.
     """
 
     kind: str
@@ -217,13 +236,18 @@ class Variant:
     dtype: str
     mask: str = "none"
     padded: bool = False
+    arch: str = ""
 
     @functools.cached_property
     def name(self) -> str:
-        return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}"
+        arch = self.arch and f"-{self.arch}"
+        return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}{arch}"
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
+        if self.arch:
+            at = self.arch, self.kind, self.head_dim, self.dtype, self.mask
+            return amd_geometry.amd_geometry(*at, padded=self.padded)
         if self.on_tensor_cores and self.is_gradient:
             return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         if self.on_tensor_cores:
@@ -246,14 +270,20 @@ class Variant:
         return replace(self, kind="tensor_barrier") if has_counters else None
 
     @property
+    def lift(self) -> float:
+        """What probabilities, and their sums, are multiplied by: LIFT of ``forward.cu``."""
+        g = self.geometry
+        return 128.0 if isinstance(g, AmdGeometry) and g.pairs == 2 else 1.0
+
+    @property
     def is_small(self) -> bool:
         """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
         return self.kind.endswith(("split", "small"))
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether it is a kernel for devices of this compute capability."""
+        """Whether it is a kernel for NVIDIA's devices of this compute capability."""
         kind = _KINDS[self.kind]
-        return kind.least <= capability < kind.below
+        return not self.arch and kind.least <= capability < kind.below
 
     def _table(self) -> dict[int, Geometry]:
         """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
@@ -264,7 +294,7 @@ class Variant:
             tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE
         if self.kind != "forward":
-            return _INT8 if self.kind == "int8" else _SPLIT
+            return _SPLIT if self.is_small else _INT8 if self.kind == "int8" else _FORWARD_TIGHT
         tight = (
             self.padded or (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
         )
@@ -273,7 +303,7 @@ class Variant:
     @property
     def flush_tiles(self) -> int:
         """Tiles after which float32 sums are moved to the output, 0 = never: for sums of some 512 numbers."""
-        if self.dtype != "float32" or self.kind in ("split", "int8"):
+        if self.dtype != "float32" or self.is_small or self.kind == "int8":
             return 0
         return 512 // self.geometry.cols
 
@@ -285,7 +315,7 @@ class Variant:
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if isinstance(self.geometry, Geometry):
+        if isinstance(self.geometry, Geometry | AmdGeometry):
             return 0
         return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
 
@@ -293,7 +323,7 @@ class Variant:
     def own_bytes(self) -> int:
         """Shared memory of a block besides the tiles, at most, on tensor cores."""
         g = self.geometry
-        assert not isinstance(g, Geometry)
+        assert not isinstance(g, Geometry | AmdGeometry)
         return g.counter_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
@@ -306,6 +336,9 @@ class Variant:
     def macros(self) -> dict[str, object]:
         g = self.geometry
         common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
+        if isinstance(g, AmdGeometry):
+            own = {"PA_PAD": int(self.padded), "PA_FLUSH": self.flush_tiles, **g.macros()}
+            return {**common, **own, "PA_WAVE": amd_geometry.wave_size(self.arch), **_KINDS[self.kind].macros}
         if not isinstance(g, Geometry):
             own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
             return {**common, **own, **_KINDS[self.kind].macros}
@@ -327,8 +360,16 @@ class Variant:
         }
 
 
+def amd_variants(arch: str) -> Iterator[Variant]:
+    """Every variant that a call can ask for on AMD's architecture."""
+    for kind in amd_geometry.KINDS:
+        for variant in all_variants():
+            if variant.kind == kind:
+                yield replace(variant, arch=arch)
+
+
 def all_variants() -> Iterator[Variant]:
-    """Every variant that a call can ask for."""
+    """Every variant that a call can ask for on NVIDIA's cards."""
     for kind in KINDS:
         is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
         of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
@@ -349,28 +390,32 @@ def all_variants() -> Iterator[Variant]:
 
 
 @functools.cache
-def source(kind: str) -> str:
-    """The text of a kernel kind, without any include."""
-    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in _KINDS[kind].files)
+def source(kind: str, arch: str = "") -> str:
+    """The text of a kernel kind, without any include; for AMD's architectures with what their compilers lack."""
+    names = (*(("hip.cuh",) if arch else ()), *_KINDS[kind].files)
+    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
 @functools.cache
-def _code(kind: str) -> str:
+def _code(kind: str, arch: str = "") -> str:
     """The source without comments and empty lines, which no machine code depends on."""
-    lines = (line.split("//")[0].rstrip() for line in source(kind).splitlines())
+    lines = (line.split("//")[0].rstrip() for line in source(kind, arch).splitlines())
     return "\n".join(filter(None, lines))
 
 
 @functools.cache
 def digest(variant: Variant) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
-    text = _code(variant.kind) + repr(sorted(variant.macros().items()))
+    text = _code(variant.kind, variant.arch) + repr(sorted(variant.macros().items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
-def kernels_digest() -> str:
+def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
+    if arch:
+        texts = [_code(kind, arch) for kind in amd_geometry.KINDS]
+        return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]
     return hashlib.sha256(
         ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
     ).hexdigest()[:16]

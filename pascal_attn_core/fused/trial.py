@@ -27,7 +27,6 @@ import torch
 
 from ..config import cache_folder, switched_on
 from ..device import MIB, free_bytes
-from ..observe.machine import ask_driver
 from ..runtime import Runtime
 from ..storage import name_for, read_object, write_object
 from . import prebuilt, verify
@@ -156,7 +155,7 @@ class Trials:
     # ---- the child ---------------------------------------------------------------------------------------------------
 
     def _try(self, needed: list[Variant]) -> str:
-        shipped = [] if self._good else prebuilt.all_variants(self.runtime.info.capability)
+        shipped = [] if self._good else prebuilt.variants_for(self.runtime.part(Kernels).arch)
         others = [variant for variant in shipped if variant not in needed]
         job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others))
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
@@ -224,7 +223,13 @@ class Trials:
 
     def _conditions(self) -> dict[str, str]:
         info = self.runtime.info
-        return {"card": info.name, "arch": info.arch, "driver": ask_driver(), "kernels": kernels_digest()}
+        kernels = self.runtime.part(Kernels)
+        return {
+            "card": info.name,
+            "arch": kernels.arch,
+            "driver": kernels.gpu.driver_version(),
+            "kernels": kernels_digest(kernels.variant_arch),
+        }
 
     def _load(self) -> None:
         self._is_loaded = True
@@ -252,7 +257,7 @@ class Trials:
 
 
 def _rows(variants: Iterable[Variant]) -> list[list[Any]]:
-    return [[v.kind, v.head_dim, v.dtype, v.mask, v.padded] for v in variants]
+    return [[v.kind, v.head_dim, v.dtype, v.mask, v.padded, v.arch] for v in variants]
 
 
 @contextlib.contextmanager

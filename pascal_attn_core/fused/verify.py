@@ -53,7 +53,7 @@ def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
 def _splits(variant: Variant, call: AttentionCall) -> int:
     if variant.on_tensor_cores:
         return 2 if variant.is_small else 0
-    return plan_call(call, _MANY_SMS).splits if variant.is_small else 0
+    return plan_call(call, _MANY_SMS, arch=variant.arch).splits if variant.is_small else 0
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
@@ -100,7 +100,10 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     tensors = numbers(1, 2, rows, dim), numbers(1, 1, keys, dim), numbers(1, 1, keys, dim)
     # Without a mask, kernels that add one serve negative scales.
     scale = -0.1 if variant.mask == "float" and mask is None else None
-    return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right")
+    rules: dict[str, Any] = {}
+    if variant.kind.startswith("capped"):
+        rules = {"softcap": 2.0, "sinks": torch.tensor([0.5, 3.0], device=device)}
+    return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right", **rules)
 
 
 def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -110,6 +113,7 @@ def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]
     mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
     query, key, value = wide
     rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+    rules |= {"softcap": call.softcap, "sinks": call.sinks}
     return reference_sdpa(query, key, value, mask, **rules)
 
 

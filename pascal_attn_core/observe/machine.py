@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import DeviceInfo, device_info, free_bytes, smi_id
+from ..amd_system import OVERRIDE, readings
+from ..amd_system import nodes as amd_nodes
+from ..device import DeviceInfo, device_info, free_bytes, pci_place, smi_id
 from ..version import __version__
 from .together import QUERY, Link, direct_pairs, parse_link
-from .wheels import TorchBuild, judge, wheel_for
+from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
@@ -31,13 +33,21 @@ _SMI_CLOCKS = (
 )
 _SMI_LINK = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
 _WATCH_SECONDS = 1.0
-# What a call gets where our kernels do not run, and what it is spared.
-_GETS = "torch's kernel where torch has a fused one for the call, else tiles within the budget (our kernels need CUDA)"
+# What a call gets on devices that are not NVIDIA's, and what it is spared.
+_GETS = {
+    "hip": "torch's kernel where torch has a fused one for the call, else ours (Vega, MI50, RX 5000 and 6000) or tiles",
+    **dict.fromkeys(
+        ("mps", "xpu"),
+        "torch's kernel where torch has a fused one for the call, else tiles within the budget "
+        "(our kernels need CUDA or ROCm)",
+    ),
+}
 _SPARED = {
-    "hip": "without them: all scores are stored on cards that torch has no fused kernel for (RX 5000/6000, MI50)",
+    "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
     "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be had",
 }
+_MAY_OPEN = "may this user open /dev/kfd (groups render and video)?"
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 
@@ -57,7 +67,8 @@ class Machine:
     Attributes:
         devices: what torch can use: one per GPU, else the CPU alone.
         free: free memory of each device in bytes, None where it is unknown.
-        smi: cards that nvidia-smi lists; asked only where torch sees no GPU.
+        smi: cards that nvidia-smi lists; amd: architectures of AMD's cards that the kernel driver lists. Both are asked
+            only where torch sees no GPU.
         driver: version of NVIDIA's driver, "" if unknown.
         links: the PCIe link of each device, None where it is unknown; () where there is one device.
         direct: pairs of devices of which the first can read the second's memory.
@@ -73,6 +84,7 @@ class Machine:
     driver: str = ""
     links: tuple[Link | None, ...] = ()
     direct: tuple[tuple[int, int], ...] = ()
+    amd: tuple[str, ...] = ()
 
 
 # ---- gathering -------------------------------------------------------------------------------------------------------
@@ -97,6 +109,7 @@ def look_around(*, asks_devices: bool = True) -> Machine:
         driver=ask_driver() if build.kind == "cuda" else "",
         links=tuple(ask_link(torch.device(name)) for name in names) if are_several else (),
         direct=direct_pairs(len(names)) if are_several else (),
+        amd=() if torch.cuda.is_available() else tuple(node.arch for node in amd_nodes()),
     )
 
 
@@ -132,7 +145,7 @@ def ask_driver() -> str:
 
 
 class Clocks(NamedTuple):
-    """What NVIDIA's driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
+    """What the driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
     Celsius, power in watts; None where it does not say."""
 
     sm_mhz: float | None
@@ -153,9 +166,12 @@ class Clocks(NamedTuple):
 
 
 def ask_clocks(device: torch.device) -> Clocks | None:
-    """The clocks of a card now; None where nvidia-smi is missing or fails, or it is no NVIDIA card."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """The clocks of a card now; None where nvidia-smi is missing or fails, or AMD's driver shows none."""
+    if device.type != "cuda":
         return None
+    if torch.version.hip is not None:
+        found = readings(pci_place(device))
+        return None if found is None else Clocks(*found)
     return parse_clocks(_output_of((*_SMI_CLOCKS, "--id", smi_id(device))))
 
 
@@ -247,6 +263,12 @@ def complaints(machine: Machine) -> list[str]:
         else:
             wheel = wheel_for(card.capability or (6, 1))
             found.append(f"{card.name}: torch {machine.build.version} is built without CUDA. Install: {wheel}")
+    for arch in machine.amd:
+        if machine.build.kind == "hip":
+            found.append(f"{arch}: torch {machine.build.version} finds no GPU: {_MAY_OPEN}")
+        elif has_rocm_wheel(arch):  # graphics inside a processor have none
+            wheel = rocm_wheel_for(arch)
+            found.append(f"{arch}: torch {machine.build.version} is built without ROCm. Install: {wheel}")
     return found
 
 
@@ -281,6 +303,12 @@ def _torch_lines(machine: Machine) -> list[str]:
         else:
             lines.append(line("", "this torch is built without CUDA and cannot use it. Install"))
             lines.append(line("", "  " + wheel_for(card.capability or (6, 1))))
+    for arch in machine.amd:
+        lines.append(line("unused GPU", f"AMD {arch}"))
+        if build.kind == "hip":
+            lines.append(line("", f"torch is built with ROCm but finds no GPU: {_MAY_OPEN}"))
+        else:
+            lines.append(line("", f"this torch is built without ROCm and cannot use it: {rocm_wheel_for(arch)}"))
     return lines
 
 
@@ -293,18 +321,24 @@ def device_lines(machine: Machine, number: int) -> list[str]:
         ]
     else:
         units = {"hip": "compute units", "xpu": "Xe cores"}.get(info.kind, "SMs")
+        units = "pairs of compute units" if info.is_rdna else units
         lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
         facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
         facts += [f"{info.num_sms} {units}"] if info.kind != "mps" else []  # which does not tell
         facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+        if info.kind == "hip" and info.wave_size:
+            facts += [f"LDS {info.shared_bytes >> 10} KiB", f"waves of {info.wave_size}"]
         lines.append(line("", ", ".join(facts)))
+        if info.kind == "hip" and info.known_arch != info.arch:
+            what = f"it is a {info.known_arch}" if info.known_arch else "the system does not say what it is"
+            lines.append(line("", f"{OVERRIDE} makes it a {info.arch}; {what}"))
         lines.append(line("memory", _memory(info.total_bytes, free)))
         verdict = judge(info, machine.build)
         lines.append(line("wheel", verdict.why))
         if verdict.install:
             lines.append(line("install", verdict.install))
         if info.kind in _SPARED:
-            lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
+            lines += [line("gets", _GETS[info.kind]), line("", _SPARED[info.kind])]
     return lines
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..amd_system import OVERRIDE
 from ..device import DeviceInfo
 
 INDEX = "https://download.pytorch.org/whl"
@@ -95,6 +96,11 @@ def wheel_for(capability: tuple[int, int]) -> str:
     return _install(index)
 
 
+def has_rocm_wheel(arch: str) -> bool:
+    """Whether some wheel has code for an AMD card, by this name or by an override."""
+    return arch in _ROCM_GFX9 + _ROCM_RDNA or arch in ("gfx1031", "gfx1032", "gfx1034")
+
+
 def rocm_wheel_for(arch: str) -> str:
     """What to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
     if arch in _ROCM_GFX9 + _ROCM_RDNA:
@@ -134,9 +140,18 @@ def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
         if info.arch in _ROCM_LEGACY and _version(build.toolkit) >= (6, 4):
             why = f"this wheel names {info.arch}, but its rocBLAS does not since ROCm 6.4: matrix products may abort"
             return Verdict(True, why, rocm_wheel_for(info.arch))
+        if info.known_arch != info.arch:
+            return Verdict(True, _overridden(info))
         return Verdict(True, f"this wheel has code for {info.arch}")
     listed = " ".join(build.archs) or "nothing"
     return Verdict(False, f"this wheel has NO code for {info.arch}, only for {listed}", rocm_wheel_for(info.arch))
+
+
+def _overridden(info: DeviceInfo) -> str:
+    what = f"this {info.known_arch}" if info.known_arch else "this card, whatever it is"
+    same = (info.known_arch or "").startswith("gfx103") and info.arch == "gfx1030"
+    risk = "the instructions are the same" if same else "torch's own kernels may use instructions that it lacks"
+    return f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}"
 
 
 def _version(text: str) -> tuple[int, ...]:

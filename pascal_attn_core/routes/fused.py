@@ -21,14 +21,14 @@ from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
-from .timing import Timings
+from .timing import PlainTimings, Timings
 from .torch_kernel import TorchForm, TorchRoute
 
 _DP4A = (6, 1)
 
 
 class FusedRoute(Route):
-    """Our CUDA kernel.
+    """Our kernel, on NVIDIA's cards and on those of AMD's without matrix units.
 
     Args:
         torch_route: whose kernel this one is timed against where both take a call.
@@ -57,7 +57,7 @@ class FusedRoute(Route):
             request.remarks.append(f"the fused kernel is left off: {untried}")
             return None
         if not isinstance(form, TorchForm):
-            return Choice(self, form[0], plan, torch_stores=True)
+            return self._instead_of_plain(request, plan, form[0])
         ratio = request.runtime.part(Timings).fused_over_torch(self, call, request.budget_bytes)
         stores = form.torch_stores
         if ratio is None and not form.is_one_call:
@@ -68,6 +68,20 @@ class FusedRoute(Route):
             return Choice(self, why, plan, over_torch=ratio, torch_stores=stores)
         if ratio is not None:
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
+        return None
+
+    def _instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
+        """The choice for a call that torch has no fused kernel for. On AMD's cards, for which that is every call, ours
+        has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
+        if request.runtime.info.kind != "hip":
+            return Choice(self, why, plan, torch_stores=True)
+        ratio = request.runtime.part(PlainTimings).fused_over_plain(self, request.call)
+        if ratio is None:
+            return Choice(self, why, plan, torch_stores=True)
+        timed = f"timed on this card at {ratio:.2f} of the time of torch's math attention"
+        if ratio < 1:
+            return Choice(self, f"{why}; {timed}", plan, torch_stores=True)
+        request.remarks.append(f"ours was {timed}")
         return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
@@ -189,15 +203,25 @@ def find_plan(
     device = call.query.device
     info = runtime_of(device).info
     if not takes_device(device):
-        kind = info.kind if device.type == "cuda" else device.type
-        return [f"the fused kernel needs a CUDA device, got {kind}"]
+        return [f"the fused kernel needs a CUDA or ROCm device, got {device.type}"]
     if not config.fused:
         return ["switched off by the configuration (fused)"]
-    reasons = call_reasons(call, int8=int8, with_lse=with_lse)
+    kernels = kernels_of(call)
+    reasons = call_reasons(call, int8=int8, with_lse=with_lse) or list(kernels.machine_reasons)
+    if int8 and info.kind != "cuda":
+        reasons.append("the int8 mode needs an NVIDIA GPU")
     if reasons:
         return reasons
-    plan = plan_call(call, info.num_sms, info.capability, int8=int8, for_grad=call.needs_grad, packed=packed)
-    reasons = kernels_of(call).reasons((plan.forward, *plan.gradients))
+    plan = plan_call(
+        call,
+        info.num_sms,
+        info.capability,
+        int8=int8,
+        for_grad=call.needs_grad,
+        packed=packed,
+        arch=kernels.variant_arch,
+    )
+    reasons = kernels.reasons((plan.forward, *plan.gradients))
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
@@ -210,13 +234,17 @@ def why_untried(call: AttentionCall, plan: Plan) -> str:
 
 def takes_device(device: torch.device) -> bool:
     """Whether the kernels run on this kind of device."""
-    return runtime_of(device).info.kind == "cuda"
+    return runtime_of(device).info.kind in ("cuda", "hip")
 
 
 def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
-    """Whether the kernel can be the fastest route on the call's device: up to Turing, but not where torch multiplies on
-    tensor cores, as it does float16 on Volta and Turing, and everything on newer cards."""
-    capability = runtime_of(call.query.device).info.capability
+    """Whether the kernel can be the fastest route on the call's device: on NVIDIA's up to Turing, but not where torch
+    multiplies on tensor cores, as it does float16 on Volta and Turing, and everything on newer cards. On AMD's wherever
+    there is a kernel: it is for cards without matrix units."""
+    info = runtime_of(call.query.device).info
+    if info.kind == "hip":
+        return True
+    capability = info.capability
     if capability is None or capability >= (8, 0):
         return False
     return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel

@@ -104,8 +104,9 @@ def find_tensor_plan(
     device = call.query.device
     info = runtime_of(device).info
     if not takes_device(device):
-        kind = info.kind if device.type == "cuda" else device.type
-        return [f"the fused kernel needs a CUDA device, got {kind}"]
+        return [f"the fused kernel needs a CUDA or ROCm device, got {device.type}"]
+    if info.kind != "cuda":
+        return ["the kernel on tensor cores needs an NVIDIA GPU"]
     if not config.fused:
         return ["switched off by the configuration (fused)"]
     reasons = tensor_reasons(call, info.capability)

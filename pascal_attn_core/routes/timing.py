@@ -15,8 +15,11 @@ from torch import Tensor
 
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig
+from ..fused.kernels import Kernels
 from ..fused.plan import variants_of
 from ..fused.source import kernels_digest
+from ..interception import torch_sdpa
+from ..lazy_mask import LazyMask
 from ..own_thread import in_backward
 from .route import Request, Route
 from .timing_table import TimingTable, log, power_of_two
@@ -27,6 +30,7 @@ _TOKENS = 1024
 _KEYS_OF_FEW_QUERIES = 16384
 _ROWS = 1 << 16  # query rows of all heads together, several times what the largest card works on at once
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
+_PLAIN_BYTES = 64 << 20  # of the float32 scores of a call that torch stores them for
 _CONFIG = AttentionConfig()
 
 
@@ -118,7 +122,9 @@ class Timings(TimingTable[Kind, float]):
 
     def conditions(self) -> dict[str, str]:
         info = self.info
-        return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
+        arch = self.runtime.part(Kernels).variant_arch
+        kernels = kernels_digest(arch)
+        return {"card": info.name, "arch": arch or info.arch, "torch": torch.__version__, "kernels": kernels}
 
     def kind_of(self, fields: Mapping[str, Any]) -> Kind:
         return Kind(**fields)
@@ -128,6 +134,76 @@ class Timings(TimingTable[Kind, float]):
 
     def found_in(self, row: Mapping[str, Any]) -> float:
         return float(row["ratio"])
+
+
+class PlainTimings(TimingTable[Kind, float]):
+    """Our kernel's time in units of that of torch's function where torch has no fused kernel, and stores all scores,
+    for each kind of call. Made by ``runtime.part(PlainTimings)``."""
+
+    section = "fused_over_plain"
+    file_kind = "timings-plain"
+
+    def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
+        """As :meth:`Timings.fused_over_torch`, for calls that torch has no fused kernel for. The timed call has no more
+        scores than fit _PLAIN_BYTES."""
+        kind = Kind.of(call)
+        kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
+        if kind not in self.known and in_backward():
+            call = _without_numbers(call)
+        return self.find(kind, lambda: self._timed(kind, ours, call), may_wait=True)
+
+    def _timed(self, kind: Kind, ours: Route, call: AttentionCall) -> float | None:
+        with torch.set_grad_enabled(kind.gradients):
+            sample = sample_call(call, kind)
+            ours_on_it = _by(ours, sample)
+            if ours_on_it is None:
+                return None
+            plain = _torchs(_with_gradients(sample, lambda: _plainly(sample)))
+            try:
+                our_time, its_time = self.clock([_with_gradients(sample, ours_on_it), plain], call.query.device)
+            except _TorchFailed as failure:
+                log.info("torch's math fails on %s for %s: %s", self.device, kind, failure.__cause__)
+                return None
+        log.info("timed once on %s: fused %.2f ms, torch's math %.2f ms for %s", self.device, our_time, its_time, kind)
+        return our_time / its_time
+
+    def conditions(self) -> dict[str, str]:
+        return self.runtime.part(Timings).conditions()
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        return Kind(**fields)
+
+    def row(self, found: float) -> dict[str, Any]:
+        return {"ratio": round(found, 4)}
+
+    def found_in(self, row: Mapping[str, Any]) -> float:
+        return float(row["ratio"])
+
+
+class _TorchFailed(Exception):
+    """torch could not compute a call that was to be timed; its error is the cause."""
+
+
+def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
+    """An attempt of torch's, whose errors are not ours; a lack of memory is what it was."""
+
+    def run() -> Any:
+        try:
+            return attempt()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _TorchFailed from error
+
+    return run
+
+
+def _plainly(sample: AttentionCall) -> Tensor:
+    """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
+    assert not isinstance(sample.attn_mask, LazyMask)
+    key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
+    is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
+    return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
 
 
 class Times(NamedTuple):

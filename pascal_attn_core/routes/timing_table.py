@@ -59,7 +59,7 @@ class TimingTable(Generic[Kind, Found]):
             is_on: False = nothing is timed, and nothing that was timed before counts; None = unless the environment
                 says PASCAL_ATTN_NO_TIMING.
         """
-        self.device, self.info = runtime.device, runtime.info
+        self.runtime, self.device, self.info = runtime, runtime.device, runtime.info
         self.clock, self.folder = median_times if clock is None else clock, folder
         self.is_on = not switched_on(NO_TIMING) if is_on is None else is_on
         self._postponed: dict[Kind, Callable[[], Found | None]] = {}

@@ -43,15 +43,16 @@ class KernelCheck(NamedTuple):
         return f"kernel {self.name} ({self.origin or 'no machine code'}): {found}"
 
 
-def checked_variants(capability: tuple[int, int] | None = None) -> list[Variant]:
-    """What ships for a compute capability (None: any), then the gradients of common head_dims."""
+def checked_variants(arch: str = "sm_61") -> list[Variant]:
+    """What ships for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common head_dims."""
+    amd = "" if arch.startswith("sm_") else arch
     gradients = [
-        Variant(kind, dim, dtype)
+        Variant(kind, dim, dtype, arch=amd)
         for dim in _GRADIENT_DIMS
         for dtype in DTYPES
         for kind in ("grad_query", "grad_key_value")
     ]
-    return prebuilt.all_variants(capability) + gradients
+    return prebuilt.variants_for(arch) + gradients
 
 
 def why_no_kernels(device: torch.device) -> list[str]:
@@ -66,7 +67,7 @@ def check_kernels(device: torch.device, left: Callable[[], float]) -> Iterator[K
         left: the seconds that may still be used; asked before each kernel, none is begun without any.
     """
     kernels = runtime_of(device).part(Kernels)
-    for variant in checked_variants(kernels.info.capability):
+    for variant in checked_variants(kernels.arch):
         if left() <= 0:
             return
         origin, limit = "", verify.tolerance(variant)

@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import device_info
 from pascal_attn_core.fused import prebuilt, verify
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
+from pascal_attn_core.fused.hip_runtime import HipRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, all_variants
+from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
@@ -63,13 +64,24 @@ def test_gradients_are_those_of_the_definition(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_is_right_on_this_card(kind: str, head_dim: int) -> None:
-    capability = device_info("cuda").capability or (0, 0)
-    variants = [v for v in all_variants() if (v.kind, v.head_dim) == (kind, head_dim) and v.runs_on(capability)]
+    kernels = _kernels()
+    variants = [v for v in _variants(kernels) if (v.kind, v.head_dim) == (kind, head_dim)]
     if not variants:
         pytest.skip("has none for this card")
     for variant in variants:
-        error = runtime_of(torch.device("cuda", 0)).part(Kernels).largest_error(variant)
+        error = kernels.largest_error(variant)
         assert error <= verify.tolerance(variant), variant.name
+
+
+def _kernels() -> Kernels:
+    return runtime_of(torch.device("cuda", torch.cuda.current_device())).part(Kernels)
+
+
+def _variants(kernels: Kernels) -> list[Variant]:
+    """All that a call can ask for on this card, NVIDIA's or AMD's."""
+    if kernels.variant_arch:
+        return list(amd_variants(kernels.arch))
+    return [variant for variant in all_variants() if variant.runs_on(kernels.info.capability or (0, 0))]
 
 
 def _large(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -210,10 +222,12 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
 
 def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:
-    if prebuilt.best_arch(device_info("cuda").capability or (0, 0)) is None:
+    if not prebuilt.ships_for(_kernels().arch):
         pytest.skip("nothing ships for this card")
     device = torch.device("cuda", torch.cuda.current_device())
-    without_compiler = {Kernels: lambda runtime: Kernels(runtime, find_compiler=lambda arch: None)}
+    is_amd = bool(_kernels().variant_arch)
+    gpu = HipRuntime(find_compiler=lambda: None) if is_amd else CudaRuntime(find_compiler=lambda arch: None)
+    without_compiler = {Kernels: lambda runtime: Kernels(runtime, gpu=gpu)}
     with using(Runtime(device, parts=without_compiler)):
         sdpa(*_large(), enable_gqa=True, config=FUSED)
 

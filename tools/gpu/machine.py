@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pascal_attn_core.cli.bench.report import versions
-from pascal_attn_core.fused import nvrtc
+from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import kernels_digest
 from pascal_attn_core.observe.machine import ask_driver, torch_build
 from pascal_attn_core.runtime import runtime_of
@@ -24,7 +24,8 @@ def facts(device: torch.device) -> dict[str, Any]:
     """
     torch.empty(0, device=device)
     info, build = runtime_of(device).info, torch_build()
-    found = nvrtc.find(10 * info.capability[0] + info.capability[1]) if info.capability else None
+    kernels = runtime_of(device).part(Kernels)
+    found = None if kernels.machine_reasons else kernels.gpu.compiler_version(kernels.arch)
     card = {
         "name": info.name,
         "kind": info.kind,
@@ -36,9 +37,9 @@ def facts(device: torch.device) -> dict[str, Any]:
     others = {
         "cuda": build.toolkit,
         "driver": ask_driver() if info.kind == "cuda" else "",
-        "nvrtc": "" if found is None else ".".join(map(str, found.version)),
+        "nvrtc": "" if found is None else ".".join(map(str, found)),  # AMD: HIPRTC
         "system": platform.platform(),
-        "kernels": kernels_digest(),
+        "kernels": kernels_digest(kernels.variant_arch),
     }
     return {"card": card, "versions": {**versions(), **others}}
 

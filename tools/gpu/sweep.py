@@ -32,6 +32,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
 from pascal_attn_core.fused import nvrtc, verify
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
+from pascal_attn_core.fused.gpu_runtime import CompileError
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
@@ -99,7 +101,7 @@ def compile_one(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compil
 def _compiled(library: Any, text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled | str:
     try:
         return library.compile(text, arch, macros)
-    except nvrtc.CompileError as error:
+    except CompileError as error:
         lines = str(error).strip().splitlines()
         return next((line for line in lines if "error" in line), lines[0])[:200]
 
@@ -127,7 +129,9 @@ class Compilations:
         if self.pool is not None:
             self.ask([candidate])
             return self.asked[candidate].result()
-        library = self.kernels.find_compiler(self.arch)
+        gpu = self.kernels.gpu
+        assert isinstance(gpu, CudaRuntime)
+        library = gpu.find_compiler(self.arch)
         return _compiled(library, source(candidate.kind), self.arch, candidate.macros())
 
     def close(self) -> None:
@@ -526,9 +530,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Settings(**{name: getattr(options, name) for name in asdict(defaults)}),
     )
     kernels = runtime_of(device).part(Kernels)
-    capability = kernels.info.capability or (0, 0)
-    if kernels.machine_reasons or kernels.find_compiler(10 * capability[0] + capability[1]) is None:
-        print("; ".join(kernels.machine_reasons) or f"no NVRTC for sm_{capability[0]}{capability[1]}")
+    if not isinstance(kernels._gpu, CudaRuntime):
+        print("the sweep is for NVIDIA's cards: the geometries of AMD's are in another table")
+        return 2
+    if kernels.machine_reasons or kernels.gpu.compiler_version(kernels.arch) is None:
+        print("; ".join(kernels.machine_reasons) or kernels.gpu.no_compiler(kernels.arch))
         return 2
     with quiet_torch(1), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

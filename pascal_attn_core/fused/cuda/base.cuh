@@ -27,8 +27,45 @@ INLINE float half_to_float(u16 h) { return emu_half2float(h); }
 INLINE u16 float_to_half(float f) { return emu_float2half(f); }
 INLINE float bits_to_float(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE u32 float_to_bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+INLINE float dot2(u32 a, u32 b, float sum) {
+    sum = fmaf(half_to_float((u16)(a & 0xffffu)), half_to_float((u16)(b & 0xffffu)), sum);
+    return fmaf(half_to_float((u16)(a >> 16)), half_to_float((u16)(b >> 16)), sum);
+}
 #define KEEP_BRANCH()
 #define OPAQUE(x)
+#define OPAQUE_UNIFORM(x)
+#if PA_AMD
+#define ANY_LANE(x) emu_any_lane(x)
+#else
+#define ANY_LANE(x) x
+#endif
+#elif defined(PA_HIP)
+#if __has_builtin(__builtin_amdgcn_exp2f)
+INLINE float exp2_approx(float x) { return __builtin_amdgcn_exp2f(x); }
+#else
+INLINE float exp2_approx(float x) { return __builtin_exp2f(x); }
+#endif
+INLINE float half_to_float(u16 h) { return (float)__builtin_bit_cast(_Float16, h); }
+INLINE u16 float_to_half(float f) { return __builtin_bit_cast(u16, (_Float16)f); }
+INLINE float bits_to_float(u32 u) { return __builtin_bit_cast(float, u); }
+INLINE u32 float_to_bits(float f) { return __builtin_bit_cast(u32, f); }
+#if PA_PAIRS
+// sum + a.x * b.x + a.y * b.y of float16 pairs: one instruction, exact products, float32 sums.
+INLINE float dot2(u32 a, u32 b, float sum) {
+    typedef _Float16 Half2 __attribute__((ext_vector_type(2)));
+    return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), sum, false);
+}
+#endif
+#define KEEP_BRANCH() asm volatile("")
+#define OPAQUE(x) asm volatile("" : "+v"(x))
+#define OPAQUE_UNIFORM(x) asm volatile("" : "+s"(x))
+#if __has_builtin(__builtin_amdgcn_ballot_w64) && PA_WAVE == 64
+#define ANY_LANE(x) (__builtin_amdgcn_ballot_w64(x) != 0)
+#elif __has_builtin(__builtin_amdgcn_ballot_w32) && PA_WAVE == 32
+#define ANY_LANE(x) (__builtin_amdgcn_ballot_w32(x) != 0)
+#else
+#define ANY_LANE(x) x
+#endif
 #else
 INLINE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 INLINE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
@@ -39,6 +76,10 @@ INLINE u32 float_to_bits(float f) { return __float_as_uint(f); }
 #define KEEP_BRANCH() asm volatile("")
 // What depends on an opaque number is computed where it is used and takes no register in the rest of the loop.
 #define OPAQUE(x) asm volatile("" : "+r"(x))
+// The same of a number that all threads of a block share, which AMD's compiler must know.
+#define OPAQUE_UNIFORM(x) OPAQUE(x)
+// A condition of which it is enough that it holds for any lane of a wave: on AMD's a branch of the whole wave.
+#define ANY_LANE(x) x
 #endif
 #define NEG_INF (bits_to_float(0xff800000u))
 #define POS_INF (bits_to_float(0x7f800000u))

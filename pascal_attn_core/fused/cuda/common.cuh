@@ -7,6 +7,17 @@
 //   PA_KC       depth of a staged chunk of a row-by-row product (X Y^T);  PA_VC rows staged at a time of P Y
 //   PA_PSPLIT   how many parts P is passed through shared memory in;  PA_MINB blocks that shall fit one SM
 //   PA_FLUSH    tiles after which float32 sums move to the output (0: never), see flush_sums
+// and on AMD's cards, with PA_AMD 1:
+//   PA_WAVE     lanes of a wave
+//   PA_PAIRS    1: float16 operands stay what they are in shared memory, two neighbours in a word, and row-by-row
+//               products are dot products of pairs with float32 sums. 2: P is rounded to float16 for P Y, which is one too
+//   PA_KEEP     1: the whole tile that stays lies in shared memory, staged once
+//   PA_AHEAD    1: the factors of a step of a product are read while the step before is computed
+#if !PA_AMD
+#define PA_PAIRS 0
+#define PA_KEEP 0
+#define PA_AHEAD 0
+#endif
 #define PA_NT (PA_TX * PA_TY)
 #define RM (PA_BR / PA_TY)         // rows of S and of the sums per thread
 #define CN (PA_BC / PA_TX)         // columns of S per thread
@@ -21,8 +32,14 @@
 #if PA_D % PA_KC && !PA_PAD && !PA_INT8
 #error "unsupported chunk of the head dimension"
 #endif
-#if (PA_NT % PA_BR) || (PA_NT % PA_BC) || (PA_BR * PA_KC) % (4 * PA_NT) || (PA_BC * PA_KC) % (4 * PA_NT)
+#if (PA_NT % PA_BR) || (PA_NT % PA_BC) || (PA_KC % (PA_PAIRS ? 8 : 4))
 #error "unsupported staging geometry"
+#endif
+#if !PA_AMD && ((PA_BR * PA_KC) % (4 * PA_NT) || (PA_BC * PA_KC) % (4 * PA_NT))
+#error "unsupported staging geometry"
+#endif
+#if PA_TX > 16
+#error "the shuffles of a row reach 32 lanes"
 #endif
 
 INLINE u16 float_to_bfloat(float f) {
@@ -30,6 +47,16 @@ INLINE u16 float_to_bfloat(float f) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return (u16)0x7fc0;
     return (u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
+
+#if PA_CAPPED
+#ifdef PA_CPU_EMU
+INLINE float reciprocal(float x) { return 1.f / x; }
+#elif defined(PA_HIP)
+INLINE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+#else
+INLINE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+#endif
+#endif
 
 INLINE float load_one(const T* p) {
 #if PA_DTYPE == 0
@@ -115,6 +142,55 @@ INLINE Lane anew(Lane t) {
     OPAQUE(t.tid);
     return t;
 }
+
+// AMD's compiler keeps all that is derived from a lane's number, and then has no registers for the sums: this takes the
+// lane anew for the rest of a block of code, from the number of its wave, which takes none. Only where all lanes are
+// active.
+#ifdef PA_HIP
+INLINE Lane lane_anew(const Lane& t) {
+    int first = __builtin_amdgcn_readfirstlane(t.tid);
+    OPAQUE_UNIFORM(first);
+#if PA_WAVE == 64
+    return lane_of(__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, first)));
+#else
+    return lane_of(__builtin_amdgcn_mbcnt_lo(~0u, first));
+#endif
+}
+#elif PA_AMD
+INLINE Lane lane_anew(const Lane& t) { return t; }
+#endif
+#if PA_AMD
+#define LANE_ANEW(t)                     \
+    const Lane t##_anew = lane_anew(t);  \
+    const Lane& t = t##_anew;
+#else
+#define LANE_ANEW(t)
+#endif
+
+// It keeps all parameters as well, in registers of a wave that overflow into those of its lanes: these are read anew.
+#ifdef PA_HIP
+template <class P>
+INLINE const P& params_anew() {
+    auto p = __builtin_amdgcn_kernarg_segment_ptr();
+    OPAQUE_UNIFORM(p);
+    return *(const P*)p;
+}
+#define PARAMS_ANEW(Params, p) const Params& p = params_anew<Params>();
+#else
+#define PARAMS_ANEW(Params, p)
+#endif
+
+// It also moves the last multiplications of a product behind the next branch, with all their operands: COMPLETE holds
+// them back.
+#ifdef PA_HIP
+template <int rows, int cols>
+INLINE void complete(float (&sums)[rows][cols]) {
+    FOR(i, rows) FOR(j, cols) asm volatile("" : "+v"(sums[i][j]));
+}
+#define COMPLETE(sums) complete(sums);
+#else
+#define COMPLETE(sums)
+#endif
 
 #define ROW(i) (t.ty * 4 + ((i) & 3) + ((i) >> 2) * 4 * PA_TY)  // row i of this thread within the tile
 #define COL(j) (t.tx * 4 + ((j) & 3) + ((j) >> 2) * 4 * PA_TX)  // column j of this thread within the tile

@@ -1,6 +1,7 @@
 // softmax(Q K^T * scale + mask) V by the online softmax, one block per tile of query rows.
 // PA_SPLIT 0: pa_forward writes the output. PA_SPLIT 1: the rows of a tile are the queries of all heads of a group
 // (few queries each), the keys are cut into p.splits ranges, one block each, and pa_combine joins the parts (combine.cuh).
+// PA_CAPPED 1: scores may have a cap, and rows an attention sink.
 
 struct Forward {
     const T* q; const T* k; const T* v; T* o;
@@ -20,6 +21,10 @@ struct Forward {
     int row_words;                      // PA_INT8: words of a row of Q and K, see int8.cuh
     const int* q_words; const int* k_words;
     const float* q_scales; const float* k_scales;
+#if PA_CAPPED
+    const float* sinks;  // [Hq]: the score of one more key, whose value is zero; or null. PA_SPLIT: a part of its own
+    float tanh_scale;    // scores are tanh(score), of which this is 2 log2(e) * what it is taken of; 0: no cap
+#endif
 };
 
 // What a block works on. Row r of its tile is query query(r) of head head(r): of any head of a group with PA_SPLIT,
@@ -102,12 +107,34 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 #endif
 }
 
+#if PA_CAPPED
+// The tanh of the scores: 1 - 2 / (1 + exp(2 x)).
+INLINE void cap_scores(float (&S)[RM][CN], float tanh_scale) {
+    if (tanh_scale != 0.f) {
+        KEEP_BRANCH();
+        FOR(i, RM) FOR(j, CN) S[i][j] = fmaf(-2.f, reciprocal(1.f + exp2_approx(S[i][j] * tanh_scale)), 1.f);
+    }
+}
+#endif
+
 // A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, for which
 // float32 has room): after a call's first tiles hardly ever, and the sums need not be scaled.
 #define SLACK 8.f
+// Probabilities that are rounded to float16 are kept this many powers of two larger, so that the smallest are 2^-31 of
+// the largest; the maximum that they are taken from is smaller by as much.
+#if PA_PAIRS == 2
+#define LIFT 7.f
+#define LIFTED(row_max) (row_max - LIFT / UNIT_TO_LOG2)
+#define UNLIFTED(log2_of_sum) (log2_of_sum - LIFT)
+#else
+#define LIFT 0.f
+#define LIFTED(row_max) row_max
+#define UNLIFTED(log2_of_sum) log2_of_sum
+#endif
 
 // One step of the online softmax on a tile's scores: S becomes exp(S - max), row_max and row_sum are brought up to date
-// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum.
+// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum. With PA_PAIRS 2 the first half of
+// S becomes pairs of neighbours as float16; row_sum is the sum of what they are before.
 INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max)[RM], float (&row_sum)[RM],
                          float scale_log2) {
     float tile_max[RM];
@@ -122,7 +149,7 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
         tile_max[i] = mx;
         rises |= mx > row_max[i] + SLACK / UNIT_TO_LOG2;
     }
-    if (rises) {
+    if (ANY_LANE(rises)) {
         KEEP_BRANCH();
         FOR(i, RM) if (tile_max[i] > row_max[i] + SLACK / UNIT_TO_LOG2) {
             const float fade = exp2_approx((row_max[i] - tile_max[i]) * UNIT_TO_LOG2);
@@ -132,12 +159,16 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
         }
     }
     FOR(i, RM) {
-        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
+        const float reference = row_max[i] == NEG_INF ? 0.f : LIFTED(row_max[i]);  // a row that has seen no key yet
         float sum = 0.f;
         FOR(j, CN) {
             S[i][j] = prob_of(S[i][j], scale_log2, reference);
             sum += S[i][j];
         }
+#if PA_PAIRS == 2
+        FOR(j, CN / 2)
+            S[i][j] = bits_to_float((u32)float_to_half(S[i][2 * j]) | (u32)float_to_half(S[i][2 * j + 1]) << 16);
+#endif
         row_sum[i] += sum;
     }
 }
@@ -243,8 +274,22 @@ INLINE void flush_sums(float (&O)[RM][DN], const float (&row_max)[RM], float& fl
 }
 #endif
 
+#if PA_CAPPED
+// Adds one more key of this score, whose value is zero.
+INLINE void add_sink(float& row_max, float& row_sum, float& fade, float sink) {
+    const float in_unit = sink * (LOG2E / UNIT_TO_LOG2);
+    fade = 1.f;
+    if (!(in_unit <= row_max)) {
+        fade = exp2_approx((row_max - in_unit) * UNIT_TO_LOG2);
+        row_max = in_unit;
+        row_sum *= fade;
+    }
+    row_sum += exp2_approx((in_unit - row_max) * UNIT_TO_LOG2 + LIFT);
+}
+#endif
+
 INLINE void store_lse(const Forward& p, i64 at, float row_max, float row_sum) {
-    const float log_sum = row_sum > 0.f ? log2f(row_sum) * LN2 : NEG_INF;
+    const float log_sum = row_sum > 0.f ? UNLIFTED(log2f(row_sum)) * LN2 : NEG_INF;
     p.lse[at] = row_sum > 0.f ? fmaf(row_max, UNIT_TO_LN, log_sum) : NEG_INF;
     if (p.log_sum) p.log_sum[at] = log_sum;
 }
@@ -262,6 +307,13 @@ INLINE void store_part(const Forward& p, i64 at, const float (&O)[DN], float row
 }
 #endif
 
+// This thread's staged row of Q, row xr of the tile.
+#define STAGED_QUERY                                                                                \
+    p.q + sequence_at(p.cu_q, at.b, p.qb, p.qs) + at.head(xr) * p.qh + at.query(xr) * p.qs + \
+        staged_x_col(t)
+// On AMD's cards it is found anew for each tile, except where that takes divisions, or one tile is all there is.
+#define QUERY_PER_TILE (PA_AMD && !PA_SPLIT && !PA_KEEP)
+
 extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(const Forward p) {
     __shared__ __align__(128) float sm[SMEM_TILE];
 #if PA_FLUSH
@@ -276,12 +328,17 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     const Place at = find_place(p);
     if (at.rows <= 0) return;
 
+#if !QUERY_PER_TILE
     const int xr = min_int(staged_x_row(t), at.rows - 1);
-    const T* const x = p.q + sequence_at(p.cu_q, at.b, p.qb, p.qs) + at.head(xr) * p.qh + at.query(xr) * p.qs +
-                       staged_x_col(t);
+    const T* const x = STAGED_QUERY;
+#endif
     const T* k = p.k + sequence_at(p.cu_k, at.b, p.kb, p.ks) + at.hk * p.kh + at.k_begin * p.ks;
     const T* const first_value = p.v + sequence_at(p.cu_k, at.b, p.vb, p.vs) + at.hk * p.vh + at.k_begin * p.vs;
+#if PA_AMD
+    const T* value = first_value;
+#else
     Moving v = moving_rows(first_value, p.vs, p.dim_v, t);
+#endif
 
     float O[RM][DN], row_max[RM], row_sum[RM];
     clear(O);
@@ -289,17 +346,31 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         row_max[i] = NEG_INF;
         row_sum[i] = 0.f;
     }
+#if PA_AMD
+#define NEXT_VALUES value += PA_BC * p.vs;
+#else
+#define NEXT_VALUES v.at += PA_BC * v.stride;
+#endif
 #if PA_MASK
     const MaskView mask = view_mask(p.mask, PA_SPLIT ? 1 : p.mq, p.mk, p.mask_is_float32);
 #endif
+#if PA_KEEP
+    keep_rows(x, p.dim, sm, t);
+#endif
     for (int col0 = at.k_begin; col0 < at.k_end; col0 += PA_BC) {
+        LANE_ANEW(t)
+        PARAMS_ANEW(Forward, p)
+#if QUERY_PER_TILE
+        const int xr = min_int(staged_x_row(t), at.rows - 1);
+        const T* const x = STAGED_QUERY;
+#endif
         const int cols = at.keys - col0;
 #if PA_MASK
         u32 bits[MASK_WORDS];
         const PlacedMaskRow mask_row = mask_row_at(p, at, col0);
         if (p.mask && !__syncthreads_or(read_mask(bits, mask, mask_row, at.rows, cols, t))) {
             k += PA_BC * p.ks;  // nobody may look at any key of this tile
-            v.at += PA_BC * v.stride;
+            NEXT_VALUES
             continue;
         }
 #endif
@@ -315,6 +386,9 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         product_rows(S, x, staged_row(k, p.ks, cols, t), p.dim, sm, t);
 #endif
         k += PA_BC * p.ks;
+#if PA_CAPPED
+        cap_scores(S, p.tanh_scale);
+#endif
         scale_scores(S, p.scale);
 #if PA_MASK
         if (p.mask) apply_mask(S, bits, mask, mask_row, t);
@@ -324,11 +398,15 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
             FOR(i, RM) forbid_outside(S[i], at.query(ROW(i)) - col0, at.band, cols, t);
         }
         softmax_step(S, O, row_max, row_sum, p.scale_log2);
+#if PA_AMD
+        Moving v = moving_rows(value, p.vs, p.dim_v, t);
+        NEXT_VALUES
+#endif
         product_cols(O, S, v, cols, p.dim_v, sm, t);
 #if PA_FLUSH
         if (flush_is_due(col0 - at.k_begin)) {
             int b = at.b;
-            OPAQUE(b);
+            OPAQUE_UNIFORM(b);
             float* const o = p.o + sequence_at(p.cu_q, b, p.ob, p.os) + at.first_head * p.oh + at.row0 * p.os;
 #if FLUSH_ROWS
             flush_sums(O, row_max, flushed_max, o, p.os, at.rows, p.dim_v, t);
@@ -343,6 +421,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     __syncwarp();  // flushed_max is complete: the shuffles below bring the lanes together, but order no memory
 #endif
     FOR(i, RM) {
+        LANE_ANEW(t)
         float sum = row_sum[i];
         FOR(s, 4) if ((2 << s) <= PA_TX) sum += __shfl_xor_sync(FULL_WARP, sum, 2 << s);
 #if PA_FLUSH && FLUSH_ROWS
@@ -359,7 +438,13 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
 #elif PA_FLUSH
         if (flushed) unflush_row(O[i], row_max[i], flushed_max[ROW(i)], o, p.dim_v, t);
 #endif
+#if PA_CAPPED
+        float fade = 1.f;
+        if (p.sinks) add_sink(row_max[i], sum, fade, p.sinks[h]);
+        store_row(o, O[i], sum > 0.f ? fade / sum : 0.f, p.dim_v, t);
+#else
         store_row(o, O[i], sum > 0.f ? 1.f / sum : 0.f, p.dim_v, t);
+#endif
         if (p.lse && t.tx == 0)
             store_lse(p, sequence_at(p.cu_q, at.b, p.lb, 1) + h * p.lh + query, row_max[i], sum);
 #endif

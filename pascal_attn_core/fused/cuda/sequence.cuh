@@ -9,7 +9,7 @@ struct Sequence {
 // Not kept: made anew where it is needed, it takes no registers of the sums (OPAQUE).
 template <class P>
 INLINE Sequence sequence_of(const P& p, int b) {
-    OPAQUE(b);
+    OPAQUE_UNIFORM(b);
     Sequence s;
     s.lq = p.cu_q ? p.cu_q[b + 1] - p.cu_q[b] : p.lq;
     s.lk = p.cu_q ? p.cu_k[b + 1] - p.cu_k[b] : p.lk;
@@ -21,6 +21,6 @@ INLINE Sequence sequence_of(const P& p, int b) {
 
 // Where a sequence begins, in elements: by its number in a batch, or by its first token.
 INLINE i64 sequence_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
-    OPAQUE(b);
+    OPAQUE_UNIFORM(b);
     return first_tokens ? first_tokens[b] * token_stride : b * batch_stride;
 }

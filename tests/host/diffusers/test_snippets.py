@@ -26,7 +26,7 @@ ELSEWHERE = {
 }
 EXPECTED = {
     "pytorch.md": ["route tiled"],
-    "troubleshooting.md": ["attention calls", "needs a CUDA device"],
+    "troubleshooting.md": ["attention calls", "needs a CUDA or ROCm device"],
     "algorithm.md": ["Saved(scores=0.49"],
     "vae.md": ["decode of [1, 4,", "in bands"],
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, plan_call, variants_of
+from pascal_attn_core.fused.plan import Plan, forward_variants, plan_call, variants_of
 from pascal_attn_core.fused.select import call_reasons
 
 from ..table import TABLE, Case
@@ -58,22 +58,24 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def forward(inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool = False, **how: Any) -> Emulated:
-    """The forward kernels on a call, as one block per tile of rows or with the keys in parts."""
+def forward(
+    inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool = False, arch: str = "", **how: Any
+) -> Emulated:
+    """The forward kernels on a call, as one block per tile of rows or with the keys in parts; ``arch``: AMD's."""
     call = check_call(*inputs, **options)  # type: ignore[arg-type]
     out = empty_output(call).fill_(float("nan"))
     lse = poisoned(out.shape[:-1], torch.float32)
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
-    plan = whole(call) if not parts else plan_call(call, MANY_SMS, for_grad=True)
+    plan = whole(call, arch) if not parts else plan_call(call, MANY_SMS, for_grad=True, arch=arch)
     emulate(forward_launches(call, plan, out, lse, log_sum), **how)
     return Emulated(call, plan, out, lse, log_sum)
 
 
-def whole(call: AttentionCall) -> Plan:
+def whole(call: AttentionCall, arch: str = "") -> Plan:
     """The plan of a call with one block per tile of rows, gradients and all."""
-    variants = variants_of(call)
-    return Plan(variants.forward, 0, (variants.grad_query, variants.grad_key_value))
+    variants = variants_of(call, arch)
+    return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
 def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None, **how: Any) -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""A card that is not here: all of the fused route is real but the driver, for which a strict stand-in executes the
-launches in the emulation."""
+"""A card that is not here, NVIDIA's or AMD's: all of the fused route is real but the driver, for which a strict
+stand-in executes the launches in the emulation."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,23 @@ import torch
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
+from pascal_attn_core.fused.gpu_runtime import GpuRuntime
+from pascal_attn_core.fused.hip_runtime import HipRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import TensorTimings, Times, Timings
-from pascal_attn_core.routes.timing_table import Clock
+from pascal_attn_core.routes.timing import PlainTimings, TensorTimings, Times, Timings
+from pascal_attn_core.routes.timing_table import Clock, TimingTable
 from pascal_attn_core.runtime import Runtime, using
 
 from .driver import Compiler, StandIn
 from .emulation import CARD, GXX, emulate
+from .hip import RADEON_VII, HipCompiler, HipStandIn
+
+AnyStandIn = StandIn | HipStandIn
 
 
 def execute(launch: Launch) -> None:
@@ -41,8 +47,8 @@ def _emulated_error(variant: Variant) -> float:
 
 
 class CardKernels(Kernels):
-    """Kernels that a :class:`StandIn` loads and launches. All else is theirs: what ships, else what is compiled
-    (:class:`Compiler`), is loaded, and each kernel's first answers are checked.
+    """Kernels that a :class:`StandIn`, or a :class:`HipStandIn`, loads and launches. All else is theirs: what ships,
+    else what is compiled (:class:`Compiler`), is loaded, and each kernel's first answers are checked.
 
     Attributes:
         driver: the stand-in.
@@ -50,10 +56,15 @@ class CardKernels(Kernels):
         ensured: the kinds of the variants that each call asked for.
     """
 
-    def __init__(self, runtime: Runtime, driver: StandIn, **options: Any):
-        compiler = Compiler()
-        given = {"find_compiler": lambda arch: compiler, "folder": lambda: None, "open_driver": lambda: driver}
-        super().__init__(runtime, **{**given, **options})
+    def __init__(self, runtime: Runtime, driver: AnyStandIn, **options: Any):
+        gpu: GpuRuntime
+        if isinstance(driver, HipStandIn):
+            hiprtc = HipCompiler()
+            gpu = HipRuntime(lambda: driver, options.pop("find_compiler", lambda: hiprtc))
+        else:
+            compiler = Compiler()
+            gpu = CudaRuntime(lambda: driver, options.pop("find_compiler", lambda arch: compiler))
+        super().__init__(runtime, **{"gpu": gpu, "folder": lambda: None, **options})
         self.driver = driver
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
@@ -74,6 +85,13 @@ class EmulatedKernels(CardKernels):
 
     def largest_error(self, variant: Variant) -> float:
         return _emulated_error(variant) if self.driver.execute is execute else 0.0
+
+
+class UncheckedKernels(CardKernels):
+    """Whose first answers nobody looks at: for launches that are not executed."""
+
+    def largest_error(self, variant: Variant) -> float:
+        return 0.0
 
 
 class Trusted(Trials):
@@ -116,7 +134,7 @@ def emulated_card(
     Args:
         ratio: our kernel's time in units of torch's; None = never timed.
         times: of others in units of that of our kernel on tensor cores.
-        options: of :class:`Kernels`.
+        options: of :class:`Kernels`, and ``find_compiler`` of :class:`CudaRuntime`.
     """
 
     def timings(runtime: Runtime) -> Timings:
@@ -129,13 +147,23 @@ def emulated_card(
         made.times = times
         return made
 
-    with _card(StandIn(info, execute) if GXX else None, kind, timings, tensor_timings, **options) as kernels:
+    stand_in = HipStandIn if info.kind == "hip" else StandIn
+
+    def plain_timings(runtime: Runtime) -> PlainTimings:
+        return PlainTimings(runtime, folder=lambda: None, is_on=False)
+
+    parts = {Timings: timings, TensorTimings: tensor_timings, PlainTimings: plain_timings}
+    with _card(stand_in(info, execute) if GXX else None, kind, parts, **options) as kernels:
         yield kernels
 
 
 @contextmanager
 def fresh_card(
-    driver: StandIn, timing: Clock | None = None, folder: Callable[[], Path | None] = lambda: None, **options: Any
+    driver: AnyStandIn,
+    timing: Clock | None = None,
+    folder: Callable[[], Path | None] = lambda: None,
+    kind: type[CardKernels] | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     """Let the CPU be the card of a driver while the block runs, as a new process on a new machine finds it: no kernel
     is loaded or checked, and nothing has been timed. Gives its kernels.
@@ -143,17 +171,28 @@ def fresh_card(
     Args:
         timing: the clock of :class:`Timings`; None = :func:`passing_time`.
         folder: where kernels and timings are stored.
+        kind: of the kernels; None = :class:`CardKernels`.
         options: of :class:`Kernels`.
     """
 
-    def timings(runtime: Runtime) -> Timings:
-        return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
+    def timed(table: type[TimingTable[Any, Any]]) -> Callable[[Runtime], Any]:
+        return lambda runtime: table(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
-    def tensor_timings(runtime: Runtime) -> TensorTimings:
-        return TensorTimings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
-
-    with _card(driver, CardKernels, timings, tensor_timings, folder=folder, **options) as kernels:
+    parts = {table: timed(table) for table in (Timings, TensorTimings, PlainTimings)}
+    with _card(driver, kind or CardKernels, parts, folder=folder, **options) as kernels:
         yield kernels
+
+
+def hip_card(info: DeviceInfo = RADEON_VII, **options: Any) -> AbstractContextManager[Any]:
+    """As :func:`fresh_card`: an AMD card for which nothing ships, on which nothing is executed, and on which ours is
+    always faster."""
+    given = {"kind": UncheckedKernels, "shipped": lambda *_: None, **options}
+    return fresh_card(HipStandIn(info), always_faster, **given)
+
+
+def always_faster(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """A clock that lets the first one win."""
+    return [1.0] + [2.0] * (len(attempts) - 1)
 
 
 def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
@@ -168,18 +207,16 @@ def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> lis
 
 @contextmanager
 def _card(
-    driver: StandIn | None,
+    driver: AnyStandIn | None,
     kind: type[CardKernels],
-    timings: Callable[[Runtime], Timings],
-    tensor_timings: Callable[[Runtime], TensorTimings],
+    timings: Mapping[type, Callable[[Runtime], Any]],
     **options: Any,
 ) -> Iterator[CardKernels]:
     if driver is None:
         pytest.skip("needs g++ to build the stand-in for the driver")
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
-        Timings: timings,
-        TensorTimings: tensor_timings,
+        **timings,
         Trials: Trusted,
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import struct
-import subprocess
-import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import nvrtc, params
-from pascal_attn_core.fused.driver import Driver
+from pascal_attn_core.fused.cuda_runtime import CudaDriver
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant, all_variants, source
 
-from .emulation import BUILD, CARD, GXX, HERE, PARAMS
+from .answers import Answers, fails_once, library
+from .emulation import CARD, PARAMS
 
-Fault = int | Callable[[], int]
+__all__ = ["Compiler", "StandIn", "cubin", "fails_once", "read_elf", "usage"]
 _WORDS = {
     1: "invalid argument",
     2: "out of memory",
@@ -42,7 +39,6 @@ _WORDS = {
     701: "too many resources requested for launch",
     719: "unspecified launch failure",
 }
-_ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_ulonglong))
 _ARGUMENTS = {
     "cuInit": 1,
     "cuGetErrorString": 2,
@@ -63,19 +59,6 @@ _MAX_DYNAMIC_SHARED = 8
 _MOST_SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227}
 _CUDA_MACHINE, _NO_BITS = 190, 8
 _PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info, see :func:`_attributes`
-
-
-@functools.cache
-def _library() -> str:
-    """``emulator/driver.cpp``, built."""
-    text = (HERE / "driver.cpp").read_bytes()
-    built = BUILD / f"driver-{hashlib.sha256(text).hexdigest()[:24]}.so"
-    if not built.exists():
-        BUILD.mkdir(exist_ok=True)
-        unfinished = BUILD / f"{built.stem}-{threading.get_native_id()}.so"
-        subprocess.run([GXX or "g++", "-shared", "-fPIC", "-O1", HERE / "driver.cpp", "-o", unfinished], check=True)
-        unfinished.replace(built)
-    return str(built)
 
 
 class Function(NamedTuple):
@@ -101,25 +84,10 @@ class Function(NamedTuple):
         return self.dynamic_bytes[-1] if self.dynamic_bytes else _SHARED_BYTES - self.shared_bytes
 
 
-class StandIn(Driver):
-    """A driver over cards that are not here.
+class StandIn(Answers, CudaDriver):
+    """A driver over cards that are not here: see :class:`Answers`."""
 
-    Args:
-        card: each of them.
-        execute: is given every launch, with a copy of its parameters.
-        devices: how many there are.
-        current_stream: the handle of torch's current stream.
-
-    Attributes:
-        variants: whose machine code an image is, to be told before it is loaded.
-        faults: function -> the code that it returns instead of doing anything, or what gives that code (0: none).
-        queued: the launches so far.
-        asked: how often each function was called.
-        problems: what would have been wrong on a real card.
-    """
-
-    # The built library has one callback.
-    _one_at_a_time = threading.RLock()
+    arguments, error_words, init, not_ready = _ARGUMENTS, "cuGetErrorString", "cuInit", 3
 
     def __init__(
         self,
@@ -129,34 +97,18 @@ class StandIn(Driver):
         devices: int = 1,
         current_stream: int = 0,
     ):
-        self.card, self.execute, self.devices, self.current_stream = card, execute, devices, current_stream
-        self.streams = {0, 1, 2, current_stream}  # none, and cuda.h's names of the two default streams
-        self.variants: dict[bytes, Variant] = {}
-        self.faults: dict[str, Fault] = {}
-        self.queued: list[Launch] = []
-        self.asked: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._is_ready = False
-        self._given: dict[int, object] = {}  # handle -> what it stands for
+        Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
         self._of_device: dict[int, int] = {}  # device -> its context
-        self._thread = threading.local()
-        self._raised: BaseException | None = None
-        self._callback = _ANSWER(self._answer)
         self._words = {code: ctypes.create_string_buffer(words.encode()) for code, words in _WORDS.items()}
-        super().__init__(_library())
+        CudaDriver.__init__(self, library("driver.cpp"))
 
     def call(self, function: str, *arguments: object) -> None:
-        with StandIn._one_at_a_time:
+        with self.one_at_a_time:
             self._lib.answer_with(self._callback)
             try:
                 super().call(function, *arguments)
             finally:
-                raised, self._raised = self._raised, None
-                if raised is not None:
-                    raise raised
-
-    def stream(self, index: int) -> int:
-        return self.current_stream
+                self._reraise()
 
     def left_behind(self) -> list[str]:
         """What this thread should have put back."""
@@ -165,38 +117,11 @@ class StandIn(Driver):
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, name: bytes, given: ctypes._Pointer[ctypes.c_ulonglong]) -> int:
-        function = name.decode()
-        arguments = [given[i] for i in range(_ARGUMENTS[function])]
-        try:
-            if function == "cuGetErrorString":
-                return self._error_string(*arguments)
-            self.asked[function] += 1
-            fault = self.faults.get(function, 0)
-            code = fault() if callable(fault) else fault
-            if code:
-                return code
-            if not self._is_ready and function != "cuInit":
-                return self._wrong(3, f"{function} before cuInit")
-            return getattr(self, f"_{function}")(*arguments)
-        except BaseException as error:  # ctypes would print it and go on
-            self._raised = error
-            return 999
-
-    def _wrong(self, code: int, sentence: str) -> int:
-        self.problems.append(sentence)
-        return code
-
     @property
     def _stack(self) -> list[int]:
         if not hasattr(self._thread, "stack"):
             self._thread.stack = []
         return self._thread.stack
-
-    def _handle(self, of: object) -> int:
-        handle = 0x1000 + 16 * len(self._given)
-        self._given[handle] = of
-        return handle
 
     def _error_string(self, code: int, words: int) -> int:
         found = self._words.get(code)
@@ -435,9 +360,3 @@ class Compiler:
         self.compiled.append(variant)
         of_table = max(known for name, known in usage() if name == variant.name and known <= arch)
         return nvrtc.Compiled(cubin(variant, arch, *usage()[variant.name, of_table]), "")
-
-
-def fails_once(code: int) -> Callable[[], int]:
-    """A fault that only the next call meets."""
-    codes = iter([code])
-    return lambda: next(codes, 0)

@@ -30,6 +30,7 @@ PARAMS = {
     "pa_forward": "Forward",
     "pa_forward_split": "Forward",
     "pa_combine": "Forward",
+    **dict.fromkeys(("pa_capped", "pa_capped_split", "pa_capped_combine"), "Forward"),
     "pa_forward_int8": "Forward",
     "pa_quantize": "Quantize",
     **dict.fromkeys(

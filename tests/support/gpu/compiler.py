@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pascal_attn_core.fused import nvrtc
+from pascal_attn_core.fused.gpu_runtime import CompileError
 from pascal_attn_core.fused.source import DTYPES, KINDS, MASKS, Geometry, Variant, source
 from tools.gpu.geometries import Candidate
 
@@ -27,7 +28,7 @@ class AnyGeometry:
         numbers = {name: value for name, value in macros.items() if isinstance(value, int)}
         tiles = Geometry(*(numbers[name] for name in _TILES))
         if tiles.cols // tiles.tx % 4 or tiles.rows // tiles.ty % 4:
-            raise nvrtc.CompileError('NVRTC_ERROR_COMPILATION\nerror: #error directive: "unsupported tile geometry"')
+            raise CompileError('NVRTC_ERROR_COMPILATION\nerror: #error directive: "unsupported tile geometry"')
         flags = numbers.get("PA_SPLIT"), numbers.get("PA_INT8")
         kind = next(kind for kind in KINDS if source(kind) == text and _flags(kind) == flags)
         dtype, mask = DTYPES[numbers["PA_DTYPE"]], MASKS[numbers["PA_MASK"]]

@@ -1,5 +1,6 @@
 """The block that `pascal-attn info` prints, for cards that are not here."""
 
+import dataclasses
 import subprocess
 
 import pytest
@@ -29,8 +30,8 @@ ROUTES_HERE = {
 }
 
 
-def block(device, build, smi=(), **changes):
-    machine = Machine("0.1.0", "3.12.1", "Linux", build, (device,), (10 << 30,), smi=smi)
+def block(device, build, smi=(), amd=(), **changes):
+    machine = Machine("0.1.0", "3.12.1", "Linux", build, (device,), (10 << 30,), smi=smi, amd=amd)
     return describe(Info(machine, routes=ROUTES_HERE, **changes))
 
 
@@ -81,21 +82,48 @@ def test_amd_cards_are_named_by_their_architecture():
     assert "60 compute units" in text
     assert "ROCm 6.3" in text
     assert "compute capability" not in text
+    assert "HSA_OVERRIDE" not in text
+
+
+def test_amd_cards_are_shown_with_what_a_block_has_and_what_an_override_makes_of_them():
+    rx_5700 = DeviceInfo("hip", "AMD Radeon RX 5700 XT", num_sms=20, arch="gfx1030", true_arch="gfx1010", wave_size=32,
+                         shared_bytes=64 << 10)  # fmt: skip
+    build = TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",))
+    text = block(rx_5700, build, timed_plain={"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31})
+    assert "20 pairs of compute units, L2 unknown, LDS 64 KiB, waves of 32" in text
+    assert "HSA_OVERRIDE_GFX_VERSION makes it a gfx1030; it is a gfx1010" in text
+    assert "time of the fused kernel over that of torch's math attention" in text
+    unknown = block(dataclasses.replace(rx_5700, true_arch="unknown"), build)
+    assert "the system does not say what it is" in unknown
+
+
+def test_amd_cards_that_torch_cannot_use_are_seen_through_the_kernel_driver():
+    cpu = DeviceInfo("cpu", "CPU", num_sms=8)
+    text = block(cpu, TorchBuild("2.13.0+cpu", "cpu"), amd=("gfx906",))
+    assert "unused GPU  AMD gfx906" in text
+    assert "whl/rocm6.3" in text
+    closed = block(cpu, TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx906",)), amd=("gfx906",))
+    assert "may this user open /dev/kfd" in closed
+    assert "pip install" not in closed
+    build = TorchBuild("2.13.0+cpu", "cpu")
+    machine = Machine("0.1.0", "3.12", "Linux", build, (cpu,), (None,), amd=("gfx906", "gfx1036"))
+    (found,) = machine_facts.complaints(machine)  # graphics inside a processor are no reason to install anything
+    assert found.startswith("gfx906: torch 2.13.0+cpu is built without ROCm. Install: pip install")
 
 
 @pytest.mark.parametrize(
     ("card", "spared"),
     [
-        (MI50, "RX 5000/6000, MI50"),
+        (MI50, "all scores are stored on cards that torch has no fused kernel for"),
         (DeviceInfo("mps", "mps"), "beyond 2^31"),
         (DeviceInfo("xpu", "Intel(R) Arc(TM) A770 Graphics", num_sms=32, total_bytes=16 << 30), "above 4 GiB"),
     ],
     ids=["AMD", "Apple", "Intel"],
 )
-def test_cards_without_our_kernels_are_told_what_they_get(card, spared):
+def test_other_makers_cards_are_told_what_they_get(card, spared):
     text = block(card, TorchBuild("2.13.0", "cpu"))
     (gets,) = [line for line in text.splitlines() if line.startswith("gets ")]
-    assert "tiles within the budget" in gets
+    assert ("else ours (Vega, MI50" if card.kind == "hip" else "tiles within the budget") in gets
     assert spared in text
     assert "CPU only" not in text or card.kind == "hip"
     assert "gets " not in block(CARDS["P100"], CU126)

@@ -8,6 +8,9 @@ import time
 
 import pytest
 import torch
+from attn_support.fused.device import CardKernels, fresh_card
+from attn_support.fused.emulation import GXX
+from attn_support.fused.hip import RADEON_VII, HipStandIn
 
 from pascal_attn_core.call import Results
 from pascal_attn_core.cli import main
@@ -16,6 +19,7 @@ from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.cli.selftest import speed
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import cache
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.source import digest
 from pascal_attn_core.observe import machine
@@ -24,7 +28,7 @@ from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
-from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants
+from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants, why_no_kernels
 
 CPU = torch.device("cpu")
 GTX_1080_TI = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
@@ -49,7 +53,7 @@ def test_every_route_is_right_on_every_kind_of_call_or_says_why_it_does_not_take
     assert computed["tiled"] == {case.name for case in CASES} - {"varlen"}
     assert len(computed["torch"]) >= 9
     assert computed["fused"] == set()
-    assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA device, got cpu"}
+    assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA or ROCm device, got cpu"}
 
 
 def test_errors_are_measured_and_not_nothing(whole) -> None:
@@ -126,7 +130,7 @@ def card():
 
 def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
     found = {check.name: check for check in check_kernels(CPU, plenty)}
-    assert list(found) == [variant.name for variant in checked_variants(GTX_1080_TI.capability)]
+    assert list(found) == [variant.name for variant in checked_variants("sm_61")]
     assert len(found) > 60
     assert {name for name, check in found.items() if not check.is_right} == {
         "forward-40-float16-none",
@@ -142,13 +146,29 @@ def test_where_a_kernel_comes_from(card, tmp_path) -> None:
 
     shipped, gradient = checked_variants()[0], checked_variants()[-1]
     held = card.part(Kernels)
-    held.folder, held.find_compiler = lambda: tmp_path, lambda arch: None
+    held.folder, held._gpu = lambda: tmp_path, CudaRuntime(find_compiler=lambda arch: None)
     assert held.existing_code(shipped)[1] == "shipped"
     assert held.existing_code(gradient) == (None, "")
-    held.find_compiler = lambda arch: Compiler()
+    held._gpu = CudaRuntime(find_compiler=lambda arch: Compiler())
     assert held.existing_code(gradient) == (None, "NVRTC 12.6")
-    assert not cache.save(tmp_path, cache.file_name(digest(gradient), 61, (12, 6)), b"\x7fELF cubin")
+    assert not cache.save(tmp_path, cache.file_name(digest(gradient), "sm_61", "NVRTC", (12, 6)), b"\x7fELF cubin")
     assert held.existing_code(gradient) == (b"\x7fELF cubin", "disk cache")
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
+def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
+    class Right(CardKernels):
+        def largest_error(self, variant):
+            self.functions(variant)  # really loaded
+            return 1e-7
+
+    with fresh_card(HipStandIn(RADEON_VII), kind=Right):
+        assert why_no_kernels(CPU) == []
+        found = list(check_kernels(CPU, plenty))
+    assert [check.name for check in found] == [variant.name for variant in checked_variants("gfx906")]
+    assert all(check.name.endswith("-gfx906") and check.is_right for check in found)
+    assert {check.origin for check in found} <= {"shipped", "HIPRTC 6.3"}
+    assert "grad_key_value-128-bfloat16-none-gfx906" in {check.name for check in found}
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------

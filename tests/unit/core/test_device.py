@@ -45,7 +45,7 @@ def test_a_cuda_device_is_read_once_from_its_properties(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: _properties())
     monkeypatch.setattr(torch.version, "hip", None)
     info = device_module._cuda_info(0)
-    assert info == DeviceInfo("cuda", "Tesla P40", (6, 1), 30, 3 << 20, 24 << 30, "sm_61")
+    assert info == DeviceInfo("cuda", "Tesla P40", (6, 1), 30, 3 << 20, 24 << 30, "sm_61", wave_size=32)
 
 
 def test_an_amd_device_has_an_architecture_and_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
         "function_copy",
         "interception",
         "own_thread",
+        "amd_system",
     },
     {"device", "call", "stand_in"},
     {"runtime", "observe"},

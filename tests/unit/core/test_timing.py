@@ -253,7 +253,7 @@ def test_the_timing_decides_and_is_given_as_the_reason(ratio: float | None, rout
     assert none == ("fused", "torch's function has no sliding window", None)
     ampere = _choice(call, ratio, replace(CARD, capability=(8, 6)))
     assert ampere == ("torch", "torch has a fused kernel for it", None)
-    assert _choice(_call((1, 8, 600, 64), softcap=5.0), ratio)[0] == "tiled"
+    assert _choice(_call((1, 8, 600, 64), softcap=5.0), ratio)[0] == "fused"
 
 
 @pytest.mark.parametrize(("ratio", "route"), [(0.8, "fused"), (1.2, "torch"), (None, "fused")])

@@ -3,7 +3,7 @@
 import pytest
 
 from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.observe.wheels import TorchBuild, code_for, judge, rocm_wheel_for, wheel_for
+from pascal_attn_core.observe.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
@@ -127,3 +127,26 @@ def test_feature_flags_after_an_amd_name_do_not_matter():
 def test_cpus_and_other_devices_need_no_code_list():
     assert judge(DeviceInfo("cpu", "CPU"), TorchBuild("2.13.0+cpu", "cpu")).runs
     assert judge(DeviceInfo("mps", "mps"), TorchBuild("2.13.0", "cpu")).runs
+
+
+@pytest.mark.parametrize(
+    ("true", "words"),
+    [
+        ("gfx1010", "runs this gfx1010: torch's own kernels may use instructions that it lacks"),
+        ("gfx1032", "runs this gfx1032: the instructions are the same"),
+        ("unknown", "runs this card, whatever it is: torch's own kernels may"),
+    ],
+)
+def test_an_overridden_card_is_told_what_it_is(true: str, words: str) -> None:
+    card = DeviceInfo("hip", "AMD Radeon", arch="gfx1030", true_arch=true)
+    verdict = judge(card, TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",)))
+    assert verdict.runs
+    assert words in verdict.why
+
+
+def test_which_amd_cards_have_a_wheel() -> None:
+    assert [arch for arch in ("gfx906", "gfx1030", "gfx1031", "gfx1036", "gfx1010") if has_rocm_wheel(arch)] == [
+        "gfx906",
+        "gfx1030",
+        "gfx1031",
+    ]

@@ -161,5 +161,5 @@ def test_what_does_not_fit_is_named() -> None:
             sdpa_backward(*arguments)
     with pytest.raises(UnsupportedAttention, match="it goes back from results of its own only"):
         sdpa_backward(out, q, q, q, out, lse, config=AttentionConfig(route="torch"))
-    with pytest.raises(UnsupportedAttention, match="needs a CUDA device"):
+    with pytest.raises(UnsupportedAttention, match="needs a CUDA or ROCm device"):
         sdpa_backward(out, q, q, q, out, lse, config=AttentionConfig(route="fused"))

@@ -23,7 +23,8 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, expl
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused import kernels as fused_kernels
 from pascal_attn_core.fused import params
-from pascal_attn_core.fused.driver import Driver, DriverError
+from pascal_attn_core.fused.cuda_runtime import CudaDriver, CudaRuntime
+from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.source import Variant
@@ -232,7 +233,7 @@ def test_the_number_of_an_error_travels_with_it() -> None:
 def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = StandIn()
     driver.variants = {CUBIN: VARIANT}
-    kernels = Kernels(Runtime("cuda:0", CARD), open_driver=lambda: driver, shipped=lambda *_: CUBIN)
+    kernels = Kernels(Runtime("cuda:0", CARD), gpu=CudaRuntime(lambda: driver), shipped=lambda *_: CUBIN)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kernels.ensure([VARIANT])
     assert driver.asked["cuModuleLoadData"] == 1
@@ -275,7 +276,7 @@ def _launch() -> Launch:
     return launch
 
 
-def _queue(driver: Driver, launch: Launch, handle: Any, index: int = 0) -> None:
+def _queue(driver: CudaDriver, launch: Launch, handle: Any, index: int = 0) -> None:
     driver.launch(index, handle, launch.grid, launch.threads, launch.params)
 
 
@@ -365,7 +366,10 @@ def test_a_context_left_behind_is_noticed() -> None:
 def test_the_compiler_knows_every_variant_by_its_text_and_macros() -> None:
     compiler = Compiler()
     kernels = Kernels(
-        Runtime("cuda:0", CARD), find_compiler=lambda arch: compiler, shipped=lambda *_: None, folder=lambda: None
+        Runtime("cuda:0", CARD),
+        gpu=CudaRuntime(find_compiler=lambda arch: compiler),
+        shipped=lambda *_: None,
+        folder=lambda: None,
     )
     for variant in (VARIANT, Variant("split", 80, "bfloat16", "bool", True), Variant("grad_key_value", 256, "float16")):
         assert variant.name.encode() in kernels.machine_code(variant)

@@ -22,7 +22,8 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import cache, nvrtc, prebuilt
-from pascal_attn_core.fused.driver import Driver
+from pascal_attn_core.fused.cuda_runtime import CudaDriver, CudaRuntime, cuda_driver
+from pascal_attn_core.fused.gpu_runtime import CompileError
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.fused.launches import forward_launches
 from pascal_attn_core.fused.source import Variant, source
@@ -47,7 +48,7 @@ class FakeNvrtc:
     def compile(self, text: str, arch: int, macros: dict) -> nvrtc.Compiled:
         self.compiled += 1
         if self.error:
-            raise nvrtc.CompileError(self.error)
+            raise CompileError(self.error)
         return nvrtc.Compiled(ELF, "")
 
 
@@ -64,9 +65,15 @@ def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
     """Makes the kernels of a GTX 1080 Ti without prebuilt ones, with an empty cache and a compiler; ``options`` in
     place of these."""
 
-    def made(device: str = "cuda:0", capability: tuple[int, int] = (6, 1), **options: Any) -> Kernels:
+    def made(
+        device: str = "cuda:0",
+        capability: tuple[int, int] = (6, 1),
+        open_driver: Callable[[], Any] = cuda_driver,
+        find_compiler: Callable[[int], Any] = lambda arch: compiler,
+        **options: Any,
+    ) -> Kernels:
         given = {
-            "find_compiler": lambda arch: compiler,
+            "gpu": CudaRuntime(open_driver, find_compiler),
             "shipped": lambda *_: None,
             "folder": lambda: tmp_path / "cache",
         }
@@ -93,10 +100,10 @@ def test_what_has_been_compiled_once_comes_from_the_disk(machine: Machine, compi
 
 
 def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(machine: Machine, compiler: FakeNvrtc) -> None:
-    asked: list[tuple[int, int]] = []
-    kernels = machine(shipped=lambda variant, capability: asked.append(capability) or b"shipped")
+    asked: list[str] = []
+    kernels = machine(shipped=lambda variant, arch: asked.append(arch) or b"shipped")
     assert kernels.machine_code(VARIANT) == b"shipped"
-    assert asked == [(6, 1)]
+    assert asked == ["sm_61"]
     assert compiler.compiled == 0
 
 
@@ -104,8 +111,8 @@ def test_what_ships_is_found_for_devices_that_run_it() -> None:
     variant = prebuilt.variants(64)[0]
     if not prebuilt.shipped_archs():
         pytest.skip("nothing ships")
-    assert prebuilt.find(variant, (6, 1)) == prebuilt.load(variant, 61)
-    assert prebuilt.find(variant, (9, 0)) is None
+    assert prebuilt.find(variant, "sm_61") == prebuilt.load(variant, 61)
+    assert prebuilt.find(variant, "sm_90") is None
 
 
 def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: FakeNvrtc, tmp_path: Path) -> None:
@@ -153,14 +160,19 @@ def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -
 @pytest.mark.parametrize(
     ("info", "open_driver", "reason"),
     [
-        (DeviceInfo("hip", "Radeon VII", arch="gfx906"), object, "the fused kernel needs an NVIDIA GPU"),
+        (
+            DeviceInfo("xpu", "Intel Arc A770"),
+            object,
+            "the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm",
+        ),
         (replace(CARD, capability=(3, 5)), object, "the fused kernel needs compute capability 5.0, got 3.5"),
-        (CARD, lambda: Driver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
+        (CARD, lambda: CudaDriver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
         (replace(CARD, capability=(9, 9)), object, "no prebuilt kernel and no NVRTC for sm_99; pip install"),
     ],
 )
 def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, open_driver: Callable, reason: str) -> None:
-    kernels = Kernels(Runtime("cuda:0", info), open_driver=open_driver, find_compiler=lambda arch: None)
+    gpu = CudaRuntime(open_driver, lambda arch: None) if info.kind == "cuda" else None
+    kernels = Kernels(Runtime("cuda:0", info), gpu=gpu)
     (found,) = kernels.machine_reasons
     assert found.startswith(reason)
     assert kernels.reasons([VARIANT]) == [found]
@@ -250,18 +262,17 @@ def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
 
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     query = torch.randn(1, 1, 8, 16)
-    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA device, got cpu"):
+    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA or ROCm device, got cpu"):
         sdpa(query, query, query, config=AttentionConfig(route="fused"))
-    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA device, got cpu"):
+    with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA or ROCm device, got cpu"):
         sdpa(query, query, query, config=AttentionConfig(route="fused-int8"))
     assert AttentionConfig.from_env({"PASCAL_ATTN_FUSED": "0"}).fused is False
 
 
 def test_a_card_of_another_maker_is_named_in_the_reason() -> None:
-    query = types.SimpleNamespace(device=torch.device("cuda", 0))  # what torch's ROCm build calls it too
-    call: Any = types.SimpleNamespace(query=query)
-    with using(Runtime("cuda:0", DeviceInfo("hip", "Radeon VII", arch="gfx906"))):
-        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA device, got hip"]
+    call: Any = types.SimpleNamespace(query=types.SimpleNamespace(device=torch.device("xpu", 0)))
+    with using(Runtime("xpu:0", DeviceInfo("xpu", "Intel Arc A770"))):
+        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA or ROCm device, got xpu"]
 
 
 class _WrongFirst(EmulatedKernels):

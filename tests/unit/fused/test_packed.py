@@ -96,7 +96,6 @@ def test_sequences_of_different_lengths_are_one_launch(queued: list[Launch], how
         {"q_lengths": [1, 1, 1], "k_lengths": [40, 7, 64], "heads": (8, 2)},
         {"q_lengths": [8, 5, 2], "k_lengths": [40, 7, 64], "heads": (8, 2)},
         {"dropout_p": 0.1},
-        {"softcap": 5.0},
         {"alibi_slopes": torch.ones(2)},
         {"dtype": torch.float64},
         {"head_dim": 18},
@@ -140,8 +139,8 @@ def test_by_name_what_it_cannot_take_is_an_error_and_a_plain_batch_stays_one(
     queued: list[Launch], environment: Callable[[str, str], None]
 ) -> None:
     environment("ROUTE", "fused")
-    with pytest.raises(UnsupportedAttention, match="the fused kernel has no softcap"):
-        _attend(softcap=5.0)
+    with pytest.raises(UnsupportedAttention, match="the fused kernel has no dropout"):
+        _attend(dropout_p=0.1)
     assert not queued
     _attend([40, 40], [40, 40])
     assert [launch.params.cu_q for launch in queued] == [None] * len(queued)

@@ -23,6 +23,11 @@ def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=t
     return check_call(*tensors, mask, **options)
 
 
+def _with_grad(**options):
+    tensors = [torch.empty(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+    return check_call(*tensors, **options)
+
+
 def _splits(call: AttentionCall) -> int:
     return plan_call(call, CARD.num_sms).splits
 
@@ -32,8 +37,8 @@ def _splits(call: AttentionCall) -> int:
     [
         (lambda: _call(dtype=torch.float64), "takes float32, float16 and bfloat16, got torch.float64"),
         (lambda: _call(dropout_p=0.5), "the fused kernel has no dropout"),
-        (lambda: _call(softcap=5.0), "the fused kernel has no softcap"),
-        (lambda: _call(sinks=torch.zeros(2)), "the fused kernel has no attention sinks"),
+        (lambda: _with_grad(softcap=5.0), "no gradients with softcap or attention sinks"),
+        (lambda: _with_grad(sinks=torch.zeros(2)), "no gradients with softcap or attention sinks"),
         (lambda: _call((1, 2, 0, 16)), "the call is empty"),
         (lambda: _call((1, 1, 4, 516), (1, 1, 4, 516)), "head_dim 516 > 512"),
         (lambda: _call((1, 1, 4, 18), (1, 1, 4, 18)), "head_dim must be a multiple of 4, got 18 and 18"),

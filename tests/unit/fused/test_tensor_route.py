@@ -19,7 +19,7 @@ from pascal_attn_core import AttentionConfig, explain, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import prebuilt
-from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source
@@ -219,9 +219,9 @@ def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
         assert {variant.head_dim for variant in on_tensor_cores} >= {32, 64, 80, 96, 128}
         for variant in on_tensor_cores:
             assert variant.kind.startswith(kind)
-            assert prebuilt.find(variant, card.capability) is not None
+            assert prebuilt.find(variant, "sm_{}{}".format(*card.capability)) is not None
         plain = Variant("forward", 64, "float32")
-        assert prebuilt.find(plain, card.capability) == prebuilt.load(plain, 70)
+        assert prebuilt.find(plain, "sm_{}{}".format(*card.capability)) == prebuilt.load(plain, 70)
     assert not any(variant.on_tensor_cores for variant in prebuilt.all_variants(CARD.capability))
 
 

@@ -35,7 +35,7 @@ import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
 from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.driver import DriverError
+from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 
 def functions(self, variant):
@@ -58,7 +58,7 @@ _QUICK = """
 import json, sys, time
 job = json.loads(sys.argv[1])
 with open(sys.argv[2], "a") as file:
-    for kind, dim, dtype, mask, padded in job["needed"] + job["others"]:
+    for kind, dim, dtype, mask, padded, arch in job["needed"] + job["others"]:
         name = f"{{kind}}-{{dim}}-{{dtype}}-{{mask}}"
         print(json.dumps({{"variant": name, "begun": True}}), file=file, flush=True)
         {body}
@@ -101,7 +101,7 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     assert first.reason([FORWARD]) == ""
     assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
     assert len(start.jobs) == 1
-    assert start.jobs[0].needed == [["forward", 64, "float32", "none", False]]
+    assert start.jobs[0].needed == [["forward", 64, "float32", "none", False, ""]]
     assert len(start.jobs[0].others) == len(prebuilt.all_variants(CARD.capability)) - 1
     assert start.children[0].returncode == 0
     again = trials(start)
@@ -109,7 +109,7 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     assert len(start.jobs) == 1
     gradient = Variant("grad_query", 64, "float32")
     assert again.reason([FORWARD, gradient]) == ""
-    assert [job.needed for job in start.jobs[1:]] == [[["grad_query", 64, "float32", "none", False]]]
+    assert [job.needed for job in start.jobs[1:]] == [[["grad_query", 64, "float32", "none", False, ""]]]
     (stored,) = tmp_path.iterdir()
     content = json.loads(stored.read_text())
     assert content["card"] == "GTX 1080 Ti"
@@ -256,9 +256,11 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     for name in ("torch", "pascal_attn_core", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(5)")
     monkeypatch.chdir(tmp_path)
-    child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False]], []), answers)
+    child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False, ""]], []), answers)
     assert child.wait(120) == 0
-    assert json.loads(answers.read_text()) == {"stopped": "RuntimeError: the fused kernel needs an NVIDIA GPU"}
+    assert json.loads(answers.read_text()) == {
+        "stopped": "RuntimeError: the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm"
+    }
 
 
 @pytest.mark.parametrize(

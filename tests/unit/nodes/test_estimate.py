@@ -143,6 +143,18 @@ def test_what_pytorch_does_without_the_patch_decides_what_it_saves(
     assert found.total_with == MIB + found.attention_with
 
 
+@pytest.mark.parametrize(("arch", "has_kernel"), [("gfx906", True), ("gfx803", False)])
+def test_amd_cards_that_have_a_kernel_of_ours_are_told(
+    monkeypatch: pytest.MonkeyPatch, arch: str, has_kernel: bool
+) -> None:
+    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: False)
+    card = dataclasses.replace(HOST, info=DeviceInfo("hip", "AMD", num_sms=60, arch=arch, total_bytes=16 << 30))
+    found = estimate.figures(call_of(attention_shape()), card)
+    assert found.attention_without == 768 * MIB
+    assert found.why.startswith("PyTorch has no fused kernel for it here and stores the score matrix")
+    assert found.why.endswith("; the patch has one, which stores nothing, and tiles") == has_kernel
+
+
 def test_another_method_of_the_host_is_named_and_not_counted() -> None:
     found = estimate.figures(call_of(attention_shape()), dataclasses.replace(HOST, attention="attention_split"))
     assert found.attention_without == 0

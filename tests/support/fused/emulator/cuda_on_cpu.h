@@ -5,7 +5,11 @@
 //   a missing barrier                               -> other numbers: the order of the threads is random, and warps drawn
 //                                                      at random run ahead of the others
 //   an access outside of a tensor                   -> built with -fsanitize=address
+// On AMD's cards the lanes that execute together are a wave of 32 or 64; shuffles stay within 32.
 #pragma once
+#ifndef PA_WAVE
+#define PA_WAVE 32
+#endif
 #undef _FORTIFY_SOURCE  // it holds a jump to another stack for an error
 #include <csetjmp>
 #include <cmath>
@@ -56,7 +60,8 @@ struct State {
     jmp_buf main_place;
     std::vector<Fiber> fibers;
     std::vector<char> stacks;
-    std::vector<Group> warps;
+    std::vector<Group> warps, waves;
+    std::vector<uint32_t> votes;     // [generation & 1][wave]
     std::vector<uint32_t> exchange;  // [generation & 1][thread]
     Group block;
     unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0};
@@ -124,6 +129,17 @@ static inline uint32_t exchange(uint32_t value, unsigned lane) {
     return slot[warp * 32 + lane];
 }
 
+// Whether any lane of this thread's wave has a true value.
+static inline bool any_lane(bool value) {
+    const unsigned wave = state.current / PA_WAVE;
+    Group& group = state.waves[wave];
+    uint32_t& any = state.votes[(group.generation & 1) * state.waves.size() + wave];
+    if (!group.waiting) any = 0;
+    any |= value;
+    meet(group, PA_WAVE);
+    return any;
+}
+
 static void entry() {
     for (;;) {  // a thread of each block
         state.body(state.argument);
@@ -147,6 +163,8 @@ static void start(unsigned threads) {
         state.stacks.resize(STACK * threads);
     }
     state.warps.assign(threads / 32, Group());
+    state.waves.assign(threads / PA_WAVE, Group());
+    state.votes.assign(2 * state.waves.size(), 0);
     state.exchange.resize(2 * threads);
     state.block = Group();
     for (unsigned i = 0; i < threads; ++i) {
@@ -187,7 +205,7 @@ static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
     while (state.alive) {
         ready.clear();
         for (unsigned thread = 0; thread < threads; ++thread)
-            if (running >> (thread / 32) & 1 && state.fibers[thread].can_run()) ready.push_back(thread);
+            if (running >> (thread / PA_WAVE) & 1 && state.fibers[thread].can_run()) ready.push_back(thread);
         if (ready.empty()) {
             if (running == ~0ull) return false;
             running = ~0ull;
@@ -200,7 +218,7 @@ static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
             resume(state.fibers[thread]);
         }
         if (turns-- == 0) {
-            running = draw_warps(threads / 32);
+            running = draw_warps(threads / PA_WAVE);
             turns = draw() % (32u << draw() % 8);  // up to some tiles
         }
     }
@@ -213,7 +231,8 @@ struct ThreadIndex { operator unsigned() const { return emu::state.current; } };
 static struct { ThreadIndex x; } threadIdx;
 static inline void __syncthreads() { emu::block_or(0); }
 static inline int __syncthreads_or(int value) { return emu::block_or(value); }
-static inline void __syncwarp() { emu::exchange(0, 0); }
+static inline void __syncwarp() { emu::any_lane(false); }
+static inline bool emu_any_lane(bool value) { return emu::any_lane(value); }
 // Among `width` neighbouring lanes.
 template <class X>
 static inline X __shfl_sync(unsigned, X value, int lane, int width = 32) {

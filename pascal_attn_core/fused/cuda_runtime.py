@@ -1,4 +1,5 @@
-"""Loading and launching cubins through the CUDA driver with ctypes: torch's context, torch's current stream."""
+"""CUDA: loading and launching cubins through the driver with ctypes, in torch's context, on torch's current stream; and
+NVRTC, which makes them."""
 
 from __future__ import annotations
 
@@ -6,44 +7,21 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
+from ..device import DeviceInfo
+from ..observe.machine import ask_driver
+from . import nvrtc
+from .gpu_runtime import CompileError, Driver, GpuRuntime, driver_error
 from .params import Params
+from .source import Variant, source
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
-# some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999).
-_LOST = {4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999}
 
 
-class DriverError(RuntimeError):
-    """A call of the CUDA driver failed.
-
-    Attributes:
-        code: the driver's number for the error, -1 if unknown. The message holds its words, and the function's name.
-    """
-
-    def __init__(self, message: str, code: int = -1):
-        super().__init__(message)
-        self.code = code
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.code == _OUT_OF_MEMORY
-
-    @property
-    def loses_device(self) -> bool:
-        """Whether this process can no longer use the device, by any route. The kernel that is to blame may be another
-        than the one that was to be loaded or launched: faults are reported by the next call of the driver."""
-        return self.code in _LOST
-
-
-class Driver:
+class CudaDriver(Driver):
     """The CUDA driver's library.
 
     Raises:
@@ -66,10 +44,7 @@ class Driver:
         if code:
             words = ctypes.c_char_p()
             self._lib.cuGetErrorString(code, ctypes.byref(words))
-            message = f"{function}: {words.value.decode() if words.value else f'error {code}'}"
-            if code in _LOST:
-                message += f" (CUDA error {code}); this process can no longer use the GPU"
-            raise DriverError(message, code)
+            raise driver_error("CUDA", function, words.value.decode() if words.value else "", code)
 
     def _context(self, index: int) -> ctypes.c_void_p:
         """The primary context of a device, which is torch's; retained once."""
@@ -83,22 +58,16 @@ class Driver:
 
     @contextmanager
     def on(self, index: int) -> Iterator[None]:
-        """A block in which the device's context is this thread's current one."""
         self.call("cuCtxPushCurrent_v2", self._context(index))
         try:
             yield
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def load(self, index: int, cubin: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
-        """The functions of a cubin on a device. May be called while a graph is being captured.
-
-        Raises:
-            DriverError: the driver does not take this cubin.
-        """
+    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
         module, handles = ctypes.c_void_p(), {}
         with self.on(index), self._relaxed_capture():
-            self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+            self.call("cuModuleLoadData", ctypes.byref(module), image)
             for name in functions:
                 handles[name] = ctypes.c_void_p()
                 self.call("cuModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
@@ -114,16 +83,8 @@ class Driver:
         finally:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
-    def stream(self, index: int) -> int:
-        """The handle of torch's current stream of a device."""
-        return torch.cuda.current_stream(index).cuda_stream
-
     def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
-        """Let a kernel ask for so many bytes of shared memory at launch: above 48 KiB that has to be said before.
-
-        Raises:
-            DriverError: a block on this device cannot have so much.
-        """
+        """Above 48 KiB that has to be said before a launch."""
         with self.on(index):
             self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, count)
 
@@ -136,13 +97,6 @@ class Driver:
         params: Params,
         shared_bytes: int = 0,
     ) -> None:
-        """Queue a kernel on torch's current stream of a device. The driver copies the parameters.
-
-        Args:
-            shared_bytes: of a block, beside what the kernel declares.
-        Raises:
-            DriverError: nothing has been queued.
-        """
         stream = ctypes.c_void_p(self.stream(index))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         with self.on(index):
@@ -150,6 +104,60 @@ class Driver:
 
 
 @functools.cache
-def driver() -> Driver:
-    """The process's driver; see :class:`Driver` for what it raises."""
-    return Driver()
+def cuda_driver() -> CudaDriver:
+    """The process's driver; see :class:`CudaDriver` for what it raises."""
+    return CudaDriver()
+
+
+class CudaRuntime(GpuRuntime):
+    """
+    Args:
+        open_driver: gives the CUDA driver, or raises OSError or :class:`.DriverError`.
+        find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
+    """
+
+    compiler_name = "NVRTC"
+
+    def __init__(
+        self,
+        open_driver: Callable[[], CudaDriver] = cuda_driver,
+        find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
+    ):
+        self.open_driver, self.find_compiler = open_driver, find_compiler
+
+    def arch(self, info: DeviceInfo) -> str:
+        major, minor = info.capability or (0, 0)
+        return f"sm_{major}{minor}"
+
+    def refusal(self, info: DeviceInfo) -> str:
+        if info.capability is None or info.capability < (5, 0):
+            found = "an unknown one" if info.capability is None else f"{info.capability[0]}.{info.capability[1]}"
+            return f"the fused kernel needs compute capability 5.0, got {found}"
+        return ""
+
+    def driver(self) -> CudaDriver:
+        return self.open_driver()
+
+    def no_driver(self, error: Exception) -> str:
+        return f"the CUDA driver could not be opened: {error}"
+
+    def driver_version(self) -> str:
+        return ask_driver()
+
+    def compiler_version(self, arch: str) -> tuple[int, int] | None:
+        compiler = self.find_compiler(_number(arch))
+        return None if compiler is None else compiler.version
+
+    def compile(self, variant: Variant, arch: str) -> bytes:
+        compiler = self.find_compiler(_number(arch))
+        if compiler is None:
+            raise CompileError(self.no_compiler(arch))
+        return compiler.compile(source(variant.kind), _number(arch), variant.macros()).cubin
+
+    def no_compiler(self, arch: str) -> str:
+        return f"no NVRTC for {arch}; pip install nvidia-cuda-nvrtc-cu12"
+
+
+def _number(arch: str) -> int:
+    """``"sm_61"`` -> 61."""
+    return int(arch.removeprefix("sm_"))

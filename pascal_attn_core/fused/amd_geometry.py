@@ -1,0 +1,409 @@
+"""AMD's architectures, and the sizes of the tiles of the kernels there.
+
+An architecture is a string, and a :class:`.source.Variant` holds it as ``arch`` ("" = NVIDIA):
+
+- ``"gfx906"``, ``"gfx1031"``, ...: what the card is.
+- ``"gfx1030-no-dot"``: code for a card that calls itself gfx1030, without dot products of float16 pairs, because it is
+  known to be something else (``HSA_OVERRIDE_GFX_VERSION``) or not known what it is. Such an instruction on a card that
+  has none ends the process.
+
+:func:`kernel_arch` makes the string from what the runtime says of a card and what the system says it is. What is
+compiled, and shipped, is code for one of :data:`ARCHS`, the string's :func:`base`: within a family the instructions are
+the same, so :func:`.amd_code.renamed` gives the code object the name that the card reports, :func:`target`. Only
+:data:`COMPILED` has to be compiled for itself.
+
+What the host does for a variant with an ``arch``:
+
+- machine code: :func:`.prebuilt.find_amd`, which is renamed already; else HIPRTC with the text
+  ``source(variant.kind, variant.arch)``, the macros ``variant.macros()`` as ``-Dname=value``, :data:`OPTIONS` and
+  ``--offload-arch=`` :func:`compile_target`, and the result through :func:`.amd_code.renamed`. ``digest(variant)`` is
+  the key of a cached one, together with ``base(arch)`` and the compiler's version.
+- a launch: ``variant.functions``, the grid and the threads of :class:`.launches.Launch`, no dynamic shared memory. The
+  whole argument buffer is the one structure of :mod:`.params`, 8-byte aligned; there are no hidden arguments.
+- plans: ``plan_call(call, compute_units, arch=...)`` and ``variants_of(call, arch)``. There is no ``int8`` kind and
+  none on tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030")
+# Architectures with the instructions of one of ARCHS.
+_SAME = {
+    **dict.fromkeys(("gfx902", "gfx909", "gfx90c"), "gfx900"),
+    "gfx1011": "gfx1012",
+    **dict.fromkeys(("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036"), "gfx1030"),
+}
+# Those that are like one of ARCHS but for some instructions: compiled on the machine.
+COMPILED = {"gfx904": "gfx900", "gfx1013": "gfx1010"}
+_HAVE_DOTS = ("gfx906", "gfx1012", "gfx1030")
+NO_DOT = "-no-dot"
+# Of the compiler, besides macros and the architecture. The kernels write every multiply-add as one. Loop strength
+# reduction keeps addresses of its own in registers that the sums need.
+OPTIONS = ("-O3", "-ffp-contract=on", "-mcode-object-version=4", "-mllvm", "-disable-lsr")
+LDS_BYTES = 64 << 10  # shared memory that a block may have
+
+
+def kernel_arch(reported: str, true: str | None) -> str | None:
+    """The architecture of the kernels for a card, or None: there are none for it.
+
+    Args:
+        reported: what the runtime says, ``gcnArchName``, with or without features: "gfx906:sramecc+:xnack-".
+        true: what the card is by the system, not by the environment; None = not known.
+    """
+    name = reported.split(":")[0]
+    if name not in ARCHS and name not in _SAME and name not in COMPILED:
+        return None
+    known = true is not None and base(true.split(":")[0]) == base(name)
+    return name if known or base(name) not in _HAVE_DOTS else name + NO_DOT
+
+
+def target(arch: str) -> str:
+    """The name that a code object must have for the card to load it."""
+    return arch.removesuffix(NO_DOT)
+
+
+def base(arch: str) -> str:
+    """Which of ARCHS the tiles, and the code but for the name, are those of; ``arch`` itself if it is unknown."""
+    name = target(arch)
+    name = _SAME.get(name, COMPILED.get(name, name))
+    if arch.endswith(NO_DOT):
+        return "gfx900" if wave_size(arch) == 64 else "gfx1010"
+    return name
+
+
+def compile_target(arch: str) -> str:
+    """What a compiler is told to make code for."""
+    return arch if arch in COMPILED else base(arch)
+
+
+def has_dots(arch: str) -> bool:
+    """Whether kernels for it use dot products of float16 pairs."""
+    return base(arch) in _HAVE_DOTS
+
+
+def wave_size(arch: str) -> int:
+    """Lanes that execute together."""
+    return 64 if target(arch).startswith("gfx9") else 32
+
+
+@dataclass(frozen=True)
+class AmdGeometry:
+    """See the head of ``common.cuh``.
+
+    Attributes:
+        rows, cols: of the tile that stays and of the one that moves; tx, ty: the block's threads.
+        depth, staged, parts: PA_KC, PA_VC, PA_PSPLIT.
+        waves: of a SIMD, for which the compiler leaves registers.
+        pairs: PA_PAIRS; keep: PA_KEEP; ahead: PA_AHEAD.
+        blocks: that shall fit a compute unit.
+    """
+
+    rows: int
+    cols: int
+    tx: int
+    ty: int
+    depth: int = 16
+    staged: int = 16
+    parts: int = 2
+    waves: int = 2
+    pairs: int = 0
+    keep: bool = False
+    ahead: bool = False
+    blocks: int = 2
+
+    @property
+    def threads(self) -> int:
+        return self.tx * self.ty
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_TILE of ``product.cuh``, in bytes."""
+        words, row_words = self._words(self.depth), self._words(head_dim)
+        staying = (-(-head_dim // self.depth) if self.keep else 2) * words * self.rows
+        rows = 2 * words * self.cols + (0 if self.keep else staying)
+        probs = self.cols // self.parts * self.rows // (2 if self.pairs == 2 else 1)
+        return 4 * (max(rows, probs + 2 * self.staged * row_words) + (staying if self.keep else 0))
+
+    def _words(self, elements: int) -> int:
+        return elements // 2 if self.pairs else elements
+
+    def macros(self) -> dict[str, object]:
+        return {
+            "PA_AMD": 1,
+            "PA_BR": self.rows,
+            "PA_BC": self.cols,
+            "PA_TX": self.tx,
+            "PA_TY": self.ty,
+            "PA_KC": self.depth,
+            "PA_VC": self.staged,
+            "PA_PSPLIT": self.parts,
+            "PA_WAVES": self.waves,
+            "PA_PAIRS": self.pairs,
+            "PA_KEEP": int(self.keep),
+            "PA_AHEAD": int(self.ahead),
+        }
+
+
+Table = dict[int, AmdGeometry]
+
+
+def _g(
+    rows: int,
+    cols: int,
+    tx: int,
+    ty: int,
+    depth: int,
+    staged: int,
+    parts: int,
+    waves: int,
+    pairs: int = 0,
+    keep: bool = False,
+    ahead: bool = True,
+    blocks: int = 2,
+) -> AmdGeometry:
+    blocks = 1 if waves == 1 and blocks == 2 else blocks
+    return AmdGeometry(rows, cols, tx, ty, depth, staged, parts, waves, pairs, keep, ahead, blocks)
+
+
+# The first of the geometries, from the most work per byte of shared memory down, that the compiler makes without
+# scratch for every variant that takes it (tools/amd.py). Waves of 64 lanes share 256 registers of a lane on a SIMD:
+# 4 x 8 sums per thread and two waves; those of 32 share 1,024: CUDA's 8 x 8 and four. "tight": with a mask, or padded.
+# gfx906, float16 pairs.
+_VEGA20_PAIRS = {
+    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
+    40: _g(128, 64, 8, 32, 40, 32, 1, 2, 2, True),
+    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
+    64: _g(128, 64, 8, 32, 32, 32, 2, 2, 2, True),
+    72: _g(128, 64, 8, 32, 24, 8, 2, 2, 2, True),
+    80: _g(64, 128, 16, 16, 40, 16, 1, 2, 2, True),
+    96: _g(64, 128, 16, 16, 32, 8, 1, 2, 2, True),
+    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
+    128: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True),
+    160: _g(64, 64, 16, 16, 40, 8, 1, 2, 2),
+    192: _g(64, 128, 16, 16, 32, 32, 1, 1, 2, True),
+    256: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
+    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
+}
+_VEGA20_PAIRS_TIGHT = {
+    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
+    40: _g(128, 64, 8, 32, 40, 32, 1, 2, 2, True),
+    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, 2, True),
+    72: _g(128, 64, 8, 32, 24, 16, 2, 2, 2, True, ahead=False),
+    80: _g(64, 128, 16, 16, 40, 16, 1, 2, 2, True),
+    96: _g(64, 128, 16, 16, 32, 8, 1, 2, 2, True),
+    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
+    128: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
+    160: _g(64, 64, 16, 16, 40, 32, 1, 2, 2),
+    192: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
+    256: _g(64, 128, 16, 16, 32, 8, 1, 1, 2, True),
+    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
+}
+_VEGA20_FLOAT32 = {
+    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+    72: _g(128, 64, 8, 32, 12, 8, 2, 2, ahead=False),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    **dict.fromkeys((112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
+}
+_VEGA20_HALF = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 8, 2, 2),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2)),
+    160: _g(64, 128, 16, 16, 20, 8, 2, 2, ahead=False),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1),
+}
+# gfx900.
+_VEGA10_FLOAT32 = {
+    32: _g(128, 64, 8, 32, 16, 16, 2, 2),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    48: _g(128, 64, 8, 32, 8, 16, 2, 2),
+    64: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
+    80: _g(64, 128, 16, 16, 16, 8, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False),
+    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 16, 1, 2)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
+}
+_VEGA10_HALF = {
+    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
+    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
+    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+    72: _g(128, 64, 8, 32, 8, 8, 2, 2, ahead=False),
+    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
+    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
+    112: _g(64, 128, 16, 16, 16, 8, 2, 2),
+    128: _g(64, 128, 16, 16, 16, 8, 2, 2, ahead=False),
+    160: _g(64, 64, 16, 16, 20, 8, 1, 2),
+    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 1),
+}
+_VEGA10_TIGHT = {
+    **dict.fromkeys((32, 40), _g(128, 64, 8, 32, 8, 8, 2, 2)),
+    48: _g(128, 64, 8, 32, 8, 16, 2, 2, ahead=False),
+    64: _g(64, 128, 16, 16, 8, 8, 2, 2),
+    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
+    80: _g(64, 128, 16, 16, 8, 16, 2, 2, ahead=False),
+    96: _g(64, 64, 16, 16, 16, 16, 1, 2),
+    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 8, 1, 2)),
+    160: _g(64, 64, 16, 16, 20, 4, 1, 2, ahead=False),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 1),
+    256: _g(64, 128, 16, 16, 16, 8, 1, 1),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 1, ahead=False),
+}
+# gfx1010, gfx1012 and gfx1030.
+_RDNA_PAIRS = {
+    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
+    40: _g(128, 64, 8, 16, 40, 32, 1, 4, 2, True),
+    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
+    64: _g(128, 64, 8, 16, 32, 32, 2, 4, 2, True),
+    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
+    80: _g(64, 128, 16, 8, 40, 16, 1, 4, 2, True),
+    96: _g(64, 128, 16, 8, 32, 8, 1, 4, 2, True),
+    112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
+    128: _g(64, 128, 16, 8, 32, 16, 2, 4, 2, True),
+    160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
+    192: _g(64, 128, 16, 16, 32, 32, 1, 4, 2, True),
+    256: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
+    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
+}
+_RDNA_PAIRS_TIGHT = {
+    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
+    40: _g(128, 64, 8, 16, 40, 32, 1, 4, 2, True),
+    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
+    64: _g(128, 64, 8, 16, 32, 16, 2, 4, 2, True),
+    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
+    80: _g(64, 128, 16, 8, 40, 16, 1, 4, 2, True),
+    96: _g(64, 128, 16, 8, 32, 8, 1, 4, 2, True),
+    112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
+    128: _g(64, 128, 16, 8, 32, 16, 1, 4, 2),
+    160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
+    192: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
+    256: _g(64, 128, 16, 16, 32, 8, 1, 4, 2, True),
+    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
+}
+_RDNA = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
+    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
+    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
+    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
+    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 8, 16, 16, 2, 4)),
+    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
+    256: _g(64, 128, 16, 16, 16, 8, 2, 4),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
+}
+_RDNA_TIGHT = {
+    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
+    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
+    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
+    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
+    **dict.fromkeys((96, 112), _g(64, 128, 16, 8, 16, 16, 2, 4)),
+    128: _g(64, 128, 16, 8, 16, 8, 2, 4),
+    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
+    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
+    256: _g(64, 128, 16, 16, 16, 8, 1, 4),
+    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
+}
+# Few query rows: small tiles, many of them.
+_SPLIT_VEGA = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, blocks=4)),
+    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 8, 8, 1, 2, ahead=False, blocks=4)),
+    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 1, ahead=False, blocks=2),
+}
+_SPLIT_VEGA_PAIRS = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
+    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
+    160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
+    **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
+}
+_SPLIT_RDNA = {
+    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 4, blocks=4)),
+    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 4, blocks=4)),
+    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 4, blocks=4)),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 4),
+}
+_SPLIT_RDNA_PAIRS = {dim: replace(geometry, pairs=2) for dim, geometry in _SPLIT_RDNA.items()}
+_GRAD_QUERY = {
+    **dict.fromkeys((32, 48, 64), AmdGeometry(64, 64, 16, 16, parts=1)),
+    **dict.fromkeys((80, 96), AmdGeometry(64, 64, 16, 16, parts=1, waves=1, blocks=1)),
+    **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, depth=8, waves=1)),
+    **dict.fromkeys((112, 128, 160, 192, 256), AmdGeometry(64, 64, 16, 16, staged=8, parts=1, waves=1, blocks=1)),
+}
+_GRAD_KEY_VALUE = {
+    **_GRAD_QUERY,
+    256: AmdGeometry(64, 64, 16, 16, staged=4, parts=1, waves=1, blocks=1),
+}
+
+
+def _with_waves(table: Table, waves: int) -> Table:
+    return {dim: replace(geometry, waves=waves) for dim, geometry in table.items()}
+
+
+_RDNA_TABLES = {
+    "forward": _RDNA,
+    "forward tight": _RDNA_TIGHT,
+    "forward pairs": _RDNA_PAIRS,
+    "forward tight pairs": _RDNA_PAIRS_TIGHT,
+    "split": _SPLIT_RDNA,
+    "split pairs": _SPLIT_RDNA_PAIRS,
+    "grad_query": _with_waves(_GRAD_QUERY, 4),
+    "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
+}
+_VEGA_TABLES = {
+    "forward tight": _VEGA10_TIGHT,
+    "split": _SPLIT_VEGA,
+    "grad_query": _GRAD_QUERY,
+    "grad_query tight": _with_waves(_GRAD_QUERY, 1),
+    "grad_key_value": _GRAD_KEY_VALUE,
+    "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
+}
+TABLES: dict[str, dict[str, Table]] = {
+    "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
+    "gfx906": {
+        **_VEGA_TABLES,
+        "forward": _VEGA20_HALF,
+        "forward float32": _VEGA20_FLOAT32,
+        "forward tight float32": {
+            **_VEGA10_TIGHT,
+            64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
+            128: _g(64, 128, 16, 16, 8, 8, 2, 2, ahead=False),
+        },
+        "forward pairs": _VEGA20_PAIRS,
+        "split pairs": _SPLIT_VEGA_PAIRS,
+        "forward tight pairs": _VEGA20_PAIRS_TIGHT,
+    },
+    **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _RDNA_TABLES),
+}
+KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
+
+
+def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> AmdGeometry:
+    """Of the kernel of a kind on an architecture.
+
+    Raises:
+        KeyError: there is none of this kind or head_dim.
+    """
+    tables = TABLES[base(arch)]
+    is_tight = padded or mask != "none" or kind == "capped"
+    kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
+    if is_tight and f"{kind} tight" in tables:
+        kind = f"{kind} tight"
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
+    return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]

@@ -1,0 +1,200 @@
+"""The fused kernels with the tiles of AMD's cards: the same source, emulated with waves of 64 and of 32 lanes, against
+the definition. ``test_emulation`` says what the emulation notices.
+
+A part of the table of cases on each card, other parts of it in profile nightly; all head_dims of each card there too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.cases import backward, forward, is_split, takes
+from attn_support.fused.emulation import GXX, Deadlock
+from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.profile import seeds, times
+from attn_support.table import TABLE, Case
+from torch import Tensor
+
+from pascal_attn_core.fused.amd_geometry import wave_size
+from pascal_attn_core.fused.source import HEAD_DIMS, source
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1030")  # waves of 64 and of 32, each without and with pairs of float16
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+LOWER_RIGHT: dict[str, Any] = {"is_causal": True, "alignment": "lower_right"}
+TAKEN = [case for case in TABLE if takes(case)]
+
+
+def _check(arch: str, inputs: list[Tensor | None], options: dict[str, Any], dtype: torch.dtype, **how: Any) -> None:
+    result = forward(inputs, options, arch=arch, **how)
+    assert result.plan.forward.arch == arch
+    oracle, lse = exact(inputs, options)
+    similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
+    assert_close(result.out, oracle, similar, "out", dtype=dtype)
+    assert_close(result.lse, lse, similar_lse, "lse", dtype=dtype)
+
+
+def _drawn(place: int, arch: str, cases: list[Case]) -> Case:
+    """Another one at each place, and on each card."""
+    return cases[(17 * place + 5 * ARCHS.index(arch) + seeds(1)[0]) % len(cases)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("place", range(times(6)))
+def test_calls_of_the_table_give_the_answer_of_the_definition(place: int, arch: str) -> None:
+    case = _drawn(place, arch, TAKEN)
+    inputs, options = case.build()
+    _check(arch, inputs, options, case.dtype)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("place", range(times(2)))
+def test_keys_in_parts_give_the_same_answer(place: int, arch: str) -> None:
+    case = _drawn(place, arch, [case for case in TAKEN if not is_split(case)])
+    case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
+    inputs, options = case.build()
+    _check(arch, inputs, options, case.dtype, parts=True)
+
+
+# Each card once with each dtype, more of them every night.
+_WIDTHS = [
+    (arch, dtype, dim)
+    for d, dim in enumerate((*HEAD_DIMS, 36, 52, 100, 300))
+    for a, arch in enumerate(ARCHS)
+    for t, dtype in enumerate((FLOAT16, FLOAT32, BFLOAT16))
+    if times(1) > 1 or (a + t + d) % 12 == 0 or (arch == "gfx906" and dtype == FLOAT16 and dim in (40, 64, 128, 512))
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "dim"), _WIDTHS)
+def test_every_head_dim_has_a_kernel(arch: str, dtype: torch.dtype, dim: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    inputs: list[Tensor | None] = [
+        torch.randn((1, heads, n, dim), generator=generator).to(dtype) for heads, n in ((2, 131), (1, 140), (1, 140))
+    ]
+    _check(arch, [*inputs, None], {"enable_gqa": True, **LOWER_RIGHT}, dtype)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim", "mask"),
+    [
+        ("gfx906", FLOAT16, 64, "bool"),
+        ("gfx906", FLOAT16, 60, "float"),
+        ("gfx906", FLOAT32, 128, "bool"),
+        ("gfx1030", FLOAT16, 128, "float"),
+        ("gfx1010", FLOAT16, 80, "bool"),
+    ],
+)
+def test_masks_and_columns_that_do_not_exist(arch: str, dtype: torch.dtype, dim: int, mask: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn((1, 2, n, dim), generator=generator).to(dtype) for n in (70, 300, 300))
+    allowed = torch.rand((70, 300), generator=generator) < 0.6
+    allowed[5] = False
+    allowed[:, 64:192] = False  # tiles that nobody looks at
+    added = torch.randn((70, 300), generator=generator).masked_fill(~allowed, -torch.inf)
+    _check(arch, [query, key, value, allowed if mask == "bool" else added], {}, dtype)
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
+def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) -> None:
+    """The probabilities are rounded to float16 for their product; their sum, and with it lse, is that of the numbers
+    before."""
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn((1, 1, n, 64), generator=generator).half() for n in (128, 2048, 2048))
+    result = forward([query, key, value, None], {}, arch=arch)
+    oracle, lse = exact([query, key, value, None], {})
+    by_torch = plain([query, key, value, None], {}, FLOAT16)[0]
+    error, of_plain = ((out.double() - oracle).norm() / oracle.norm() for out in (result.out, by_torch))
+    print(f"\n{arch}, 2,048 keys, float16: relative error {error:.1e}, plain attention {of_plain:.1e}")
+    assert error < min(4e-4, of_plain)
+    assert (result.lse.double() - lse).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "dim", "mask"),
+    [
+        ("gfx906", FLOAT32, 64, None),
+        ("gfx906", FLOAT16, 128, "bool"),
+        ("gfx1030", FLOAT32, 40, None),
+        ("gfx1010", BFLOAT16, 60, "float"),
+    ],
+)
+def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, dim: int, mask: str | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = (1, 2, 70, dim), (1, 1, 140, dim), (1, 1, 140, dim)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    allowed = torch.rand((70, 140), generator=generator) < 0.7
+    masks = {None: None, "bool": allowed, "float": torch.randn((70, 140), generator=generator).to(dtype)}
+    inputs, options = [*tensors, masks[mask]], {"enable_gqa": True, **LOWER_RIGHT}
+    result = forward(inputs, options, arch=arch)
+    assert {v.arch for v in result.plan.gradients} == {arch}
+    dtypes = torch.float64, plain_dtype(dtype, as_torch=True)
+    wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
+    for some in (wide, narrow):
+        some[:3] = [t.requires_grad_() for t in some[:3]]
+    oracle, lse = reference_sdpa(*wide, **options)
+    similar = reference_sdpa(*narrow, **options)[0]
+    grad_out = torch.randn(oracle.shape, generator=generator).to(dtype)
+    answers = [gradients(o, some[:3], grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
+    assert_gradients_close(backward(result, grad_out), *answers, lse.detach(), dtype)
+
+
+def test_float32_sums_move_to_the_output() -> None:
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn((1, 1, n, 64), generator=generator) for n in (70, 1300, 1300))
+    key *= (torch.arange(1300) // 512 + 1.0)[:, None]
+    for arch in ("gfx906", "gfx1030"):
+        _check(arch, [query, key, value, None], {}, FLOAT32)
+
+
+# ---- without one of its barriers -------------------------------------------------------------------------------------
+
+_BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
+_UNSEEN = "flushed_max is complete"  # the shuffles after it meet the wave too, but order no memory
+WRONG = 1e-2
+# head_dim, queries, keys: between them they notice every barrier of a kernel.
+_SENSITIVE: dict[torch.dtype, tuple[tuple[int, int, int], ...]] = {
+    FLOAT16: ((64, 130, 330), (40, 130, 330), (512, 70, 330)),
+    FLOAT32: ((64, 130, 330), (40, 70, 1300), (512, 70, 1300)),
+}
+
+
+def _worst(arch: str, dtype: torch.dtype, text: str | None) -> float:
+    """The largest error of the calls, or the first that leaves no doubt; infinite for a deadlock or a NaN."""
+    worst = 0.0
+    for dim, rows, keys in _SENSITIVE[dtype]:
+        generator = torch.Generator().manual_seed(dim)
+        query, key, value = (torch.randn((1, 1, n, dim), generator=generator) for n in (rows, keys, keys))
+        key *= torch.linspace(0.1, 4, keys)[:, None]
+        inputs: list[Tensor | None] = [*(t.to(dtype) for t in (query, key, value)), None]
+        expected = exact(inputs, {})[0]
+        try:
+            out = forward(inputs, {}, arch=arch, mutated=None if text is None else {"forward": text}).out
+        except Deadlock:
+            return float("inf")
+        worst = max(worst, (out - expected).abs().nan_to_num(nan=torch.inf).max().item())
+        if worst > WRONG:
+            break
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [(arch, dtype) for arch in ("gfx906", "gfx1030") for dtype in (FLOAT16, FLOAT32)][:: 1 if times(1) > 1 else 3],
+)
+def test_a_kernel_without_any_one_barrier_is_wrong(arch: str, dtype: torch.dtype) -> None:
+    text = source("forward")
+    assert wave_size(arch) in (32, 64)
+    assert _worst(arch, dtype, None) < (1e-3 if dtype == FLOAT32 else 5e-3)
+    for found in _BARRIER.finditer(text):
+        line = text[: text.index("\n", found.start())].rsplit("\n", 1)[-1]
+        if _UNSEEN not in line:
+            # __syncwarp stands where float32 sums move only.
+            is_there = dtype == FLOAT32 or "warp" not in found[0]
+            worst = _worst(arch, dtype, text[: found.start()] + ";" + text[found.end() :])
+            assert (worst > WRONG) == is_there, line

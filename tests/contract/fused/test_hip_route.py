@@ -1,0 +1,242 @@
+"""The route on AMD's cards as a user meets it: real plans and the real source in the emulation, behind the stand-in for
+the HIP runtime, in a new process on a new machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
+from attn_support.fused.emulation import GXX
+from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
+
+from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.flash_attn import flash_attn_varlen_func
+from pascal_attn_core.fused import trial
+from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import timing, torch_kernel
+from pascal_attn_core.routes.timing import PlainTimings
+from pascal_attn_core.runtime import Runtime, runtime_of
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+CPU = torch.device("cpu")
+AUTO = AttentionConfig(math_limit_mib=0)
+CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
+ROOT = Path(trial.__file__).parents[2]
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@pytest.fixture(params=CARDS, ids=lambda info: f"{info.arch}-is-{info.known_arch}")
+def card(request: pytest.FixtureRequest):
+    with fresh_card(HipStandIn(request.param, execute), always_faster) as kernels:
+        yield kernels
+
+
+@pytest.fixture
+def no_torch_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch on these cards: no fused kernel takes any call."""
+    monkeypatch.setattr(torch_kernel, "fused_takes", lambda *_: False)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal window": {"window": (40, 0)},
+    "grouped heads": {"enable_gqa": True, "is_causal": True, "alignment": "lower_right"},
+    "bool mask": {"mask": "bool"},
+    "float mask": {"mask": "float"},
+    "few queries": {"tokens": 3},
+    "padded head_dim": {"head_dim": 44},
+}
+
+
+@pytest.mark.parametrize("dtype", list(_TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_answers_and_gradients_are_those_of_the_definition(
+    card: CardKernels, no_torch_kernel: None, name: str, dtype: torch.dtype
+) -> None:
+    options = dict(CALLS[name])
+    tokens, head_dim, kind = options.pop("tokens", 150), options.pop("head_dim", 64), options.pop("mask", None)
+    torch.manual_seed(0)
+    heads = 1 if options.get("enable_gqa") else 2
+    shapes = (1, 2, tokens, head_dim), (1, heads, 200, head_dim), (1, heads, 200, head_dim)
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    mask = None if kind is None else torch.randn(tokens, 200)
+    mask = mask > -1 if kind == "bool" and mask is not None else mask
+    with record() as report:
+        out = sdpa(*leaves, mask, config=AUTO, **options)
+    assert report.routes() == {"fused": 1}
+    grads = torch.autograd.grad(out.float().square().sum(), leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = reference_sdpa(*wide, mask if kind != "float" or mask is None else mask.double(), **options)[0]
+    limit = _TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected.square().sum(), wide)):
+        assert (ours.double() - theirs).abs().max() <= 4 * limit * theirs.abs().max()
+    assert {launch.variant.arch for launch in card.queued} == {card.arch}
+
+
+def test_the_logarithm_of_the_sums_is_exact(card: CardKernels) -> None:
+    query, key, value = (torch.randn(1, 2, 150, 64).half() for _ in range(3))
+    _, lse = sdpa_with_lse(query, key, value, config=AttentionConfig(route="fused"))
+    expected = reference_sdpa(*(t.double() for t in (query, key, value)))[1]
+    torch.testing.assert_close(lse.double(), expected, atol=2e-6, rtol=1e-6)
+
+
+def test_sequences_of_different_lengths_are_one_launch(card: CardKernels, no_torch_kernel: None) -> None:
+    tokens, ends = torch.randn(90, 2, 64).half(), torch.tensor([0, 30, 90], dtype=torch.int32)
+    out = flash_attn_varlen_func(tokens, tokens, tokens, ends, ends, 60, 60, causal=True)
+    launches = [launch for launch in card.queued if launch.params.cu_q]
+    assert len(launches) == 1
+    for begin, end in ((0, 30), (30, 90)):
+        part = tokens[begin:end].transpose(0, 1)[None].float()
+        expected = reference_sdpa(part, part, part, is_causal=True)[0][0].transpose(0, 1)
+        torch.testing.assert_close(out[begin:end].float(), expected, atol=1e-2, rtol=1e-2)
+
+
+# ---- timed against what torch does there -----------------------------------------------------------------------------
+
+
+def _inputs() -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 150, 64) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("ours", "route"), [(1.0, "fused"), (3.0, "tiled")])
+def test_it_is_taken_where_it_is_faster_than_torchs_math(
+    no_torch_kernel: None, tmp_path: Path, ours: float, route: str
+) -> None:
+    asked: list[int] = []
+
+    def clock(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        asked.append(len(attempts))
+        passing_time(attempts, device)  # both really run
+        return [ours, 2.0]
+
+    with fresh_card(HipStandIn(RADEON_VII, execute), clock, lambda: tmp_path):
+        text = explain(*_inputs(), config=AUTO)
+        assert text.startswith(f"route {route}: torch has no fused kernel for this call on this device")
+        assert f"timed on this card at {ours / 2:.2f} of the time of torch's math attention" in text.splitlines()[0]
+        with record() as report:
+            sdpa(*_inputs(), config=AUTO)
+        assert report.routes() == {route: 1}
+        assert asked == [2]
+    with fresh_card(HipStandIn(RADEON_VII, execute), clock, lambda: tmp_path):
+        assert explain(*_inputs(), config=AUTO).startswith(f"route {route}")
+        (found,) = runtime_of(CPU).part(PlainTimings).known.values()
+        assert (found, asked) == (ours / 2, [2])  # from the disk
+
+
+def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
+    no_torch_kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **options: object) -> None:
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(timing, "torch_sdpa", fails)
+    with fresh_card(HipStandIn(RADEON_VII, execute), passing_time), record() as report:
+        inputs = _inputs()
+        out = sdpa(*inputs, config=AUTO)
+        assert report.routes() == {"fused": 1}
+        assert list(runtime_of(CPU).part(PlainTimings).known.values()) == [None]
+    torch.testing.assert_close(out, reference_sdpa(*inputs)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
+    query = torch.randn(1, 32, 2048, 64)
+    with fresh_card(HipStandIn(RADEON_VII), always_faster, kind=UncheckedKernels):
+        explain(query, query, query, config=AUTO)
+        (kind,) = runtime_of(CPU).part(PlainTimings).known
+    assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
+
+
+# ---- the first run on a machine --------------------------------------------------------------------------------------
+
+# A child whose card is the stand-in, with the emulation or with a fault in place of the machine code.
+_CHILD = """
+import dataclasses, os, signal, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import types
+support = types.ModuleType("attn_support")
+support.__path__ = [{root!r} + "/tests/support"]
+sys.modules["attn_support"] = support
+import torch
+from attn_support.fused.device import CardKernels, execute
+from attn_support.fused.hip import HipStandIn, RADEON_VII
+from pascal_attn_core.fused import trial
+from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.runtime import Runtime
+
+def run(launch):
+    {body}
+
+driver = HipStandIn(RADEON_VII, run)
+made = Runtime("cpu", RADEON_VII, {{Kernels: lambda runtime: CardKernels(runtime, driver, shipped=lambda *_: None)}})
+trial.Runtime = lambda device: made
+trial.main()
+assert not driver.problems and not driver.left_behind()
+"""
+
+
+class _Starter:
+    def __init__(self, body: str):
+        self.code = _CHILD.format(root=str(ROOT), body=body)
+        self.jobs: list[Job] = []
+
+    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+        self.jobs.append(job)
+        arguments = [sys.executable, "-c", self.code, json.dumps(job._asdict()), str(answers)]
+        return subprocess.Popen(arguments)
+
+
+def _trials(start: _Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:
+    driver = HipStandIn(info)
+    runtime = Runtime("cpu", info, {Kernels: lambda runtime: CardKernels(runtime, driver, shipped=lambda *_: None)})
+    return Trials(runtime, start=start, folder=lambda: folder)
+
+
+NEEDED = Variant("forward", 32, "float16", arch="gfx906")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("execute(launch)", ""),
+        ("os.kill(os.getpid(), signal.SIGABRT)", f"{NEEDED.name} ended its process: SIGABRT"),
+        ("pass", f"{NEEDED.name} gives wrong numbers"),
+    ],
+    ids=["right", "a fault", "nothing computed"],
+)
+def test_a_process_of_its_own_runs_the_kernels_first(tmp_path: Path, body: str, words: str) -> None:
+    start = _Starter(body)
+    found = _trials(start, tmp_path)
+    job_variants = [NEEDED]
+    found._good = {"so that only what is needed is tried"}
+    found._is_loaded = True
+    reason = found.reason(job_variants)
+    assert (reason == "") if not words else words in reason
+    assert start.jobs[0].needed == [["forward", 32, "float16", "none", False, "gfx906"]]
+    (stored,) = tmp_path.iterdir()
+    content = json.loads(stored.read_text())
+    assert (content["card"], content["arch"]) == ("AMD Radeon VII", "gfx906")
+    assert content["driver"].startswith("HIP 6.3.42133, ")
+    assert (NEEDED.name in content["good"]) == (not words)
+    again = _trials(start, tmp_path)
+    assert (again.reason(job_variants) == "") == (not words)
+    assert len(start.jobs) == 1
+
+
+def test_a_verdict_is_of_a_card_as_it_is_taken_for(tmp_path: Path) -> None:
+    start = _Starter("pass")
+    paths = {
+        _trials(start, tmp_path, info)._path() for info in (RX_5700, OVERRIDDEN, replace(OVERRIDDEN, arch="gfx1011"))
+    }
+    assert len(paths) == 3

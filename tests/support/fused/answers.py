@@ -1,0 +1,125 @@
+"""What the stand-ins for the drivers of two makers share: a library with the driver's functions, built with g++, each
+of which hands its arguments to one callback; faults that are injected; what was asked, queued, and wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.source import Variant
+
+from .emulation import BUILD, GXX, HERE
+
+Fault = int | Callable[[], int]
+ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_ulonglong))
+
+
+@functools.cache
+def library(name: str) -> str:
+    """A file of ``emulator``, built."""
+    text = (HERE / name).read_bytes()
+    stem = name.partition(".")[0]
+    built = BUILD / f"{stem}-{hashlib.sha256(text).hexdigest()[:24]}.so"
+    if not built.exists():
+        BUILD.mkdir(exist_ok=True)
+        unfinished = BUILD / f"{built.stem}-{threading.get_native_id()}.so"
+        subprocess.run([GXX or "g++", "-shared", "-fPIC", "-O1", HERE / name, "-o", unfinished], check=True)
+        unfinished.replace(built)
+    return str(built)
+
+
+class Answers:
+    """
+    Args:
+        card: each of them.
+        execute: is given every launch, with a copy of its parameters.
+        devices: how many there are.
+        current_stream: the handle of torch's current stream.
+
+    Attributes:
+        variants: whose machine code an image is, to be told before it is loaded.
+        faults: function -> the code that it returns instead of doing anything, or what gives that code (0: none).
+        queued: the launches so far.
+        asked: how often each function was called.
+        problems: what would have been wrong on a real card.
+    """
+
+    # A built library has one callback.
+    one_at_a_time = threading.RLock()
+    arguments: Mapping[str, int]  # of each function: how many
+    error_words: str  # the function that gives the words of an error, which no fault meets
+    init: str  # the function that must be called first
+    not_ready: int  # what the others return before
+
+    def __init__(
+        self,
+        card: DeviceInfo,
+        execute: Callable[[Launch], object] = lambda launch: None,
+        *,
+        devices: int = 1,
+        current_stream: int = 0,
+    ):
+        self.card, self.execute, self.devices, self.current_stream = card, execute, devices, current_stream
+        self.streams = {0, 1, 2, current_stream}  # none, and the headers' names of the two default streams
+        self.variants: dict[bytes, Variant] = {}
+        self.faults: dict[str, Fault] = {}
+        self.queued: list[Launch] = []
+        self.asked: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._is_ready = False
+        self._given: dict[int, object] = {}  # handle -> what it stands for
+        self._thread = threading.local()
+        self._raised: BaseException | None = None
+        self._callback = ANSWER(self._answer)
+
+    def stream(self, index: int) -> int:
+        return self.current_stream
+
+    def _reraise(self) -> None:
+        """What an answer has raised: a callback cannot."""
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+
+    def _answer(self, name: bytes, given: ctypes._Pointer[ctypes.c_ulonglong]) -> int:
+        function = name.decode()
+        arguments = [given[i] for i in range(self.arguments[function])]
+        try:
+            if function == self.error_words:
+                return self._error_string(*arguments)
+            self.asked[function] += 1
+            fault = self.faults.get(function, 0)
+            code = fault() if callable(fault) else fault
+            if code:
+                return code
+            if not self._is_ready and function != self.init:
+                return self._wrong(self.not_ready, f"{function} before {self.init}")
+            return getattr(self, f"_{function}")(*arguments)
+        except BaseException as error:  # ctypes would print it and go on
+            self._raised = error
+            return 999
+
+    def _error_string(self, code: int, words: int) -> int:
+        raise NotImplementedError
+
+    def _wrong(self, code: int, sentence: str) -> int:
+        self.problems.append(sentence)
+        return code
+
+    def _handle(self, of: object) -> int:
+        handle = 0x1000 + 16 * len(self._given)
+        self._given[handle] = of
+        return handle
+
+
+def fails_once(code: int) -> Callable[[], int]:
+    """A fault that only the next call meets."""
+    codes = iter([code])
+    return lambda: next(codes, 0)

@@ -1,0 +1,116 @@
+"""Code objects of AMD's compilers, as far as a runtime looks at them before it runs anything: the ELF header, and the
+metadata in MessagePack that LLVM's "User Guide for AMDGPU Backend" (Code Object Metadata) describes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, NamedTuple
+
+from pascal_attn_core.fused import amd_geometry, params
+from pascal_attn_core.fused.amd_code import _MACH, NotACodeObject, metadata, renamed
+from pascal_attn_core.fused.source import Variant
+
+from .emulation import PARAMS
+
+MACHINE, OS_ABI, ABI_VERSIONS = 224, 64, (2, 3)  # EM_AMDGPU, ELFOSABI_AMDGPU_HSA, code object versions 4 and 5
+_METADATA = 32  # NT_AMDGPU_METADATA
+_PROGRAM_NOTE = 4  # PT_NOTE
+_HEAD = struct.Struct("<4sBBBBB7xHHIQQQIHHHHHH")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+
+
+class Kernel(NamedTuple):
+    """What the metadata say of one kernel."""
+
+    name: str
+    kernarg_bytes: int
+    arguments: tuple[tuple[int, int, str], ...]  # offset, size and kind of each
+    lds_bytes: int
+    scratch_bytes: int
+    registers: int
+    most_threads: int
+    wave_size: int
+
+
+class CodeObject(NamedTuple):
+    """What a code object's header and metadata say."""
+
+    abi_version: int
+    target: str
+    kernels: dict[str, Kernel]
+
+
+def read(image: bytes) -> CodeObject | None:
+    """What an image is; None: no code object of version 4 or 5 for AMD's cards."""
+    if len(image) < _HEAD.size or image[7] != OS_ABI or image[8] not in ABI_VERSIONS:
+        return None
+    try:
+        found = metadata(image)
+    except NotACodeObject:
+        return None
+    return CodeObject(image[8], found["amdhsa.target"], _kernels(found))
+
+
+def _kernels(found: dict[str, Any]) -> dict[str, Kernel]:
+    return {
+        each[".name"]: Kernel(
+            each[".name"],
+            each[".kernarg_segment_size"],
+            tuple((a[".offset"], a[".size"], a[".value_kind"]) for a in each.get(".args", [])),
+            each[".group_segment_fixed_size"],
+            each[".private_segment_fixed_size"],
+            each[".vgpr_count"],
+            each[".max_flat_workgroup_size"],
+            each[".wavefront_size"],
+        )
+        for each in found["amdhsa.kernels"]
+    }
+
+
+def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = None) -> bytes:
+    """A file like those that AMD's compilers make for a variant, without machine code."""
+    arch = amd_geometry.base(variant.arch)
+    kernels = []
+    for name in variant.functions:
+        size = ctypes.sizeof(getattr(params, PARAMS[name]))
+        of_tiles = variant.tile_bytes if name == variant.functions[0] or variant.is_gradient else 0
+        threads = variant.geometry.threads if name in _OWN_TILES else 128
+        kernels.append(
+            {
+                ".name": name,
+                ".symbol": f"{name}.kd",
+                ".args": [{".offset": 0, ".size": size, ".value_kind": "by_value"}],
+                ".kernarg_segment_size": size,
+                ".kernarg_segment_align": 8,
+                ".group_segment_fixed_size": of_tiles if lds_bytes is None else lds_bytes,
+                ".private_segment_fixed_size": 0,
+                ".vgpr_count": registers,
+                ".max_flat_workgroup_size": threads,
+                ".wavefront_size": amd_geometry.wave_size(variant.arch),
+                "comment": variant.name,
+            }
+        )
+    said = pack({"amdhsa.kernels": kernels, "amdhsa.target": f"amdgcn-amd-amdhsa--{arch}", "amdhsa.version": [1, 1]})
+    note = struct.pack("<III", 7, len(said), _METADATA) + b"AMDGPU\0\0" + said + bytes(-len(said) % 4)
+    at = _HEAD.size + _SEGMENT.size
+    head = _HEAD.pack(b"\x7fELF", 2, 1, 1, OS_ABI, ABI_VERSIONS[0], 3, MACHINE, 1, 0, _HEAD.size, 0, _MACH[arch],
+                      _HEAD.size, _SEGMENT.size, 1, 0, 0, 0)  # fmt: skip
+    segment = _SEGMENT.pack(_PROGRAM_NOTE, 4, at, at, at, len(note), len(note), 4)
+    return renamed(head + segment + note, amd_geometry.target(variant.arch))
+
+
+_OWN_TILES = ("pa_forward", "pa_forward_split", "pa_grad_query", "pa_grad_key_value")
+
+
+def pack(value: Any) -> bytes:
+    """In MessagePack: numbers that are not negative, texts, lists and mappings."""
+    if isinstance(value, int):
+        return bytes([value]) if value < 0x80 else b"\xce" + struct.pack(">I", value)
+    if isinstance(value, str):
+        text = value.encode()
+        return (bytes([0xA0 | len(text)]) if len(text) < 32 else b"\xd9" + bytes([len(text)])) + text
+    if isinstance(value, list):
+        return b"\xdc" + struct.pack(">H", len(value)) + b"".join(map(pack, value))
+    packed = b"".join(pack(key) + pack(item) for key, item in value.items())
+    return b"\xde" + struct.pack(">H", len(value)) + packed

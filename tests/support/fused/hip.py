@@ -1,0 +1,290 @@
+"""A strict stand-in for the HIP runtime, behind the package's own ctypes calls.
+
+It refuses, as the runtime does, and writes down, as no runtime does, what may not be: a call before hipInit, a handle
+that it never gave, a kernel of another device than the current one, a current device that is left changed, an image
+that is no code object for what the card is taken for, a grid, a block, registers or LDS beyond the card's, a stream
+that nobody made, an argument buffer of another size than the code object reads, an instruction that the card lacks.
+Kernels are executed by whatever it is given, from the bytes that the runtime would copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import amd_geometry, params
+from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of
+from pascal_attn_core.fused.gpu_runtime import CompileError
+from pascal_attn_core.fused.hip_runtime import HipDriver
+from pascal_attn_core.fused.launches import Launch, forward_launches
+from pascal_attn_core.fused.plan import Plan, plan_call
+from pascal_attn_core.fused.source import Variant, amd_variants, source
+
+from .answers import Answers, library
+from .code_objects import CodeObject, Kernel, code_object, read
+from .emulation import PARAMS
+
+RADEON_VII = DeviceInfo(
+    "hip",
+    "AMD Radeon VII",
+    num_sms=60,
+    l2_bytes=4 << 20,
+    total_bytes=16 << 30,
+    arch="gfx906",
+    wave_size=64,
+    shared_bytes=64 << 10,
+)
+RX_5700 = DeviceInfo(
+    "hip",
+    "AMD Radeon RX 5700 XT",
+    num_sms=20,
+    l2_bytes=4 << 20,
+    total_bytes=8 << 30,
+    arch="gfx1010",
+    wave_size=32,
+    shared_bytes=64 << 10,
+)
+RX_6800 = DeviceInfo(
+    "hip",
+    "AMD Radeon RX 6800",
+    num_sms=30,
+    l2_bytes=4 << 20,
+    total_bytes=16 << 30,
+    arch="gfx1030",
+    wave_size=32,
+    shared_bytes=64 << 10,
+)
+# With HSA_OVERRIDE_GFX_VERSION=10.3.0.
+OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
+_WORDS = {
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    9: "invalid configuration argument",
+    101: "invalid device ordinal",
+    200: "device kernel image is invalid",
+    209: "no kernel image is available for execution on the device",
+    400: "invalid resource handle",
+    500: "named symbol not found",
+    700: "an illegal memory access was encountered",
+    719: "unspecified launch failure",
+}
+_ARGUMENTS = {
+    "hipGetErrorString": 2,
+    "hipInit": 1,
+    "hipRuntimeGetVersion": 1,
+    "hipGetDevice": 1,
+    "hipSetDevice": 1,
+    "hipThreadExchangeStreamCaptureMode": 1,
+    "hipModuleLoadData": 2,
+    "hipModuleGetFunction": 3,
+    "hipModuleLaunchKernel": 11,
+}
+# Of one block. A grid is counted in threads: no direction may have 2^32 of them.
+_LDS_BYTES, _THREADS, _GRID_YZ, _MOST_THREADS = 64 << 10, 1024, 65535, 2**32 - 1
+# Registers of a thread, and of a SIMD for one wave's lane: waves of 64 lanes share 256, of 32 lanes 1024.
+_REGISTERS, _WAVES_OF_A_UNIT = 256, {64: (4, 256), 32: (4, 1024)}
+_BUFFER, _SIZE, _END = 1, 2, 3
+
+
+class Function(NamedTuple):
+    """A kernel of a module that was loaded on a device."""
+
+    device: int
+    variant: Variant
+    kernel: Kernel
+
+
+class HipStandIn(Answers, HipDriver):
+    """A runtime over cards that are not here: see :class:`Answers`. What a card is taken for is its ``arch``, what it
+    is its ``known_arch``."""
+
+    arguments, error_words, init, not_ready = _ARGUMENTS, "hipGetErrorString", "hipInit", 3
+
+    def __init__(
+        self,
+        card: DeviceInfo = RADEON_VII,
+        execute: Callable[[Launch], object] = lambda launch: None,
+        *,
+        devices: int = 1,
+        current_stream: int = 0,
+    ):
+        Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
+        self._words = {code: ctypes.create_string_buffer(words.encode()) for code, words in _WORDS.items()}
+        HipDriver.__init__(self, [library("hip.cpp")])
+
+    def call(self, function: str, *arguments: object) -> None:
+        with self.one_at_a_time:
+            self._lib.answer_with(self._callback)
+            try:
+                super().call(function, *arguments)
+            finally:
+                self._reraise()
+
+    def left_behind(self) -> list[str]:
+        """What this thread should have put back."""
+        found = [f"device {self._device} as the current one"] * (self._device != 0)
+        return found + ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
+
+    @property
+    def _device(self) -> int:
+        return getattr(self._thread, "device", 0)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def _error_string(self, code: int, words: int) -> int:
+        found = self._words.get(code)
+        ctypes.c_void_p.from_address(words).value = None if found is None else ctypes.addressof(found)
+        return 0
+
+    def _hipInit(self, flags: int) -> int:
+        self._is_ready = True
+        return self._wrong(1, f"hipInit({flags})") if flags else 0
+
+    def _hipRuntimeGetVersion(self, version: int) -> int:
+        ctypes.c_int.from_address(version).value = 6_03_42133
+        return 0
+
+    def _hipGetDevice(self, device: int) -> int:
+        ctypes.c_int.from_address(device).value = self._device
+        return 0
+
+    def _hipSetDevice(self, device: int) -> int:
+        if device >= self.devices:
+            return self._wrong(101, f"device {device} of {self.devices}")
+        self._thread.device = device
+        return 0
+
+    def _hipThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        new, before = ctypes.c_int.from_address(mode), getattr(self._thread, "mode", 0)
+        if new.value not in (0, 1, 2):
+            return self._wrong(1, f"capture mode {new.value}")
+        self._thread.mode, new.value = new.value, before
+        return 0
+
+    def _hipModuleLoadData(self, module: int, image: int) -> int:
+        content = next((known for known in self.variants if _lies_at(known, image)), None)
+        found = None if content is None else read(content)
+        if content is None or found is None:
+            return 200
+        try:
+            arch = arch_of(content)
+        except NotACodeObject:
+            return 209
+        if arch != self.card.arch:
+            return 209
+        if found.target.split("--")[1].split(":")[0] != arch:
+            return self._wrong(200, f"the header says {arch} and the metadata {found.target}")
+        ctypes.c_void_p.from_address(module).value = self._handle((self._device, self.variants[content], found))
+        return 0
+
+    def _hipModuleGetFunction(self, function: int, module: int, name: int) -> int:
+        kernel, found = ctypes.string_at(name).decode(), self._given.get(module)
+        if not isinstance(found, tuple) or isinstance(found, Function):
+            return self._wrong(400, f"{module:#x} is no module")
+        device, variant, code = found
+        assert isinstance(code, CodeObject)
+        if device != self._device:
+            return self._wrong(400, f"{kernel} asked for on device {self._device}, its module is of {device}")
+        if kernel not in code.kernels:
+            return 500
+        ctypes.c_void_p.from_address(function).value = self._handle(Function(device, variant, code.kernels[kernel]))
+        return 0
+
+    def _hipModuleLaunchKernel(self, function: int, x: int, y: int, z: int, *rest: int) -> int:
+        block_x, block_y, block_z, shared_bytes, stream, pointers, extra = rest
+        found = self._given.get(function)
+        if not isinstance(found, Function):
+            return self._wrong(400, f"{function:#x} is no function")
+        kernel = found.kernel
+        if found.device != self._device:
+            return self._wrong(400, f"{kernel.name} of device {found.device} launched on device {self._device}")
+        structure, threads = getattr(params, PARAMS[kernel.name]), block_x * block_y * block_z
+        waves = -(-threads // kernel.wave_size)
+        simds, registers = _WAVES_OF_A_UNIT[self.card.wave_size]
+        problem, given = _argument_buffer(pointers, extra)
+        size = ctypes.sizeof(structure)
+        refused = {
+            f"grid {x, y, z}": not (0 < x * block_x <= _MOST_THREADS and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
+            f"{threads} threads": not 0 < threads <= min(_THREADS, kernel.most_threads),
+            f"waves of {kernel.wave_size}": kernel.wave_size != self.card.wave_size,
+            f"{kernel.registers} registers": kernel.registers > _REGISTERS,
+            f"{kernel.registers} registers x {waves} waves": kernel.registers * -(-waves // simds) > registers,
+            f"{kernel.lds_bytes} + {shared_bytes} bytes of LDS": kernel.lds_bytes + shared_bytes > _LDS_BYTES,
+            f"{shared_bytes} bytes of dynamic LDS for {found.variant.name}":
+                shared_bytes != Launch(found.variant, kernel.name, (1, 1, 1), 1, params.Params()).shared_bytes,
+            f"stream {stream:#x}": stream not in self.streams,
+            problem: bool(problem),
+            f"an argument buffer of {len(given)} bytes, of which the code object reads {kernel.kernarg_bytes}":
+                not problem and len(given) != kernel.kernarg_bytes,
+            f"arguments {kernel.arguments}": kernel.arguments != ((0, size, "by_value"),),
+        }  # fmt: skip
+        if any(refused.values()):
+            return self._wrong(1, f"{kernel.name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
+        if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.known_arch or "gfx900"):
+            return self._wrong(719, f"{kernel.name}: an instruction that {self.card.true_arch} does not have")
+        launch = Launch(found.variant, kernel.name, (x, y, z), threads, structure.from_buffer_copy(given))
+        self.queued.append(launch)
+        self.execute(launch)
+        return 0
+
+
+def _lies_at(known: bytes, address: int) -> bool:
+    return ctypes.string_at(address, 4) == known[:4] and ctypes.string_at(address, len(known)) == known
+
+
+def _argument_buffer(pointers: int, extra: int) -> tuple[str, bytes]:
+    """(what is wrong, the bytes) of a launch's arguments."""
+    if pointers or not extra:
+        return "arguments one by one", b""
+    words = struct.unpack("<5Q", ctypes.string_at(extra, 40))
+    if (words[0], words[2], words[4]) != (_BUFFER, _SIZE, _END):
+        return f"a list of arguments that says {words[0], words[2], words[4]}", b""
+    size = ctypes.c_size_t.from_address(words[3]).value
+    return ("an argument buffer that is not aligned" if words[1] % 8 else ""), ctypes.string_at(words[1], size)
+
+
+def _has_dot_products(variant: Variant) -> bool:
+    geometry = variant.geometry
+    assert isinstance(geometry, amd_geometry.AmdGeometry)
+    return geometry.pairs > 0
+
+
+def plain_launch(arch: str = "gfx906", dtype: torch.dtype = torch.float32) -> Launch:
+    """The launch of a call of 70 tokens, head_dim 64, on an architecture."""
+    query = torch.randn(1, 1, 70, 64, dtype=dtype)
+    call = check_call(query, query, query)
+    plan = Plan(plan_call(call, 1, arch=arch).forward)
+    (launch,) = forward_launches(call, plan, torch.empty_like(query))
+    return launch
+
+
+class HipCompiler:
+    """In place of HIPRTC: what does not ship becomes a :func:`.code_objects.code_object`.
+
+    Attributes:
+        compiled: the variants so far; archs: what each was compiled for.
+    """
+
+    version = (6, 3)
+
+    def __init__(self) -> None:
+        self.compiled: list[Variant] = []
+        self.archs: list[str] = []
+
+    def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
+        if options != amd_geometry.OPTIONS:
+            raise CompileError(f"HIPRTC_ERROR_INVALID_OPTION: {options}")
+        variant = next((v for v in amd_variants(arch) if source(v.kind, arch) == text and v.macros() == macros), None)
+        if variant is None:
+            raise CompileError(f"HIPRTC_ERROR_COMPILATION for {arch}\nno variant of that text and these macros")
+        self.compiled.append(variant)
+        self.archs.append(arch)
+        return code_object(variant)

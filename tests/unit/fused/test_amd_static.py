@@ -1,0 +1,270 @@
+"""What clang makes of the kernels for AMD's cards without a GPU: no scratch, the registers of the table, metadata that
+fits what the host passes. Where clang or HIPRTC are missing, what they would be asked is left out."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from attn_support.fused.emulation import PARAMS
+from attn_support.profile import seeds, times
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import amd as tool  # noqa: E402
+
+from pascal_attn_core.fused import amd_geometry, hiprtc, params, prebuilt  # noqa: E402
+from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of, metadata, renamed, unbundled  # noqa: E402
+from pascal_attn_core.fused.amd_geometry import ARCHS, kernel_arch  # noqa: E402
+from pascal_attn_core.fused.source import Variant, amd_variants, digest, source  # noqa: E402
+
+needs_clang = pytest.mark.skipif(
+    tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"
+)
+SHIPPED = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
+ONE = Variant("forward", 64, "float16", arch="gfx906")
+
+
+def _shipped(variant: Variant) -> bytes:
+    code = prebuilt.find_amd(variant)
+    assert code is not None, f"{variant.name} has changed: python tools/amd.py prebuilt"
+    return code
+
+
+# ---- architectures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reported", "true", "expected"),
+    [
+        ("gfx906:sramecc+:xnack-", "gfx906", "gfx906"),
+        ("gfx1031", "gfx1031", "gfx1031"),
+        ("gfx1030", "gfx1032", "gfx1030"),  # HSA_OVERRIDE_GFX_VERSION within a family
+        ("gfx1030", "gfx1010", "gfx1030-no-dot"),  # and across: such an instruction would end the process
+        ("gfx1030", None, "gfx1030-no-dot"),
+        ("gfx906", None, "gfx906-no-dot"),
+        ("gfx1030", "gfx1012", "gfx1030-no-dot"),
+        ("gfx900", None, "gfx900"),
+        ("gfx1010", "gfx1030", "gfx1010"),
+        ("gfx90a", "gfx90a", None),
+        ("gfx1100", "gfx1100", None),
+        ("gfx803", None, None),
+    ],
+)
+def test_dot_products_are_for_cards_that_are_known_to_have_them(
+    reported: str, true: str | None, expected: str | None
+) -> None:
+    assert kernel_arch(reported, true) == expected
+
+
+def test_code_without_dot_products_is_that_of_a_family_that_has_none() -> None:
+    for arch, base, target in (
+        ("gfx1030-no-dot", "gfx1010", "gfx1030"),
+        ("gfx906-no-dot", "gfx900", "gfx906"),
+        ("gfx1035", "gfx1030", "gfx1035"),
+        ("gfx90c", "gfx900", "gfx90c"),
+        ("gfx1013", "gfx1010", "gfx1013"),
+    ):
+        assert (amd_geometry.base(arch), amd_geometry.target(arch)) == (base, target)
+        assert amd_geometry.has_dots(arch) == (arch == "gfx1035")
+    assert amd_geometry.compile_target("gfx1013") == "gfx1013"
+    assert amd_geometry.compile_target("gfx1030-no-dot") == "gfx1010"
+
+
+def test_pairs_are_for_float16_on_cards_with_dot_products() -> None:
+    for arch in (*ARCHS, "gfx1030-no-dot", "gfx906-no-dot"):
+        for variant in amd_variants(arch):
+            geometry = variant.geometry
+            assert isinstance(geometry, amd_geometry.AmdGeometry)
+            assert not geometry.pairs or (variant.dtype == "float16" and amd_geometry.has_dots(arch))
+
+
+def test_every_variant_has_tiles_that_fit() -> None:
+    for arch in ARCHS:
+        for variant in amd_variants(arch):
+            geometry = variant.geometry
+            assert isinstance(geometry, amd_geometry.AmdGeometry)
+            assert geometry.threads % amd_geometry.wave_size(arch) == 0
+            # Beside the tile: whether any thread's mask allows anything, and the maxima of flushed rows (head_dim 512).
+            own = 4 * (variant.mask != "none") + 4 * geometry.rows * (
+                variant.head_dim > 256 and variant.flush_tiles > 0
+            )
+            assert geometry.tile_bytes(variant.head_dim) + own <= amd_geometry.LDS_BYTES, variant.name
+
+
+# ---- code objects ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_ships_was_made_from_this_source(arch: str) -> None:
+    for variant in prebuilt.amd_variants(arch):
+        assert prebuilt.amd_manifest()["digests"].get(variant.name) == digest(variant), (
+            f"{variant.name} has changed: python tools/amd.py prebuilt"
+        )
+    assert set(prebuilt.amd_manifest()["digests"]) == {variant.name for variant in SHIPPED}
+
+
+def check_metadata(variant: Variant, code: bytes, scratch: int = 0) -> None:
+    """The code object against what the host passes to its kernels; ``scratch``: the most bytes of a lane."""
+    said = metadata(code)
+    assert said["amdhsa.target"] == f"amdgcn-amd-amdhsa--{arch_of(code)}"  # without features: for any xnack and sramecc
+    assert said["amdhsa.version"] == [1, 1]  # of code object version 4
+    kernels = {kernel[".name"]: kernel for kernel in said["amdhsa.kernels"]}
+    assert set(kernels) == set(variant.functions)
+    for name, kernel in kernels.items():
+        of_host = ctypes.sizeof(params.CappedForward if "capped" in name else getattr(params, PARAMS[name]))
+        assert [(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel[".args"]] == [(0, of_host, "by_value")]
+        assert kernel[".kernarg_segment_size"] == of_host  # no hidden arguments
+        assert kernel[".wavefront_size"] == amd_geometry.wave_size(variant.arch)
+        threads = 128 if name in ("pa_combine", "pa_capped_combine", "pa_delta") else variant.geometry.threads
+        assert kernel[".max_flat_workgroup_size"] == threads
+        assert kernel[".private_segment_fixed_size"] <= scratch
+        assert kernel[".group_segment_fixed_size"] <= amd_geometry.LDS_BYTES
+    main = kernels[next(name for name in variant.functions if name.startswith(("pa_forward", "pa_grad", "pa_capped")))]
+    tile = variant.geometry.tile_bytes(variant.head_dim)  # type: ignore[union-attr]
+    assert tile <= main[".group_segment_fixed_size"] <= tile + 4 + 4 * variant.geometry.rows
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_code_objects_take_what_the_host_passes(arch: str) -> None:
+    for variant in prebuilt.amd_variants(arch):
+        check_metadata(variant, _shipped(variant))
+
+
+OBJDUMP = shutil.which(f"llvm-objdump-{tool.CLANG}") or shutil.which("llvm-objdump")
+
+
+@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump (Debian: llvm-16)")
+@pytest.mark.parametrize("arch", [*ARCHS, "gfx906-no-dot", "gfx1030-no-dot", "gfx1031-no-dot"])
+def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: Path) -> None:
+    path = tmp_path / "code"
+    chosen = random.Random(seeds(1)[0]).sample(prebuilt.amd_variants(arch), min(times(4), 44))
+    for variant in (*chosen, Variant("forward", 64, "float16", arch=arch)):
+        code = _shipped(variant)
+        assert arch_of(code) == amd_geometry.target(arch)
+        path.write_bytes(code)
+        text = subprocess.run([str(OBJDUMP), "-d", str(path)], capture_output=True, text=True, check=True).stdout
+        assert "s_endpgm" in text
+        expected = amd_geometry.has_dots(arch) and variant.dtype == "float16"
+        assert ("v_dot" in text) == expected, variant.name
+
+
+def test_a_card_of_the_family_takes_the_code_under_its_own_name() -> None:
+    code = _shipped(Variant("forward", 64, "float16", arch="gfx1030"))
+    for name in ("gfx1031", "gfx1036"):
+        other = _shipped(Variant("forward", 64, "float16", arch=name))
+        assert (arch_of(other), metadata(other)["amdhsa.target"]) == (name, f"amdgcn-amd-amdhsa--{name}")
+        assert sum(a != b for a, b in zip(code, other)) == 2  # of the header, and of the metadata
+    assert prebuilt.find_amd(Variant("forward", 64, "float16", arch="gfx904")) is None
+    assert prebuilt.find_amd(replace(ONE, mask="float", padded=True)) is None
+
+
+def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> None:
+    code = _shipped(ONE)
+    name = b"hipv4-amdgcn-amd-amdhsa--gfx906"
+    head = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack("<QQQQ", 1, 4096, len(code), len(name)) + name
+    bundle = head.ljust(4096, b"\0") + code
+    assert unbundled(bundle) == code
+    assert renamed(bundle, "gfx906") == code
+    for bad in (b"", b"\x7fELF" + bytes(100), code[:40], bytes(200)):
+        with pytest.raises(NotACodeObject):
+            renamed(bad, "gfx906")
+    with pytest.raises(NotACodeObject):
+        unbundled(head[:24] + struct.pack("<Q", 0))
+    for name in ("gfx1030", "gfx999"):
+        with pytest.raises(ValueError, match="cannot be renamed"):
+            renamed(code, name)
+
+
+def test_what_ships_stays_small() -> None:
+    assert sum(path.stat().st_size for path in prebuilt.FOLDER.glob("gfx*.xz")) < 1_800_000
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_was_made_from_this_source() -> None:
+    assert tool.read_made_from() == tool.made_from(), "the kernels have changed: python tools/amd.py table"
+
+
+def test_the_table_has_every_variant_on_every_architecture() -> None:
+    expected = {(tool.row_name(v), arch) for arch in ARCHS for v in tool.table_variants(arch)}
+    assert {(name, arch) for name, row in tool.read_table().items() for arch in row} == expected
+
+
+def test_no_variant_needs_scratch_and_every_block_fits() -> None:
+    for name, row in tool.read_table().items():
+        for arch, text in row.items():
+            cell = tool.read_cell(text)
+            assert all(scratch == 0 and vector <= 256 for vector, scratch in cell.functions), f"{name} {arch}"
+            assert cell.scalar <= (102 if arch.startswith("gfx9") else 106)
+            assert cell.shared <= amd_geometry.LDS_BYTES
+            assert cell.waves >= 1
+
+
+def test_what_calls_take_most_holds_two_waves_on_a_simd_of_gcn_and_four_on_rdna() -> None:
+    table = tool.read_table()
+    for arch in ARCHS:
+        for head_dim in (40, 64, 80, 96, 128):
+            for dtype in ("float32", "float16"):
+                variant = Variant("forward", head_dim, dtype, arch=arch)
+                assert tool.read_cell(table[tool.row_name(variant)][arch]).waves >= (2 if arch < "gfx91" else 4), (
+                    variant
+                )
+
+
+@pytest.mark.parametrize(
+    ("arch", "vector", "shared", "threads", "expected"),
+    [
+        ("gfx906", 128, 32768, 256, 2),
+        ("gfx906", 129, 32768, 256, 1),
+        ("gfx906", 128, 32772, 256, 1),
+        ("gfx906", 84, 16384, 256, 3),
+        ("gfx1030", 256, 32768, 128, 4),
+        ("gfx1030", 249, 32772, 128, 3),
+        ("gfx1010", 128, 8192, 64, 8),
+        ("gfx906", 64, 70000, 256, 0),
+    ],
+)
+def test_waves_follow_from_registers_and_shared_memory(
+    arch: str, vector: int, shared: int, threads: int, expected: int
+) -> None:
+    assert tool.waves(arch, vector, shared, threads) == expected
+
+
+@needs_clang
+@pytest.mark.parametrize("place", range(times(4)))
+def test_clang_says_what_the_table_says(place: int) -> None:
+    cells = [(v, arch) for arch in ARCHS for v in tool.table_variants(arch)]
+    variant, arch = random.Random(seeds(1)[0] + place).choice(cells)
+    code = tool.compile_variant(variant)
+    check_metadata(variant, code)
+    assert tool.cell(variant, tool.facts(code)) == tool.read_table()[tool.row_name(variant)][arch]
+
+
+@needs_clang
+def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
+    wrong = source("forward", "gfx906").replace("#if PA_TX > 16", "#if PA_TX > 4")
+    with pytest.raises(RuntimeError, match="the shuffles of a row reach 32 lanes"):
+        tool.compile_variant(ONE, wrong)
+
+
+HIPRTC = hiprtc.find()
+
+
+@pytest.mark.skipif(HIPRTC is None, reason="needs HIPRTC (Debian: libamdhip64-5)")
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
+def test_hiprtc_makes_code_that_takes_what_the_host_passes(arch: str) -> None:
+    assert HIPRTC is not None
+    for variant in (Variant("forward", 64, "float16", arch=arch), Variant("grad_query", 64, "float32", arch=arch)):
+        text = source(variant.kind, arch)
+        code = HIPRTC.compile(text, amd_geometry.compile_target(arch), variant.macros(), amd_geometry.OPTIONS)
+        check_metadata(variant, unbundled(code), scratch=64)  # by an older LLVM, with other registers

@@ -1,0 +1,279 @@
+"""Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table | prebuilt | hiprtc``.
+
+Needs clang with the AMDGPU target and lld (Debian: clang-16 lld-16); ``hiprtc`` needs AMD's runtime library instead
+(libamdhip64-5). Code objects are cached in ``build/amd`` by the hash of their source, so that a second run compiles
+only what has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import lzma
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pascal_attn_core.fused import amd_geometry, prebuilt
+from pascal_attn_core.fused.amd_code import metadata
+from pascal_attn_core.fused.amd_geometry import ARCHS, AmdGeometry, wave_size
+from pascal_attn_core.fused.source import Variant, amd_variants, digest, source
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "amd"
+TABLE = ROOT / "docs" / "fused-amd-static.txt"
+HARDEST = (64, 128)  # head_dims of the variants in the table that do not ship
+CLANG = 16  # which makes the table and what ships
+_HEAD = """\
+# What clang {} says of the fused kernels on AMD's architectures: architecture, vector registers of each function
+# (bytes of scratch after "!"), scalar registers of the first, shared memory of its block in bytes, and how many of its
+# waves a SIMD holds. Written by: python tools/amd.py table
+# Made from: {}
+"""
+
+
+@functools.cache
+def compiler() -> str | None:
+    """A clang of version CLANG with the AMDGPU target, or None."""
+    for name in (f"clang-{CLANG}", "clang"):
+        path = shutil.which(name)
+        if path is None or not version(path).startswith(f"{CLANG}."):
+            continue
+        if "amdgcn" in subprocess.run([path, "--print-targets"], capture_output=True, text=True).stdout:
+            return path
+    return None
+
+
+@functools.cache
+def version(path: str) -> str:
+    """ "16.0.6" """
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (\d+\.\d+\.\d+)", said)
+    return found[1] if found else ""
+
+
+def compile_variant(variant: Variant, text: str | None = None) -> bytes:
+    """A variant's code object by clang; ``text``: in place of its source.
+
+    Raises:
+        RuntimeError: clang's words, where it refuses the source.
+    """
+    path = compiler() or sys.exit(f"clang {CLANG} with the AMDGPU target must be installed (Debian: clang-16 lld-16)")
+    macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
+    with tempfile.TemporaryDirectory() as folder:
+        kernel, image = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
+        kernel.write_text(source(variant.kind, variant.arch) if text is None else text)
+        command = [path, "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-w",
+                   f"--offload-arch={amd_geometry.compile_target(variant.arch)}", *amd_geometry.OPTIONS, *macros,
+                   "-o", str(image), str(kernel)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{variant.name}:\n{done.stderr[:4000]}")
+        return image.read_bytes()
+
+
+def compiled(variant: Variant) -> bytes:
+    """A variant's code object, from ``build/amd`` if it is cached."""
+    path = BUILD / f"{digest(variant)[:32]}-{amd_geometry.compile_target(variant.arch)}.co"
+    if not path.exists():
+        image = compile_variant(variant)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_bytes(image)
+        unfinished.replace(path)
+    return path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one function: registers, bytes of scratch of a lane, shared memory of a block in bytes."""
+
+    name: str
+    vector: int
+    scalar: int
+    scratch: int
+    shared: int
+
+
+def facts(code: bytes) -> list[Facts]:
+    """Of every function of a code object, by its metadata."""
+    return [
+        Facts(
+            kernel[".name"],
+            kernel[".vgpr_count"],
+            kernel[".sgpr_count"],
+            kernel[".private_segment_fixed_size"],
+            kernel[".group_segment_fixed_size"],
+        )
+        for kernel in metadata(code)["amdhsa.kernels"]
+    ]
+
+
+def waves(arch: str, vector: int, shared: int, threads: int) -> int:
+    """Waves that a SIMD holds of a kernel with so many vector registers, shared bytes and threads of a block; 0 = its
+    block does not fit. GCN: a compute unit of four SIMDs with 256 registers per lane and 64 KiB; RDNA: a workgroup
+    processor of four with 1,024 and 128 KiB (AMD's ISA documents, "Vega" and "RDNA 2")."""
+    of_block = -(-threads // wave_size(arch))
+    if wave_size(arch) == 64:
+        by_registers, memory = min(10, 256 // max(4, -(-vector // 4) * 4)), 64 << 10
+    else:
+        step, most = (16, 16) if arch.startswith("gfx103") else (8, 20)
+        by_registers, memory = min(most, 1024 // max(step, -(-vector // step) * step)), 128 << 10
+    if shared > amd_geometry.LDS_BYTES:
+        return 0
+    blocks = min(4 * by_registers // of_block, memory // max(1, shared))
+    return blocks * of_block // 4 if blocks * of_block >= 4 else min(1, blocks)
+
+
+def cell(variant: Variant, found: list[Facts]) -> str:
+    geometry = variant.geometry
+    assert isinstance(geometry, AmdGeometry)
+    ordered = sorted(found, key=lambda f: variant.functions.index(f.name))
+    main = next(f for f in ordered if f.name not in ("pa_combine", "pa_capped_combine", "pa_delta"))
+    words = "/".join(f"{f.vector}!{f.scratch}" if f.scratch else str(f.vector) for f in ordered)
+    held = waves(variant.arch, main.vector, main.shared, geometry.threads)
+    return f"{variant.arch}:{words}:{main.scalar}:{main.shared}:{held}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What :func:`cell` writes. functions: (vector registers, bytes of scratch) of each."""
+
+    functions: list[tuple[int, int]]
+    scalar: int
+    shared: int
+    waves: int
+
+
+def read_cell(text: str) -> Cell:
+    _, words, *rest = text.split(":")
+    pairs = (word.partition("!") for word in words.split("/"))
+    return Cell([(int(registers), int(scratch or 0)) for registers, _, scratch in pairs], *map(int, rest))
+
+
+def table_variants(arch: str) -> list[Variant]:
+    """What the table has of an architecture: what ships, and of every kind, at some head_dims, the variant that takes
+    the most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
+    hardest = [
+        variant
+        for variant in amd_variants(arch)
+        if variant.padded
+        and variant.mask == "float"
+        and variant.head_dim in HARDEST
+        and (variant.dtype == "float32" or variant.lift > 1)
+    ]
+    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest)))
+
+
+def digests(variants: Iterable[Variant]) -> str:
+    """Hash of the source and the macros of variants."""
+    return hashlib.sha256("".join(map(digest, variants)).encode()).hexdigest()[:12]
+
+
+def made_from() -> dict[str, str]:
+    """Architecture -> hash of what its cells should be made from."""
+    return {arch: digests(table_variants(arch)) for arch in ARCHS}
+
+
+def read_made_from() -> dict[str, str]:
+    """Architecture -> hash of what its cells were made from."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    words = next((line.split()[3:] for line in lines if line.startswith("# Made from:")), [])
+    return dict(zip(words[::2], words[1::2]))
+
+
+def read_table() -> dict[str, dict[str, str]]:
+    """Variant, without the architecture -> architecture -> its cell."""
+    rows: dict[str, dict[str, str]] = {}
+    for line in TABLE.read_text().splitlines() if TABLE.exists() else ():
+        if not line.startswith("#"):
+            name, *cells = line.split()
+            rows[name] = {c.split(":")[0]: c for c in cells}
+    return rows
+
+
+def row_name(variant: Variant) -> str:
+    """Its name without the architecture."""
+    return variant.name.removesuffix(f"-{variant.arch}")
+
+
+def write_table(archs: Iterable[str], workers: int) -> None:
+    """Update the table for some architectures; the cells of the others stay."""
+    rows, hashes = read_table(), read_made_from()
+    jobs = [variant for arch in archs for variant in table_variants(arch)]
+    with ProcessPoolExecutor(workers) as pool:
+        for variant, text in zip(jobs, pool.map(_table_cell, jobs, chunksize=4)):
+            rows.setdefault(row_name(variant), {})[variant.arch] = text
+    order = [row_name(variant) for variant in amd_variants(ARCHS[0])]
+    lines = [
+        " ".join([name, *(rows[name][arch] for arch in ARCHS if arch in rows[name])]) for name in order if name in rows
+    ]
+    hashes |= {arch: digests(table_variants(arch)) for arch in archs}
+    words = " ".join(f"{arch} {hashes[arch]}" for arch in ARCHS if arch in hashes)
+    TABLE.write_text(_HEAD.format(CLANG, words) + "\n".join(lines) + "\n")
+
+
+def _table_cell(variant: Variant) -> str:
+    return cell(variant, facts(compiled(variant)))
+
+
+def write_prebuilt(workers: int) -> None:
+    """Write the packs that ship with the package, and their manifest."""
+    folder = prebuilt.FOLDER
+    for old in folder.glob("gfx*.xz"):
+        old.unlink()
+    variants = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
+    packs: dict[str, dict[str, list[int]]] = {}
+    contents: dict[str, bytearray] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        for variant, code in zip(variants, pool.map(compiled, variants, chunksize=4)):
+            name = prebuilt.amd_pack_name(variant)
+            content = contents.setdefault(name, bytearray())
+            packs.setdefault(name, {})[variant.name] = [len(content), len(content) + len(code)]
+            content += code
+    for name, content in contents.items():
+        (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
+    path = compiler()
+    assert path is not None
+    manifest = {"clang": version(path), "digests": {v.name: digest(v) for v in variants}, "packs": packs}
+    (folder / "amd.json").write_text(json.dumps(manifest, separators=(",", ":")) + "\n")
+    print(f"{len(variants)} code objects, {sum((folder / name).stat().st_size for name in packs):,} bytes")
+
+
+def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
+    """What ships, as HIPRTC makes it."""
+    from pascal_attn_core.fused import hiprtc
+
+    library = hiprtc.find() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
+    for arch in archs:
+        for variant in prebuilt.amd_variants(arch):
+            target = amd_geometry.compile_target(arch)
+            text = source(variant.kind, variant.arch)
+            yield variant, facts(library.compile(text, target, variant.macros(), amd_geometry.OPTIONS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["table", "prebuilt", "hiprtc"])
+    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=ARCHS, help="which, for table and hiprtc")
+    parser.add_argument("--workers", type=int, help="processes; as many as there are processors")
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        write_table(arguments.archs, arguments.workers)
+    elif arguments.what == "prebuilt":
+        write_prebuilt(arguments.workers)
+    else:
+        for variant, found in by_hiprtc(arguments.archs):
+            print(variant.name, cell(variant, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
