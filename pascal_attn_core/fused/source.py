@@ -108,6 +108,13 @@ _KINDS = {
     **_gradient_kinds(),
 }
 KINDS = tuple(_KINDS)
+
+
+def is_tensor_gradient(kind: str) -> bool:
+    """Whether kernels of this kind compute gradients on tensor cores."""
+    return _KINDS[kind].on_tensor_cores and "grad" in kind
+
+
 DTYPES = ("float32", "float16", "bfloat16")
 MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver

@@ -113,7 +113,7 @@ def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]
     return reference_sdpa(query, key, value, mask, **rules)
 
 
-_DELTAS = ("pa_delta", "pa_tensor_delta")
+DELTAS = ("pa_delta", "pa_tensor_delta")
 
 
 def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], run: Run) -> float:
@@ -130,15 +130,15 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
-    plan = Plan(variant, 0, _both_gradients(variant), packed)
+    plan = Plan(variant, 0, both_gradients(variant), packed)
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
     launches = launches if packed is None else packed_launches(launches, packed)
-    run([launch for launch in launches if launch.variant == variant or launch.function in _DELTAS])
+    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 1)
     return _difference(grads[chosen], expected[chosen])
 
 
-def _both_gradients(variant: Variant) -> tuple[Variant, Variant]:
+def both_gradients(variant: Variant) -> tuple[Variant, Variant]:
     """The variants for the gradients of query, and of key and value, of which this is one."""
     of_query = variant.kind.replace("key_value", "query")
     of_key = of_query.replace("query", "key_value")

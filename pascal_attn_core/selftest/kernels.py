@@ -9,11 +9,13 @@ import torch
 
 from ..fused import prebuilt, verify
 from ..fused.kernels import Kernels
-from ..fused.source import DTYPES, Variant
+from ..fused.source import DTYPES, KINDS, Variant, is_tensor_gradient
 from ..runtime import runtime_of
 from .cases import in_one_line
 
 _GRADIENT_DIMS = (40, 64, 128)
+# On tensor cores: head_dim, kind of mask, whether columns lie behind head_dim.
+_TENSOR_GRADIENTS = ((64, "none", False), (64, "bool", False), (48, "none", True), (128, "none", False))
 
 
 class KernelCheck(NamedTuple):
@@ -44,14 +46,24 @@ class KernelCheck(NamedTuple):
 
 
 def checked_variants(capability: tuple[int, int] | None = None) -> list[Variant]:
-    """What ships for a compute capability (None: any), then the gradients of common head_dims."""
+    """What ships for a compute capability (None: any), then the gradients of common head_dims, also on tensor cores
+    where the device is one that they are for."""
     gradients = [
         Variant(kind, dim, dtype)
         for dim in _GRADIENT_DIMS
         for dtype in DTYPES
         for kind in ("grad_query", "grad_key_value")
     ]
-    return prebuilt.all_variants(capability) + gradients
+    on_tensor_cores = [
+        variant
+        for kind in KINDS
+        if is_tensor_gradient(kind)
+        for dim, mask, padded in _TENSOR_GRADIENTS
+        if mask == "none" or not kind.endswith("packed")
+        for variant in (Variant(kind, dim, "float16", mask, padded),)
+        if capability is None or variant.runs_on(capability)
+    ]
+    return list(dict.fromkeys([*prebuilt.all_variants(capability), *gradients, *on_tensor_cores]))
 
 
 def why_no_kernels(device: torch.device) -> list[str]:
