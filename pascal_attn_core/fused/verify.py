@@ -100,7 +100,10 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     tensors = numbers(1, 2, rows, dim), numbers(1, 1, keys, dim), numbers(1, 1, keys, dim)
     # Without a mask, kernels that add one serve negative scales.
     scale = -0.1 if variant.mask == "float" and mask is None else None
-    return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right")
+    softcap = 2.0 if "capped" in variant.kind else None
+    return check_call(
+        *tensors, mask, is_causal=True, scale=scale, softcap=softcap, enable_gqa=True, alignment="lower_right"
+    )
 
 
 def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -110,7 +113,7 @@ def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]
     mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
     query, key, value = wide
     rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
-    return reference_sdpa(query, key, value, mask, **rules)
+    return reference_sdpa(query, key, value, mask, softcap=call.softcap, **rules)
 
 
 DELTAS = ("pa_delta", "pa_tensor_delta")
@@ -162,6 +165,10 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
     mask = call.attn_mask
     assert mask is None or isinstance(mask, Tensor)
     scores = query @ key.mT * call.scale
+    slope = torch.ones_like(scores)
+    if call.softcap is not None:
+        tanh = torch.tanh(scores / call.softcap)
+        scores, slope = tanh * call.softcap, 1 - tanh * tanh
     allowed = allowed_keys(
         call.seq_len_q, call.seq_len_kv, is_causal=True, alignment="lower_right", device=query.device
     )
@@ -171,7 +178,7 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
         scores = scores + mask.float()
     probs = (scores - lse[..., None]).exp().masked_fill(~allowed, 0.0)
     grad_out = torch.ones_like(out)
-    grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * call.scale
+    grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale
     per_head = grad_scores.mT @ query, probs.mT @ grad_out
     return [grad_scores @ key, *(grad.sum(dim=1, keepdim=True) for grad in per_head)]
 
