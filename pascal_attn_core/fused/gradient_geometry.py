@@ -79,7 +79,7 @@ _KEY_VALUE = {
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# A lane of Volta's holds twice as many operands of the rows: most are read from shared memory, which gives twice as much.
+# A lane holds twice as many operands of the rows: most are read from shared memory, which gives twice as much.
 _VOLTA_QUERY = {
     64: GradientGeometry(2, (2, 2), at_once=32),
     **dict.fromkeys((96, 128), GradientGeometry(1, (8, 8), at_once=32)),
