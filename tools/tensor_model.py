@@ -379,8 +379,8 @@ def print_calls(rows: int, cols: int, blocks: int, machine: Machine) -> None:
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
 
 
-def own_cubins(kinds: list[str], machine: Machine, mask: str) -> Iterator[tuple[str, bytes, int, int]]:
-    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds and this kind of mask."""
+def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
+    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
     from fused import compiled
 
     from pascal_attn_core.fused.source import all_variants

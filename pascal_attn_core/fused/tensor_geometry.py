@@ -72,7 +72,7 @@ _TURING = {
     40: TensorGeometry(counters=True, integer_packed=4),
     64: TensorGeometry(in_registers=4, counters=True, integer_packed=3),
     80: TensorGeometry(in_registers=7, counters=True, integer_packed=2),
-    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=2),
+    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=3),
     128: TensorGeometry(cols=32, in_registers=9, counters=True, integer_packed=3),
     256: TensorGeometry(tiles=1, cols=32, integer_packed=3),
 }
@@ -82,10 +82,11 @@ _PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
 # Masks take registers.
 _TURING_BOOL = {
     **_TURING,
-    64: replace(_TURING[64], in_registers=5),
+    40: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=3),
+    64: replace(_TURING[64], in_registers=5, integer_packed=4),
     80: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=2),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
-    256: TensorGeometry(tiles=1, cols=32),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4),
+    256: TensorGeometry(tiles=1, cols=32, integer_packed=2),
 }
 _TURING_FLOAT = {
     **_TURING,
