@@ -144,13 +144,23 @@ MUTANTS = {
     "gradient_delta_takes_the_sign_of_lse": _gradient("(sum - (p.grad_lse", "(sum + (p.grad_lse"),
     "gradient_words_of_the_tile_before": _gradient("words[place ^ 1][t.tid] = word", "words[place][t.tid] = word"),
     "gradient_flags_of_one_head": _gradient(
-        "query_head(p, at, head) * p.flags_h", "query_head(p, at, 0) * p.flags_h", "tensor_gradient_masks.cuh"
+        "query_head(p, at, head) * p.flags_h", "query_head(p, at, 0) * p.flags_h", "gradient_masks.cuh"
     ),
     "gradient_left_operand_of_the_next_piece": _gradient(
-        "panel_piece(row, n, c) ^ 16u", "panel_piece(row, n, c) ^ 0u", "tensor_gradient.cuh"
+        "panel_piece(row, n, c) ^ 16u", "panel_piece(row, n, c) ^ 0u", "turing_gradient.cuh"
     ),
     "gradient_first_tile_ignored": _gradient(
         "at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR", "at.row0 = (int)blockIdx.x * PA_BR", "tensor_gradient.cuh"
+    ),
+    "gradient_without_the_slope_of_the_softcap": _gradient("fmaf(-s, s, 1.f)", "1.f"),
+    "gradient_scaled_by_the_softcap": _gradient(
+        "dX, p.grad_scale, at.rows(), p.dim, t);\n#endif", "dX, p.scale, at.rows(), p.dim, t);\n#endif"
+    ),
+    "volta_sides_have_each_others_keys": _gradient("(side_of(t) ^ s) * 4", "side_of(t) * 4", "volta.cuh"),
+    "volta_left_over_pieces_of_one_half": _gradient("side_of(t)) + upper * 8", "side_of(t))", "volta.cuh"),
+    "volta_lanes_keep_the_other_row": _gradient("= t.lane & 2;  // this", "= !(t.lane & 2);  // this", "volta.cuh"),
+    "volta_right_operand_of_one_side": _gradient(
+        "t.lane / 16 * 8 + t.lane % 8", "t.lane / 16 * 8 + t.lane % 4", "volta.cuh"
     ),
     "scores_kept_far_too_long": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 100.f", is_noticed=False),
     "scores_never_kept": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 0.f", is_noticed=False),

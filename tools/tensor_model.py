@@ -3,6 +3,8 @@
     python tools/tensor_model.py FILE.cubin --warps 8 --blocks 1          each loop with products of each function
     python tools/tensor_model.py FILE.cubin --machine V100 --function pa_forward
     python tools/tensor_model.py --kinds tensor tensor_grad_query         ours, compiled by NVRTC
+    python tools/tensor_model.py --kinds tensor --mask bool               and where the mask cuts every tile
+    python tools/tensor_model.py --kinds volta --machine V100
     python tools/tensor_model.py --calls                                  work wasted at edges, and idle multiprocessors
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
@@ -344,11 +346,11 @@ HEAD = (
 )
 
 
-def paths(cubin: bytes) -> Iterable[tuple[str, list[Instruction]]]:
-    """(function, one round) of each loop with products in a cubin."""
+def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
+    """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts."""
     for function, code in sections(cubin).items():
         for loop in loops(decode(code)):
-            yield function, usual_path(loop)
+            yield function, usual_path(loop, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -377,14 +379,14 @@ def print_calls(rows: int, cols: int, blocks: int, machine: Machine) -> None:
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
 
 
-def own_cubins(kinds: list[str], machine: Machine) -> Iterator[tuple[str, bytes, int, int]]:
-    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, without masks."""
+def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
+    """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
     from fused import compiled
 
     from pascal_attn_core.fused.source import all_variants
 
     for variant in all_variants():
-        if variant.kind in kinds and variant.mask == "none" and not variant.padded:
+        if variant.kind in kinds and variant.mask == mask and not variant.padded:
             cubin = compiled(variant, machine.arch).cubin
             yield variant.name, cubin, variant.geometry.threads // _LANES, variant.geometry.blocks
 
@@ -393,6 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cubin", type=Path, nargs="?")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="no cubin: our kernels of these kinds")
+    parser.add_argument("--mask", choices=["none", "bool", "float"], default="none", help="for --kinds")
     parser.add_argument("--function", default="", help="part of the names of those to look at")
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
@@ -409,9 +412,10 @@ def main() -> None:
     if arguments.kinds:
         print(HEAD)
         for machine in machines:
-            for name, cubin, warps, blocks in own_cubins(arguments.kinds, machine):
-                for _, path in paths(cubin):
-                    print(report(name, path, machine, warps, blocks), flush=True)
+            for name, cubin, warps, blocks in own_cubins(arguments.kinds, machine, arguments.mask):
+                for masked in (False, True)[: 1 + (arguments.mask != "none")]:
+                    for _, path in paths(cubin, masked=masked):
+                        print(report(name + ", cut" * masked, path, machine, warps, blocks), flush=True)
         return
     if arguments.cubin is None:
         parser.error("give a cubin, --kinds or --calls")

@@ -57,8 +57,8 @@ class GradientGeometry:
 
 
 def _pitch(pieces: int) -> int:
-    """PANEL_PITCH of ``tensor_gradient.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
-    return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
+    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+    return 16 * pieces
 
 
 def _whole(head_dim: int, tiles: int, cols: int = 32) -> GradientGeometry:
@@ -79,11 +79,28 @@ _KEY_VALUE = {
     128: GradientGeometry(1, (12, 6)),
 }
 GRADIENT_HEAD_DIMS = tuple(_QUERY)
+# A lane holds twice as many operands of the rows: most are read from shared memory, which gives twice as much.
+_VOLTA_QUERY = {
+    64: GradientGeometry(2, (2, 2), at_once=32),
+    **dict.fromkeys((96, 128), GradientGeometry(1, (8, 8), at_once=32)),
+}
+_VOLTA_QUERY_TIGHT = {**_VOLTA_QUERY, 64: GradientGeometry(2, (4, 0), at_once=32)}
+_VOLTA_KEY_VALUE = {
+    64: GradientGeometry(2, (0, 2)),
+    96: GradientGeometry(1, (8, 4), at_once=32),
+    128: GradientGeometry(1, (4, 4), cols=16),
+}
+_VOLTA_KEY_VALUE_FLOAT_PADDED = {**_VOLTA_KEY_VALUE, 64: GradientGeometry(2, (0, 0))}
+_VOLTA_KEY_VALUE_CAPPED = {**_VOLTA_KEY_VALUE, 96: GradientGeometry(1, (4, 4), at_once=32)}
+VOLTA_GRADIENT_HEAD_DIMS = tuple(_VOLTA_QUERY)
 # Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads
 # no more words than it has threads.
 _QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
 _KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
-_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 10))}
+_QUERY_CAPPED = {**_QUERY_TIGHT, 80: _whole(80, 1)}
+_KEY_VALUE_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 6), cols=16)}
+_KEY_VALUE_BOOL = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4), cols=16)}
+_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_BOOL, 128: GradientGeometry(1, (8, 10))}
 _KEY_VALUE_FLOAT = {
     **_KEY_VALUE_TIGHT,
     64: GradientGeometry(2, (4, 4)),
@@ -91,22 +108,43 @@ _KEY_VALUE_FLOAT = {
 }
 _KEY_VALUE_PACKED = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4))}
 _KEY_VALUE_PACKED_FLOAT = {**_KEY_VALUE_FLOAT, 64: _whole(64, 1)}
+_KEY_VALUE_CAPPED = {
+    **_KEY_VALUE_TIGHT,
+    64: _whole(64, 1),
+    96: GradientGeometry(1, (12, 10)),
+    128: GradientGeometry(1, (6, 4), cols=16),
+}
 GRADIENT_TABLES = (
-    *(_QUERY, _QUERY_TIGHT, _KEY_VALUE, _KEY_VALUE_TIGHT),
-    *(_KEY_VALUE_BOOL_PADDED, _KEY_VALUE_FLOAT, _KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT),
+    *(_VOLTA_QUERY, _VOLTA_QUERY_TIGHT),
+    *(_VOLTA_KEY_VALUE, _VOLTA_KEY_VALUE_FLOAT_PADDED, _VOLTA_KEY_VALUE_CAPPED),
+    *(_QUERY, _QUERY_TIGHT, _QUERY_CAPPED, _KEY_VALUE, _KEY_VALUE_PADDED, _KEY_VALUE_BOOL, _KEY_VALUE_BOOL_PADDED),
+    *(_KEY_VALUE_FLOAT, _KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT, _KEY_VALUE_CAPPED),
 )
 
 
 def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
     """Of the kernel of this kind, whose name has ``grad`` in it."""
-    packed = kind.endswith("packed")
-    is_tight = padded or packed or mask != "none"
+    packed, capped = kind.endswith("packed"), "capped" in kind
+    is_tight = padded or packed or capped or mask != "none"
+    if kind.startswith("volta"):
+        if "key_value" not in kind:
+            return (_VOLTA_QUERY_TIGHT if is_tight else _VOLTA_QUERY)[head_dim]
+        if capped:
+            return _VOLTA_KEY_VALUE_CAPPED[head_dim]
+        return (_VOLTA_KEY_VALUE_FLOAT_PADDED if padded and mask == "float" else _VOLTA_KEY_VALUE)[head_dim]
     if "key_value" not in kind:
-        return (_QUERY_TIGHT if is_tight else _QUERY)[head_dim]
+        return (_QUERY_CAPPED if capped else _QUERY_TIGHT if is_tight else _QUERY)[head_dim]
+    if capped:
+        return _KEY_VALUE_CAPPED[head_dim]
     if packed:
         return (_KEY_VALUE_PACKED if mask == "none" else _KEY_VALUE_PACKED_FLOAT)[head_dim]
     if mask == "float":
         return _KEY_VALUE_FLOAT[head_dim]
-    if mask == "bool" and padded:
-        return _KEY_VALUE_BOOL_PADDED[head_dim]
-    return (_KEY_VALUE_TIGHT if is_tight else _KEY_VALUE)[head_dim]
+    if mask == "bool":
+        return (_KEY_VALUE_BOOL_PADDED if padded else _KEY_VALUE_BOOL)[head_dim]
+    return (_KEY_VALUE_PADDED if padded else _KEY_VALUE)[head_dim]
+
+
+def gradient_head_dims(kind: str) -> tuple[int, ...]:
+    """That there are kernels of this kind for."""
+    return VOLTA_GRADIENT_HEAD_DIMS if kind.startswith("volta") else GRADIENT_HEAD_DIMS

@@ -192,7 +192,7 @@ def _forward_params(call: AttentionCall, variant: Variant, fields: dict) -> tupl
     """Of a kernel on plain cores, and what must live as long as they."""
     if not variant.kind.startswith("capped"):
         return Forward(**fields), ()
-    fields = fields | _softcap_fields(call)
+    fields = fields | softcap_fields(call)
     if call.sinks is None:
         return CappedForward(**fields), ()
     sinks = call.sinks.float().contiguous()
@@ -240,7 +240,7 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
     variant, geometry, batches = plan.forward, plan.forward.geometry, view.query.shape[0]
     forward, *others = variant.functions
     keep, work, splits = list(view.tensors), work_of(call, view), max(1, plan.splits)
-    fields |= {"splits": splits, **_softcap_fields(call)}
+    fields |= {"splits": splits, **softcap_fields(call)}
     launches = []
     if view.mask is not None:
         bits, of_mask, grid = _mask_bits(call, view, variant)
@@ -281,7 +281,7 @@ def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str, lift
     largest.view(joined, -1, call.num_heads, call.seq_len_q)[-1] = sinks[:, None]
 
 
-def _softcap_fields(call: AttentionCall) -> dict[str, float]:
+def softcap_fields(call: AttentionCall) -> dict[str, float]:
     """Capped scores are softcap * tanh(...): the kernel takes the tanh, and scales by softcap. With scale 0 all are
     0."""
     if call.softcap is None or call.scale == 0:
@@ -293,7 +293,7 @@ def _softcap_fields(call: AttentionCall) -> dict[str, float]:
 def _mask_bits(
     call: AttentionCall, view: View, variant: Variant
 ) -> tuple[list[Tensor], dict[str, int], tuple[int, int, int]]:
-    """Memory for a mask's bits and flags (``tensor_masks.cuh``), the fields that name it, and the grid of the kernel
+    """Memory for a mask's bits and flags (``mask_bits.cuh``), the fields that name it, and the grid of the kernel
     that writes it. What a mask repeats is not repeated there."""
     assert view.mask is not None
     geometry = variant.geometry
@@ -311,7 +311,7 @@ def _mask_bits(
     flags = view.query.new_empty((batches, units, row_tiles, key_tiles), dtype=torch.uint8)
     has_row_tiles = variant.is_small or of_query
     fields = {
-        "bits": bits.data_ptr(),
+        "mask_bits": bits.data_ptr(),
         "flags": flags.data_ptr(),
         "bits_b": bits.stride(0) if of_batch else 0,
         "bits_h": bits.stride(1) if of_head else 0,

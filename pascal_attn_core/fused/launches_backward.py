@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .launches import Launch, View, common_fields, result_fields, steps, views, work_of
+from .launches import Launch, View, common_fields, result_fields, softcap_fields, steps, views, work_of
 from .params import Backward, TensorBackward
 from .plan import Plan
 from .source import Variant
@@ -87,6 +87,7 @@ def _tensor_launches(
 ) -> list[Launch]:
     delta_grid, *grids = _grids(call, view, *variants)
     keep = [stats, *view.tensors]
+    fields |= {"grad_scale": call.scale, **softcap_fields(call)}
     params = TensorBackward(**fields)
     launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
     bits = None if view.mask is None else _empty_bits(call, view)
@@ -107,7 +108,7 @@ _KEYS_OF_BLOCK = 256  # the most of any geometry: both kernels write the same bi
 
 
 def _empty_bits(call: AttentionCall, view: View) -> Tensor:
-    """Memory for a mask's bits (``tensor_gradient_masks.cuh``). What a mask repeats is not repeated there."""
+    """Memory for a mask's bits (``mask_bits.cuh``). What a mask repeats is not repeated there."""
     assert view.mask is not None
     of_batch, of_head, of_query, _ = steps(view.mask)
     batches = view.query.shape[0] if of_batch else 1

@@ -33,7 +33,7 @@ class CappedForward(Forward):
 
 class TensorForward(Params):
     _fields_ = [
-        *_fields(_POINTER, "q k v o mask lse log_sum part_sums part_max part_out cu_q cu_k bits flags sinks"),
+        *_fields(_POINTER, "q k v o mask lse log_sum part_sums part_max part_out cu_q cu_k mask_bits flags sinks"),
         *_fields(_I64, "qb qh qs kb kh ks vb vh vs ob oh os mb mh mq mk lb lh"),
         *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
         *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
@@ -68,4 +68,5 @@ class TensorBackward(Backward):
         *_fields(_POINTER, "mask_bits flags"),
         *_fields(_I64, "bits_b bits_h bits_q flags_b flags_h flags_q"),
         *_fields(_INT, "mask_heads mask_rows"),
+        *_fields(_FLOAT, "tanh_scale grad_scale"),
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from .gradient_geometry import GRADIENT_HEAD_DIMS
+from .gradient_geometry import gradient_head_dims
 from .rows import rows_are_readable
 from .source import HEAD_DIMS, AnyGeometry, Variant
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
@@ -241,10 +241,12 @@ def tensor_plan(
 
 def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
     """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
-    take: on plain cores where a device or a head_dim has none there."""
-    dim = table_dim(call.head_dim, call.head_dim_v, GRADIENT_HEAD_DIMS)
-    kinds = [f"tensor_{name}{'_packed' if packed else ''}" for name in ("grad_query", "grad_key_value")]
-    if dim is None or not Variant(kinds[0], dim, "float16").runs_on(capability):
+    take: on plain cores where a head_dim has none there."""
+    generation = "volta" if capability < (7, 5) else "tensor"
+    suffix = "_capped" * (call.softcap is not None) + "_packed" * packed
+    kinds = [f"{generation}_{name}{suffix}" for name in ("grad_query", "grad_key_value")]
+    dim = table_dim(call.head_dim, call.head_dim_v, gradient_head_dims(kinds[0]))
+    if dim is None:
         variants = variants_of(call)
         return variants.grad_query, variants.grad_key_value
     whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))

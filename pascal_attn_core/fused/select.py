@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
+from .gradient_geometry import GRADIENT_HEAD_DIMS, VOLTA_GRADIENT_HEAD_DIMS
 from .launches import UNBOUNDED
 from .rows import rows_are_readable
 from .source import HEAD_DIMS
@@ -38,8 +39,9 @@ def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> l
     reasons = [*_common_reasons(call, largest), *_mask_reasons(call)]
     if call.query.dtype != torch.float16:
         reasons.append(f"the kernel on tensor cores takes float16, got {call.query.dtype}")
-    if call.needs_grad and (call.softcap is not None or call.sinks is not None):
-        reasons.append("it has no gradients with softcap or attention sinks")
+    of_gradients = (VOLTA_GRADIENT_HEAD_DIMS if capability < (7, 5) else GRADIENT_HEAD_DIMS)[-1]
+    if call.needs_grad and call.softcap is not None and max(call.head_dim, call.head_dim_v) > of_gradients:
+        reasons.append(f"with softcap its gradients end at head_dim {of_gradients}")
     adds = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     if (adds or call.scale <= 0) and max(call.head_dim, call.head_dim_v) > FLOAT_MASK_HEAD_DIM:
         what = "a float mask" if adds else f"scale {call.scale:g}"

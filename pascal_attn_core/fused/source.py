@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from . import amd_geometry
 from .amd_geometry import AmdGeometry
-from .gradient_geometry import GRADIENT_HEAD_DIMS, GRADIENT_TABLES, GradientGeometry, gradient_geometry
+from .gradient_geometry import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
 from .tensor_geometry import (
     FLOAT_MASK_HEAD_DIM,
     TENSOR_HEAD_DIMS,
@@ -46,16 +47,19 @@ class Kind(NamedTuple):
 
 
 _PLAIN = ("base.cuh", "common.cuh", "band.cuh", "product.cuh", "sequence.cuh")
-_TENSOR = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh", "tensor_call.cuh", "tensor_tiles.cuh")
+_ON_LANES = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh")
 
 
-def _tensor_kinds(name: str, fragments: str, least: tuple[int, int], below: tuple[int, int]) -> dict[str, Kind]:
+def _tensor_kinds(
+    name: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
+) -> dict[str, Kind]:
     """Whole calls, packed sequences, and few query rows, on the tensor cores of one generation."""
 
     def kind(suffix: str, *, packed: bool = False, small: bool = False) -> Kind:
         function = f"pa_{name}{suffix}"
         macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
-        files = (*_TENSOR, fragments, "tensor_masks.cuh", "tensor_forward.cu", *(("combine.cuh",) if small else ()))
+        files = (*_ON_LANES, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
+                 "tensor_masks.cuh", "tensor_forward.cu", *(("combine.cuh",) if small else ()))  # fmt: skip
         combine = f"pa_{name}_combine"
         if small:
             macros["PA_COMBINE_NAME"] = combine
@@ -69,16 +73,20 @@ def _tensor_kinds(name: str, fragments: str, least: tuple[int, int], below: tupl
     return {**kinds, f"{name}_barrier": kind("_barrier")} if name == "tensor" else kinds
 
 
-def _gradient_kinds() -> dict[str, Kind]:
-    """The gradients of query, and of key and value, on Turing's tensor cores."""
-    files = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh", "gradients.cuh",
-             "tensor_gradient.cuh", "tensor_gradient_masks.cuh", "tensor_gradient.cu")  # fmt: skip
+def _gradient_kinds(
+    generation: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
+) -> dict[str, Kind]:
+    """The gradients of query, and of key and value, on the tensor cores of one generation."""
+    files = (*_ON_LANES, "gradients.cuh", "tensor_lanes.cuh", "tensor_gradient.cuh", *fragments, "mask_bits.cuh",
+             "gradient_masks.cuh", "tensor_gradient.cu")  # fmt: skip
     found = {}
-    for of_keys, name in enumerate(("tensor_grad_query", "tensor_grad_key_value")):
-        for packed, suffix in enumerate(("", "_packed")):
-            macros = {"PA_KEYS": of_keys, "PA_PACKED": packed, "PA_GRADIENT_NAME": f"pa_{name}{suffix}"}
+    for of_keys, name in enumerate((f"{generation}_grad_query", f"{generation}_grad_key_value")):
+        for capped, packed in itertools.product((0, 1), (0, 1)):
+            suffix = "_capped" * capped + "_packed" * packed
+            macros: dict[str, object] = {"PA_KEYS": of_keys, "PA_CAPPED": capped, "PA_PACKED": packed}
+            macros["PA_GRADIENT_NAME"] = f"pa_{name}{suffix}"
             functions = (f"pa_{name}{suffix}", *(() if of_keys else ("pa_tensor_delta",)))
-            found[name + suffix] = Kind(files, macros, functions, True, (7, 5), mask_function="pa_gradient_bits")
+            found[name + suffix] = Kind(files, macros, functions, True, least, below, "pa_gradient_bits")
     return found
 
 
@@ -121,11 +129,19 @@ _KINDS = {
         },
         ("pa_capped_split", "pa_capped_combine"),
     ),
-    **_tensor_kinds("volta", "volta.cuh", (7, 0), (7, 5)),
-    **_tensor_kinds("tensor", "turing.cuh", (7, 5), (99, 0)),
-    **_gradient_kinds(),
+    **_tensor_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
+    **_tensor_kinds("tensor", ("turing.cuh", "turing_forward.cuh"), (7, 5), (99, 0)),
+    **_gradient_kinds("tensor", ("turing.cuh", "turing_gradient.cuh"), (7, 5), (99, 0)),
+    **_gradient_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
 }
 KINDS = tuple(_KINDS)
+
+
+def is_tensor_gradient(kind: str) -> bool:
+    """Whether kernels of this kind compute gradients on tensor cores."""
+    return _KINDS[kind].on_tensor_cores and "grad" in kind
+
+
 DTYPES = ("float32", "float16", "bfloat16")
 MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
@@ -373,7 +389,8 @@ def all_variants() -> Iterator[Variant]:
     for kind in KINDS:
         is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
         of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
-        of_tensor = GRADIENT_HEAD_DIMS if is_gradient else of_tensor
+        if is_gradient and is_tensor:
+            of_tensor = gradient_head_dims(kind)
         dims = of_tensor if is_tensor else HEAD_DIMS
         masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
         for head_dim in dims:

@@ -61,8 +61,8 @@ class TensorGeometry:
 
 
 def _pitch(pieces: int) -> int:
-    """PANEL_PITCH of ``tensor_tiles.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
-    return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
+    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+    return 16 * pieces
 
 
 # Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products. What ptxas makes of one
@@ -72,7 +72,7 @@ _TURING = {
     40: TensorGeometry(counters=True, integer_packed=4),
     64: TensorGeometry(in_registers=4, counters=True, integer_packed=3),
     80: TensorGeometry(in_registers=7, counters=True, integer_packed=2),
-    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=2),
+    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=3),
     128: TensorGeometry(cols=32, in_registers=9, counters=True, integer_packed=3),
     256: TensorGeometry(tiles=1, cols=32, integer_packed=3),
 }
@@ -82,10 +82,11 @@ _PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
 # Masks take registers.
 _TURING_BOOL = {
     **_TURING,
-    64: replace(_TURING[64], in_registers=5),
+    40: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=3),
+    64: replace(_TURING[64], in_registers=5, integer_packed=4),
     80: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=2),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
-    256: TensorGeometry(tiles=1, cols=32),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4),
+    256: TensorGeometry(tiles=1, cols=32, integer_packed=2),
 }
 _TURING_FLOAT = {
     **_TURING,
@@ -103,16 +104,24 @@ _TURING_SMALL = {
 # Where the geometry with counters spills without them.
 _TURING_BARRIER = {80: TensorGeometry(cols=32), 128: TensorGeometry(cols=32, in_registers=11, integer_packed=3)}
 _VOLTA = {
-    **dict.fromkeys((32, 80), TensorGeometry(cols=32)),
-    64: TensorGeometry(cols=32, integer_packed=2),
-    96: TensorGeometry(cols=32, in_registers=8),
-    128: TensorGeometry(cols=32, in_registers=3),
+    32: TensorGeometry(integer_packed=2),
+    64: TensorGeometry(in_registers=3, integer_packed=2),
+    80: TensorGeometry(in_registers=1, integer_packed=2),
+    96: TensorGeometry(in_registers=2, integer_packed=4),
+    128: TensorGeometry(cols=32, in_registers=1, integer_packed=2),
 }
-VOLTA_HEAD_DIMS = tuple(sorted(_VOLTA))
+VOLTA_HEAD_DIMS = tuple(_VOLTA)
+_VOLTA_TIGHT = {
+    32: TensorGeometry(cols=32, integer_packed=2),
+    64: TensorGeometry(cols=32, in_registers=4, integer_packed=2),
+    80: TensorGeometry(cols=32, in_registers=4, integer_packed=2),
+    96: TensorGeometry(cols=32, in_registers=2, integer_packed=2),
+    128: TensorGeometry(cols=32, in_registers=1),
+}
+_VOLTA_FLOAT = {**_VOLTA_TIGHT, 128: TensorGeometry(tiles=1, cols=32, in_registers=8)}
 _VOLTA_SMALL = {
-    **dict.fromkeys((32, 64, 80), TensorGeometry(warps=2, cols=32, blocks=2)),
-    96: TensorGeometry(warps=2, cols=32, in_registers=4, blocks=2),
-    128: TensorGeometry(warps=4, cols=32, in_registers=1),
+    **dict.fromkeys((32, 64, 80, 96), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
+    128: TensorGeometry(warps=4, tiles=1, cols=32, in_registers=8, blocks=2),
 }
 TENSOR_TABLES = {
     "tensor": _TURING,
@@ -125,8 +134,9 @@ TENSOR_TABLES = {
     "tensor small": _TURING_SMALL,
     "tensor barrier": _TURING_BARRIER,
     "volta": _VOLTA,
+    **dict.fromkeys(("volta bool", "volta padded", "volta packed"), _VOLTA_TIGHT),
+    **dict.fromkeys(("volta float", "volta packed float"), _VOLTA_FLOAT),
     "volta small": _VOLTA_SMALL,
-    "volta small float": {**_VOLTA_SMALL, 128: TensorGeometry(cols=32, in_registers=2)},
 }
 
 

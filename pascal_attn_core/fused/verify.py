@@ -101,8 +101,10 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     # Without a mask, kernels that add one serve negative scales.
     scale = -0.1 if variant.mask == "float" and mask is None else None
     rules: dict[str, Any] = {}
+    if "capped" in variant.kind:
+        rules["softcap"] = 2.0
     if variant.kind.startswith("capped"):
-        rules = {"softcap": 2.0, "sinks": torch.tensor([0.5, 3.0], device=device)}
+        rules["sinks"] = torch.tensor([0.5, 3.0], device=device)
     return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right", **rules)
 
 
@@ -117,7 +119,7 @@ def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]
     return reference_sdpa(query, key, value, mask, **rules)
 
 
-_DELTAS = ("pa_delta", "pa_tensor_delta")
+DELTAS = ("pa_delta", "pa_tensor_delta")
 
 
 def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], run: Run) -> float:
@@ -134,15 +136,15 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
-    plan = Plan(variant, 0, _both_gradients(variant), packed)
+    plan = Plan(variant, 0, both_gradients(variant), packed)
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
     launches = launches if packed is None else packed_launches(launches, packed)
-    run([launch for launch in launches if launch.variant == variant or launch.function in _DELTAS])
+    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 1)
     return _difference(grads[chosen], expected[chosen])
 
 
-def _both_gradients(variant: Variant) -> tuple[Variant, Variant]:
+def both_gradients(variant: Variant) -> tuple[Variant, Variant]:
     """The variants for the gradients of query, and of key and value, of which this is one."""
     of_query = variant.kind.replace("key_value", "query")
     of_key = of_query.replace("query", "key_value")
@@ -166,6 +168,10 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
     mask = call.attn_mask
     assert mask is None or isinstance(mask, Tensor)
     scores = query @ key.mT * call.scale
+    slope = torch.ones_like(scores)
+    if call.softcap is not None:
+        tanh = torch.tanh(scores / call.softcap)
+        scores, slope = tanh * call.softcap, 1 - tanh * tanh
     allowed = allowed_keys(
         call.seq_len_q, call.seq_len_kv, is_causal=True, alignment="lower_right", device=query.device
     )
@@ -175,7 +181,7 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
         scores = scores + mask.float()
     probs = (scores - lse[..., None]).exp().masked_fill(~allowed, 0.0)
     grad_out = torch.ones_like(out)
-    grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * call.scale
+    grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale
     per_head = grad_scores.mT @ query, probs.mT @ grad_out
     return [grad_scores @ key, *(grad.sum(dim=1, keepdim=True) for grad in per_head)]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ..call import AttentionCall
+from typing import Any
+
+from torch import Tensor
+
+from ..call import AttentionCall, Gradients, Results
 from ..config import AttentionConfig, RouteUnavailable
 from ..device import MIB
 from ..fused.kernels import kernels_of
@@ -10,6 +14,7 @@ from ..fused.launches import mask_bits_bytes
 from ..fused.plan import Packed, Plan, tensor_plan
 from ..fused.select import tensor_reasons
 from ..runtime import runtime_of
+from ..tiled.gradients import sinks_gradient
 from .fused import FusedRoute, takes_device, why_untried
 from .route import Choice, Request
 from .timing import TensorTimings, Times
@@ -17,8 +22,8 @@ from .torch_kernel import TorchForm, TorchRoute
 
 
 class TensorRoute(FusedRoute):
-    """Our CUDA kernel on tensor cores; gradients too on Turing up to head_dim 128, elsewhere by the one on plain cores.
-    On newer cards by name only.
+    """Our CUDA kernel on tensor cores, its gradients up to head_dim 128, above by those on plain cores. On newer cards
+    by name only.
 
     Args:
         plain: our route on plain cores, against which this one is timed, as against torch's kernel.
@@ -67,6 +72,25 @@ class TensorRoute(FusedRoute):
         """The plan, with a barrier where that was timed as faster."""
         other = with_barrier(call, plan) if times.best < 1 else None
         return plan if other is None else other
+
+    def backward(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Plan,
+        grad_out: Tensor,
+        saved: Results,
+        *,
+        grad_lse: Tensor | None,
+        wants_sinks: bool = False,
+        **others: Any,
+    ) -> Gradients:
+        """As on plain cores; the gradient of the sinks is made of what the forward pass saved."""
+        found = super().backward(call, config, plan, grad_out, saved, grad_lse=grad_lse, **others)
+        if not wants_sinks or saved.lse is None:
+            return found
+        grad_out = grad_out.expand(saved.out.shape)
+        return found._replace(sinks=sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse))
 
 
 def with_barrier(call: AttentionCall, plan: Plan) -> Plan | None:

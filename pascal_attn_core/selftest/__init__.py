@@ -78,7 +78,7 @@ class Selftest:
     def advice(self) -> str:
         """The configuration for this machine."""
         wrong = {check.route for check in self.checks if not check.is_right and check.route != AUTO}
-        fused = "fused" in wrong or any(not check.is_right for check in self.kernels)
+        fused = bool(wrong & {"fused", "fused-tensor"}) or any(not check.is_right for check in self.kernels)
         if "tiled" in wrong:
             return "torch's own attention, and report this: the tiled route is wrong here"
         if wrong & {"torch", "math"}:
@@ -189,7 +189,7 @@ def _check_lines(found: Selftest) -> list[str]:
             right = sum(check.is_right for check in computed)
             worst = max((check.error for check in computed if check.error is not None), default=0.0)
             cells.append(f"{right}/{len(computed)} {worst:.0e} {len(checks) - len(computed):2d} refused")
-        lines.append(line("", f"  {route:6s}" + "  ".join(f"{cell:21s}" for cell in cells).rstrip()))
+        lines.append(line("", f"  {route:13s}" + "  ".join(f"{cell:21s}" for cell in cells).rstrip()))
     return lines
 
 
@@ -208,7 +208,7 @@ def _speed_lines(found: Selftest) -> list[str]:
     if found.costs:
         costs = ", ".join(f"{name.removeprefix('ours-')} {cost:.0f}" for name, cost in found.costs.items())
         lines.append(line("us a call", f"{costs} (CPU time until a call of 64 tokens is on its way)"))
-    ratios = {route: found.over_torch(route) for route in ("fused", "tiled", AUTO)}
+    ratios = {route: found.over_torch(route) for route in ("fused-tensor", "fused", "tiled", AUTO)}
     words = [f"{route} {ratio:.2f}" for route, ratio in ratios.items() if ratio is not None]
     lines.append(line("of torch", f"median time in units of torch-fused: {', '.join(words) or 'unknown'}"))
     return lines

@@ -9,11 +9,13 @@ import torch
 
 from ..fused import prebuilt, verify
 from ..fused.kernels import Kernels
-from ..fused.source import DTYPES, Variant
+from ..fused.source import DTYPES, KINDS, Variant, is_tensor_gradient
 from ..runtime import runtime_of
 from .cases import in_one_line
 
 _GRADIENT_DIMS = (40, 64, 128)
+# On tensor cores: head_dim, kind of mask, whether columns lie behind head_dim.
+_TENSOR_GRADIENTS = ((64, "none", False), (64, "bool", False), (48, "none", True), (128, "none", False))
 
 
 class KernelCheck(NamedTuple):
@@ -44,7 +46,8 @@ class KernelCheck(NamedTuple):
 
 
 def checked_variants(arch: str = "sm_61") -> list[Variant]:
-    """What ships for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common head_dims."""
+    """What ships for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common head_dims, also
+    on tensor cores where the device is one that they are for."""
     amd = "" if arch.startswith("sm_") else arch
     gradients = [
         Variant(kind, dim, dtype, arch=amd)
@@ -52,7 +55,16 @@ def checked_variants(arch: str = "sm_61") -> list[Variant]:
         for dtype in DTYPES
         for kind in ("grad_query", "grad_key_value")
     ]
-    return prebuilt.variants_for(arch) + gradients
+    on_tensor_cores = [
+        variant
+        for kind in KINDS
+        if is_tensor_gradient(kind)
+        for dim, mask, padded in _TENSOR_GRADIENTS
+        if mask == "none" or not kind.endswith("packed")
+        for variant in (Variant(kind, dim, "float16", mask, padded),)
+        if not amd and variant.runs_on(divmod(int(arch.removeprefix("sm_")), 10))
+    ]
+    return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *on_tensor_cores]))
 
 
 def why_no_kernels(device: torch.device) -> list[str]:

@@ -57,7 +57,7 @@ class Lazy:
         self.inputs = tuple(inputs)
         self.value: Value | None = None
         self.readers = 0
-        self.steps = 1 + sum(0 if node.value is not None else node.steps for node in self.inputs)
+        self.steps: int = 1 + sum(0 if node.value is not None else node.steps for node in self.inputs)
         for node in self.inputs:
             node.readers += 1
 

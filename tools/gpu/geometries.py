@@ -7,13 +7,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from pascal_attn_core.fused.source import Geometry, Variant
+from pascal_attn_core.fused.gradient_geometry import GradientGeometry
+from pascal_attn_core.fused.source import AnyGeometry, Geometry, Variant
+from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 
 _SCHEDULERS, _REGISTERS_OF_SCHEDULER = 4, 16384  # of a multiprocessor
 _MOST_REGISTERS = 255  # of a thread
 _THREADS = (64, 256)
 _TILE = (8, 128)
 _CHUNKS = (4, 8, 16, 32)
+_SHARED_KIB = {"volta": 96, "tensor": 64}
 # Registers that are neither scores nor sums: operands, addresses, row statistics.
 _OTHERS = 40
 # Multiplications of a thread for each step along the reduced dimension: with fewer, shared memory is the limit, with
@@ -25,35 +28,67 @@ _PRODUCT = (32, 64)
 class Candidate(Variant):
     """A variant with other tiles than those of the table."""
 
-    tiles: Geometry = field(kw_only=True)
+    tiles: AnyGeometry = field(kw_only=True)
 
     @staticmethod
-    def of(variant: Variant, tiles: Geometry) -> Candidate:
+    def of(variant: Variant, tiles: AnyGeometry) -> Candidate:
         return Candidate(variant.kind, variant.head_dim, variant.dtype, variant.mask, variant.padded, tiles=tiles)
 
     @functools.cached_property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> AnyGeometry:
         return self.tiles
 
     @functools.cached_property
     def name(self) -> str:
-        plain = Variant(self.kind, self.head_dim, self.dtype, self.mask, self.padded)
-        return f"{plain.name} {words(self.tiles)}"
+        return f"{self.plain.name} {words(self.tiles)}"
+
+    @property
+    def plain(self) -> Variant:
+        """The variant, with the tiles of the table."""
+        return Variant(self.kind, self.head_dim, self.dtype, self.mask, self.padded)
 
 
-def words(tiles: Geometry) -> str:
-    """``"128x64 by 8x16, chunks 16/16, P in 2, 2 blocks"``."""
+def fits(candidate: Variant) -> bool:
+    """Whether a block of kernels on tensor cores has the shared memory that it needs."""
+    if not candidate.on_tensor_cores:
+        return True
+    most = _SHARED_KIB["volta" if candidate.kind.startswith("volta") else "tensor"] << 10
+    return candidate.geometry.blocks * (candidate.tile_bytes + candidate.own_bytes) <= most
+
+
+def words(tiles: AnyGeometry) -> str:
+    """``"128x64 by 8x16, chunks 16/16, P in 2, 2 blocks"``, on tensor cores ``"8 warps of 2x16 rows, ..."``."""
+    if isinstance(tiles, TensorGeometry):
+        waiting = "counters" if tiles.counters else "a barrier"
+        return (
+            f"{_warps(tiles)}, Q {tiles.in_registers or 'all'} in registers, {tiles.integer_packed} of 4 packed by "
+            f"integers, {waiting}, {_blocks_words(tiles)}"
+        )
+    if isinstance(tiles, GradientGeometry):
+        kept = "/".join(map(str, tiles.in_registers))
+        return f"{_warps(tiles)}, {tiles.at_once} at once, {kept} in registers, {_blocks_words(tiles)}"
     return (
         f"{tiles.rows}x{tiles.cols} by {tiles.tx}x{tiles.ty}, chunks {tiles.depth}/{tiles.staged}, "
-        f"P in {tiles.parts}, {tiles.blocks} block{'s'[: tiles.blocks > 1]}"
+        f"P in {tiles.parts}, {_blocks_words(tiles)}"
     )
 
 
-def shapes(variant: Variant) -> list[Geometry]:
+def _blocks_words(tiles: AnyGeometry) -> str:
+    return f"{tiles.blocks} block{'s'[: tiles.blocks > 1]}"
+
+
+def _warps(tiles: TensorGeometry | GradientGeometry) -> str:
+    return f"{tiles.warps} warps of {tiles.tiles}x16 rows, {tiles.cols} columns"
+
+
+def shapes(variant: Variant) -> list[AnyGeometry]:
     """Tiles and thread grids up to twice and half the variant's own, each with the numbers of blocks that its sums and
-    scores leave registers for. Some cannot be compiled: the source says which."""
+    scores leave registers for; on tensor cores, warps and tiles of other sizes. Some cannot be compiled: the source or
+    the card's shared memory says which."""
     own = variant.geometry
-    found = [own]
+    if not isinstance(own, Geometry):
+        return list(dict.fromkeys([own, *_on_tensor_cores(own)]))
+    found: list[AnyGeometry] = [own]
     scales = itertools.product((1, 0.5, 2), repeat=4)
     for row_scale, col_scale, x_scale, y_scale in scales:
         sizes = own.rows * row_scale, own.cols * col_scale, own.tx * x_scale, own.ty * y_scale
@@ -65,9 +100,27 @@ def shapes(variant: Variant) -> list[Geometry]:
     return list(dict.fromkeys(found))
 
 
-def details(tiles: Geometry) -> list[Geometry]:
+def _on_tensor_cores(own: TensorGeometry | GradientGeometry) -> Iterator[AnyGeometry]:
+    sizes = [(n, 3 - blocks) for n, blocks in ((8, 2), (4, 1))]  # one block of 8 warps, or two of 4
+    for (warps, blocks), tiles, cols in itertools.product(sizes, (2, 1), (64, 32)):
+        sized = replace(own, warps=warps, blocks=blocks, tiles=tiles, cols=cols)
+        if isinstance(sized, GradientGeometry):
+            yield from (replace(sized, at_once=at_once) for at_once in (16, 32) if at_once <= cols)
+        else:
+            yield from (replace(sized, counters=counters) for counters in (own.counters, not own.counters))
+
+
+def details(tiles: AnyGeometry) -> list[AnyGeometry]:
     """These tiles with another depth of a chunk, other rows staged at a time, P in other parts, another number of
-    blocks."""
+    blocks; on tensor cores with more or less in registers, and other shares rounded by integer arithmetic."""
+    if isinstance(tiles, TensorGeometry):
+        kept = [max(1, tiles.in_registers + more) for more in (-3, -2, -1, 1, 2, 3)] if tiles.in_registers else []
+        found = [*({"in_registers": n} for n in kept), *({"integer_packed": n} for n in range(5))]
+        return [other for change in found if (other := replace(tiles, **change)) != tiles]
+    if isinstance(tiles, GradientGeometry):
+        (x, xx), steps = tiles.in_registers, (-2, 0, 2)
+        pairs = [(max(0, x + a), max(0, xx + b)) for a, b in itertools.product(steps, steps)]
+        return [replace(tiles, in_registers=pair) for pair in dict.fromkeys(pairs) if pair != tiles.in_registers]
     return list(dict.fromkeys(_details(tiles)))
 
 
@@ -88,6 +141,7 @@ def _details(tiles: Geometry) -> Iterator[Geometry]:
 
 def _is_sensible(variant: Variant, rows: int, cols: int, tx: int, ty: int) -> bool:
     own = variant.geometry
+    assert isinstance(own, Geometry)
     if not _THREADS[0] <= tx * ty <= _THREADS[1] or not all(_TILE[0] <= size <= _TILE[1] for size in (rows, cols)):
         return False
     product = rows // ty * (cols // tx)

@@ -195,7 +195,7 @@ def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
     means = figures.get("geometric_means", {})
     ratios = ", ".join(
         f"{name.removeprefix('ours-')} {means[name]['ratio']:.2f}"
-        for name in ("ours-auto", "ours-fused", "ours-tiled")
+        for name in ("ours-auto", "ours-fused-tensor", "ours-fused", "ours-tiled")
         if name in means
     )
     count = len(figures.get("shapes", []))

@@ -10,7 +10,7 @@ import torch
 
 from pascal_attn_core.fused import verify
 from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.source import KINDS, Variant
 from pascal_attn_core.runtime import runtime_of
 
 # Each kernel and each way to read a mask, on geometries that ship; padding; every dtype.
@@ -22,6 +22,10 @@ VARIANTS = (
     Variant("grad_query", 64, "float32"),
     Variant("grad_key_value", 64, "float32"),
     Variant("int8", 64, "float16"),
+    # On tensor cores, where the card has some.
+    *(Variant(kind, 64, "float16") for kind in KINDS if kind.startswith(("volta", "tensor"))),
+    Variant("tensor", 128, "float16", "bool", padded=True),
+    Variant("tensor_grad_key_value", 64, "float16", "bool"),
 )
 
 
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if kernels.machine_reasons:
         print("; ".join(kernels.machine_reasons))
         return 2
-    variants = [v for v in VARIANTS if v.kind != "int8" or (kernels.info.capability or (0, 0)) >= (6, 1)]
+    variants = [v for v in VARIANTS if v.runs_on(kernels.info.capability or (0, 0))]
     wrong = 0
     for variant in variants[: options.most]:
         error = kernels.largest_error(variant)

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,19 @@ from pascal_attn_core.fused.gpu_runtime import CompileError
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, variants_of
-from pascal_attn_core.fused.source import HEAD_DIMS, Geometry, Variant, source
+from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
+from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, AnyGeometry, Variant, source
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.runtime import runtime_of
 from pascal_attn_core.storage import read_object, write_object
 
-from .geometries import Candidate, details, shapes, words
+from .geometries import Candidate, details, fits, shapes, words
 from .table import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
+_ON_TENSOR_CORES = tuple(kind for kind in KINDS if kind.startswith(("volta", "tensor")) and "packed" not in kind)
 _TORCH = {
     "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -153,11 +154,14 @@ def all_jobs() -> list[Variant]:
     found += [Variant(kind, dim, "float32") for dim in gradients for kind in ("grad_query", "grad_key_value")]
     found += [Variant("forward", dim, "float32", padded=True) for dim in _COMMON]
     found += [Variant("split", dim, "float16") for dim in HEAD_DIMS]
+    # The card says which of them are for it.
+    for dim, mask in ((64, "none"), (128, "none"), (80, "none"), (64, "bool"), (128, "bool")):
+        found += [Variant(kind, dim, "float16", mask) for kind in _ON_TENSOR_CORES]
     return list(dict.fromkeys(found))
 
 
 def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) -> AttentionCall:
-    """A call of random numbers that the variant takes: ``[1, heads, tokens, D]``, or for ``split`` one query with
+    """A call of random numbers that the variant takes: ``[1, heads, tokens, D]``, or for few query rows one query with
     ``heads`` batch elements and grouped heads."""
     dim = variant.head_dim - (4 if variant.padded else 0)
     dtype = getattr(torch, variant.dtype)
@@ -166,10 +170,11 @@ def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    if variant.kind == "split":
+    if variant.is_small:
         q_heads, kv_heads = _DECODE
         key, value = numbers(heads, kv_heads, tokens, dim), numbers(heads, kv_heads, tokens, dim)
-        return check_call(numbers(heads, q_heads, 1, dim), key, value, enable_gqa=True)
+        mask = numbers(1, tokens) > 0 if variant.mask == "bool" else None
+        return check_call(numbers(heads, q_heads, 1, dim), key, value, mask, enable_gqa=True)
     mask = numbers(tokens, tokens) if variant.mask != "none" else None
     mask = mask > 0 if variant.mask == "bool" and mask is not None else mask
     query, key, value = (numbers(1, heads, tokens, dim) for _ in range(3))
@@ -180,11 +185,11 @@ def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -
     """As many as fill the card some times over, within a share of its memory."""
     own, info = variant.geometry, runtime_of(device).info
     size = getattr(torch, variant.dtype).itemsize
-    if variant.kind == "split":
+    if variant.is_small:
         wanted, each = 1, 2 * _DECODE[1] * tokens * variant.head_dim * size
     else:
         wanted = math.ceil(waves * info.num_sms * own.blocks * own.rows / tokens)
-        tensors = 4 if variant.kind == "forward" else 8
+        tensors = 8 if variant.is_gradient else 4
         each = tensors * tokens * variant.head_dim * size
     free = available_bytes(device)
     return max(1, wanted if free is None else min(wanted, int(_SHARE_OF_MEMORY * free / each)))
@@ -202,18 +207,21 @@ class Work:
         self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
         self.grad_out = torch.ones_like(self.out)
 
-    def launches(self, candidate: Variant, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
-        """Those of the candidate's kernels, and pa_delta, which the gradients' kernels read from."""
+    def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
+        """Those of the candidate's kernels, and those of delta, which the gradients' kernels read from."""
         variants = variants_of(self.call)
-        if not candidate.kind.startswith("grad"):
+        if not candidate.is_gradient:
             splits = 0
-            if candidate.kind == "split":
+            if candidate.is_small and candidate.on_tensor_cores:
+                wide = replace(candidate.plain, kind=candidate.kind.removesuffix("_small"))
+                splits = max(1, tensor_splits(self.call, wide, candidate, num_sms))
+            elif candidate.is_small:
                 places = num_sms * resident_blocks(candidate, capability)
                 plain = variants.forward.geometry
                 splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
             return forward_launches(self.call, Plan(candidate, splits), self.out)
-        pair = variants.grad_query, variants.grad_key_value
-        chosen = tuple(candidate if candidate.kind == variant.kind else variant for variant in pair)
+        of_query, of_key = verify.both_gradients(candidate.plain)
+        chosen = (candidate, of_key) if candidate.kind == of_query.kind else (of_query, candidate)
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
@@ -224,11 +232,13 @@ class Work:
             None,
             (query, key, value),
         )
-        return [launch for launch in launches if launch.function in ("pa_delta", f"pa_{candidate.kind}")]
+        return [launch for launch in launches if launch.variant == candidate or launch.function in verify.DELTAS]
 
     def written(self) -> list[Tensor]:
         """What the kernels of this kind write."""
-        return {"grad_query": self.grads[:1], "grad_key_value": self.grads[1:]}.get(self.variant.kind, [self.out])
+        if not self.variant.is_gradient:
+            return [self.out]
+        return self.grads[1:] if "key_value" in self.variant.kind else self.grads[:1]
 
 
 def error_of(candidate: Candidate, kernels: Kernels) -> float:
@@ -242,9 +252,9 @@ def error_of(candidate: Candidate, kernels: Kernels) -> float:
     query, key, value = wide
     out, lse = reference_sdpa(query, key, value, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
     expected = [out]
-    if candidate.kind.startswith("grad"):
+    if candidate.is_gradient:
         gradients = verify.expected_gradients(call, wide, out, lse)
-        expected = gradients[:1] if candidate.kind == "grad_query" else gradients[1:]
+        expected = gradients[1:] if "key_value" in candidate.kind else gradients[:1]
     work = Work(candidate, call, (out.to(call.query.dtype), lse.float()))
     kernels.run(work.launches(candidate, _MANY_SMS))
     largest = max(e.abs().max().item() for e in expected)
@@ -272,7 +282,7 @@ def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[
         grad_out = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
-    make = gradients if variant.kind.startswith("grad") else forward
+    make = gradients if variant.is_gradient else forward
     return {name: (lambda backend=backend: make(backend)) for name, backend in _TORCH.items()}  # type: ignore[misc]
 
 
@@ -310,11 +320,11 @@ class Job:
         self.variant, self.kernels, self.compilations, self.settings = variant, kernels, compilations, settings
         self.begin, self.lost = begin, lost
         self.clock = Clock(kernels.device, 1)
-        tokens = settings.tokens * (4 if variant.kind == "split" else 1)
+        tokens = settings.tokens * (4 if variant.is_small else 1)
         heads = num_heads(variant, kernels.device, tokens, settings.waves)
         self.call = timed_call(variant, kernels.device, tokens, heads)
         self.work = Work(variant, self.call)
-        self.lanes: dict[Geometry, Lane] = {}
+        self.lanes: dict[AnyGeometry, Lane] = {}
         self.torch: list[Lane] = []
         self.attempts: dict[str, Callable[[], Any]] = {}
 
@@ -325,8 +335,8 @@ class Job:
         self.time()
         best = self.best()
         if best is not None:
-            more = [tiles for tiles in details(best) if tiles not in self.lanes]
-            candidates = [Candidate.of(self.variant, tiles) for tiles in more[: self.settings.most]]
+            more = _fitting(self.variant, [tiles for tiles in details(best) if tiles not in self.lanes])
+            candidates = more[: self.settings.most]
             self.compilations.ask(candidates)
             self.compilations.ask(next_candidates)
             self.enter(candidates)
@@ -365,7 +375,7 @@ class Job:
             return "wrong"
         launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
         self.kernels.run(launches)
-        timed = [launch for launch in launches if launch.function != "pa_delta"]
+        timed = [launch for launch in launches if launch.function not in verify.DELTAS]
         self.attempts[lane.name] = lambda: self.kernels.run(timed)
         return ""
 
@@ -406,7 +416,7 @@ class Job:
         first = self.clock.seconds(self.attempts[lane.name])
         return max(1, min(50, math.ceil(_SECONDS_OF_ROUND / max(first, 1e-6))))
 
-    def best(self) -> Geometry | None:
+    def best(self) -> AnyGeometry | None:
         """The fastest so far, by its ratio to the shipped one."""
         timed = {tiles: lane.over_shipped or lane.seconds for tiles, lane in self.lanes.items() if lane.seconds}
         return min(timed, key=lambda tiles: timed[tiles] or math.inf, default=None)
@@ -432,7 +442,11 @@ class Job:
 
 def first_candidates(variant: Variant, settings: Settings) -> list[Candidate]:
     """The shipped geometry and those of other shapes."""
-    return [Candidate.of(variant, tiles) for tiles in shapes(variant)[: settings.most]]
+    return _fitting(variant, shapes(variant))[: settings.most]
+
+
+def _fitting(variant: Variant, geometries: Iterable[AnyGeometry]) -> list[Candidate]:
+    return [each for tiles in geometries if fits(each := Candidate.of(variant, tiles))]
 
 
 @contextlib.contextmanager
@@ -493,7 +507,7 @@ def sweep(
     compilations = Compilations(kernels, 10 * capability[0] + capability[1], processes)
     longest = 0.0
     known = {*(job["job"] for job in found["jobs"]), *found["lost"]}
-    todo = [variant for variant in jobs if variant.name not in known]
+    todo = [variant for variant in jobs if variant.name not in known and variant.runs_on(capability)]
     try:
         for number, variant in enumerate(todo):
             found["not_reached"] = [each.name for each in todo[number:]]

@@ -3,8 +3,8 @@
 //   PA_D        head_dim of the tiles, a multiple of 8
 //   PA_PAD      1: head_dim and head_dim_v are read from the parameters, multiples of 4, columns behind them are zero,
 //               and rows are read 8 bytes at a time, not 16
-//   PA_MASK     0 none, 1 bits, 2 bits and numbers that are added to the scores: see tensor_masks.cuh
-//   PA_WARPS    warps of a block; PA_MT: tiles of 16 query rows per warp (1, 2; on Volta 2); PA_BC: keys per tile, a
+//   PA_MASK     0 none, 1 bits, 2 bits and numbers that are added to the scores: see mask_bits.cuh
+//   PA_WARPS    warps of a block; PA_MT: tiles of 16 query rows per warp (1, 2); PA_BC: keys per tile, a
 //               multiple of 32
 //   PA_QREG     16-byte columns of Q that stay in registers, the others are read from shared memory for every tile
 //   PA_COUNTERS 1: warps wait for each other's counters instead of a barrier for each tile, which leaves half a tile of
@@ -15,11 +15,10 @@
 //   PA_INTEGER_PACKED  of four tiles of 8 keys, those whose probabilities become halves by integer arithmetic
 //   PA_DYNAMIC  1: more than 48 KiB of shared memory, which has to be asked for at launch; PA_MINB: blocks that shall
 //               fit one multiprocessor
-#define PA_NT (PA_WARPS * 32)
-#define PA_WR (PA_MT * 16)  // query rows of a warp
-#define PA_BR (PA_WARPS * PA_WR)
-#define CHUNKS (PA_D / 8)   // 16-byte pieces of a row
-#define NT8 (PA_BC / 8)     // tiles of 8 keys
+#define NT8 (PA_BC / 8)  // tiles of 8 keys
+#define TILE_QUERIES PA_BR
+#define TILE_KEYS PA_BC
+#define MASK_FUNCTION pa_mask_bits
 
 #if PA_D % 8 || PA_BC % 32 || PA_QREG > CHUNKS || PA_QREG < 1
 #error "unsupported tile geometry"
@@ -32,11 +31,11 @@ struct TensorForward {
     float* log_sum;                    // its part besides the row maximum, or null
     float* part_sums; float* part_max; float* part_out;  // splits > 1: [splits, B, Hq, Lq] twice and [..., dim_v]
     const int* cu_q; const int* cu_k;  // PA_PACKED: [B + 1] first tokens of the sequences
-    u32* bits; u8* flags;              // of the mask, see tensor_masks.cuh; null: there is none
+    u32* mask_bits; u8* flags;         // of the mask, see mask_bits.cuh; null: there is none
     const float* sinks;                // [Hq]: the score of one more key, whose value is zero; or null
     i64 qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os;  // strides of batch, head, token in elements
     i64 mb, mh, mq, mk, lb, lh;                          // of the mask; of lse and log_sum (batch, head)
-    i64 bits_b, bits_h, bits_q;                          // of bits, in words
+    i64 bits_b, bits_h, bits_q;                          // of mask_bits, in words
     i64 flags_b, flags_h, flags_q;                       // of flags, per tile of rows
     int lq, lk, heads, group, batches;  // group: query heads per key/value head
     int low, high;                      // the band
@@ -48,27 +47,10 @@ struct TensorForward {
     float tanh_scale;                   // scores are tanh(score), of which this is 2 log2(e) * what it is taken of; 0: no cap
 };
 
+typedef TensorForward Params;
 typedef TensorForward Forward;
 
 INLINE T to_storage(float f) { return float_to_half(f); }
-
-struct Lane {
-    int tid, warp, lane;
-};
-
-INLINE Lane lane_of(int tid) {
-    Lane t;
-    t.tid = tid;
-    t.warp = tid / 32;
-    t.lane = tid % 32;
-    return t;
-}
-
-// The same lane, of which what is derived from its number is computed anew: for rare work, so that it keeps no registers.
-INLINE Lane anew(Lane t) {
-    OPAQUE(t.tid);
-    return lane_of(t.tid);
-}
 
 // Row r of a block's tile is query query(r) of head head(r): of any head of a group with PA_SPLIT, elsewhere of one.
 struct Place : Sequence {
@@ -85,20 +67,6 @@ struct Place : Sequence {
     __device__ __forceinline__ int head(int) const { return first_head; }
 #endif
 };
-
-INLINE Sequence sequence_at(const Forward& p, int b) {
-#if PA_PACKED
-    return sequence_of(p, b);
-#else
-    Sequence s;
-    s.lq = p.lq;
-    s.lk = p.lk;
-    const int corner = p.lower_right ? s.lk - s.lq : 0;
-    s.band.low = p.low + corner;
-    s.band.high = p.high + corner;
-    return s;
-#endif
-}
 
 INLINE i64 first_token_at(const int* first_tokens, int b, i64 batch_stride, i64 token_stride) {
 #if PA_PACKED

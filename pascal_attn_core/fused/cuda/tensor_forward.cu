@@ -27,11 +27,11 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 
 // The sum, and the largest, of what the lanes of a row have.
 INLINE float row_total(float x) {
-    FOR(bit, 2) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
+    FOR(bit, 3) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
     return x;
 }
 INLINE float row_largest(float x) {
-    FOR(bit, 2) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
+    FOR(bit, 3) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
     return x;
 }
 
@@ -82,10 +82,10 @@ INLINE void forbid_outside(Scores& S, const Forward& p, int col0, const Lane& la
     OPAQUE(z);
     const Place at = find_place(p, z);
     FOR(r, ROWS) {
-        const int distance = at.query(t.warp * PA_WR + row_in_warp(t, r)) - col0;
+        const int distance = at.query(row_of(t, r)) - col0;
         const int last = min_int(at.keys - 1 - col0, distance + at.band.high), first = distance + at.band.low;
         FOR(n, NT8) FOR(i, PER_8)
-            if (key_of(t, n, i) > last || key_of(t, n, i) < first) score(S, r, n, i) = NEG_INF;
+            if (col_of(t, n, i) > last || col_of(t, n, i) < first) score(S, r, n, i) = NEG_INF;
     }
 }
 
@@ -101,7 +101,7 @@ INLINE void finish_scores(Scores& S, const Forward& p) {
         KEEP_BRANCH();
         FOR(r, ROWS) FOR(n, NT8) FOR(i, PER_8) {
             float& s = score(S, r, n, i);
-            s = fmaf(-2.f, reciprocal(1.f + exp2_approx(s * p.tanh_scale)), 1.f);
+            s = tanh_of(s, p.tanh_scale);
         }
     }
 #if PA_MASK == 2
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     const Place at = find_place(p, blockIdx.z);
     if (at.rows <= 0) return;
     char* const q_sm = sm + SMEM_MOVING;
-    Queries Q;
+    Left Q[PA_QREG];
 #if PA_QREG < PA_D / 8
     stage_query<Q_LEFT>(q_sm, p, at, PA_QREG, t);
 #endif
@@ -136,12 +136,12 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         if (round > 0) __syncthreads();  // the round before is in registers
         stage_query<Q_ROUND>(sm, p, at, round * Q_ROUND, t);
         __syncthreads();
-        const u32 from = query_address(sm, Q_ROUND, t);
+        const u32 from = left_address(sm, Q_ROUND, t);
         FOR(c, Q_ROUND) if (round * Q_ROUND + c < PA_QREG)
-            keep_query(Q, round * Q_ROUND + c < PA_QREG ? round * Q_ROUND + c : 0, from, Q_ROUND, c);
+            load_left(Q[round * Q_ROUND + c < PA_QREG ? round * Q_ROUND + c : 0], from, Q_ROUND, c);
     }
-    const u32 q_from = Q_LEFT > 0 ? query_address(q_sm, Q_LEFT, t) : 0;
-    u32 k_from = tile_address(sm, t);
+    const u32 q_from = Q_LEFT > 0 ? left_address(q_sm, Q_LEFT, t) : 0;
+    u32 k_from = right_address(sm, t);
 
     int col0 = at.k_begin;
 #if PA_MASK
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         fetch_tile(r, k, (u32)p.ks, next_cols, p.dim, t);
         // Everybody has stored its share of this K: hence nobody reads the one before any more, which the next replaces.
         WAIT_FOR(0, tiles);
-        product_scores(S, Q, q_from, k_from);
+        product_rows<PA_QREG>(S, Q, q_from, k_from);
         store_tile(next_sm, r, t);
         SIGNAL(0, tiles + 1);
         v += more ? step * p.vs : 0;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         }
         WAIT_FOR(1, tiles);  // the same for V; not later, where P V begins between exponentials
         softmax_step(P, S, O, row_max, row_sum, p.scale_log2, t);
-        product_values(O, P, k_from + TILE_BYTES);
+        product_cols(O, P, k_from + TILE_BYTES);
         store_tile(next_sm + TILE_BYTES, r, t);
 #if PA_COUNTERS
         ++tiles;
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     }
     FOR(r, ROWS) {
         float sum = row_total(row_sum[r]), largest = row_max[r], fade = 1.f;
-        const int row = t.warp * PA_WR + row_in_warp(t, r);
+        const int row = row_of(t, r);
         if (row >= at.rows) continue;
         const int h = at.head(row), query = at.query(row);
         const bool is_leader = (t.lane & ROW_LANES) == 0;

@@ -39,6 +39,17 @@ INLINE float prob_of(float s, const Params& p, const Stats& of) {
 #endif
 }
 
+#if PA_CAPPED
+// Scores to their tanh, and its slope.
+INLINE void cap_scores(Scores& S, Scores& slope, float tanh_scale) {
+    FOR(r, ROWS) FOR(n, NT8) FOR(i, PER_8) {
+        float& s = score(S, r, n, i);
+        s = tanh_of(s, tanh_scale);
+        score(slope, r, n, i) = fmaf(-s, s, 1.f);
+    }
+}
+#endif
+
 // Whether the band or an end cuts into the PA_SC columns from col0 on. Queries that do not exist need no care: their
 // probabilities are zero.
 INLINE bool is_cut(const Where& at, int col0) {
@@ -58,10 +69,11 @@ INLINE void forbid_outside(Scores& S, const Params& p, const Where& where, int c
     Where at;
     at.at = find_place(p, z);
 #endif
-    FOR(m, PA_MT) FOR(h, 2) {
-        const int distance = at.row0() + row_of(t, m, h) - col0;
+    FOR(r, ROWS) {
+        const int distance = at.row0() + row_of(t, r) - col0;
         const int last = min_int(at.length() - 1 - col0, distance + at.high()), first = distance + at.low();
-        FOR(n, NT8) FOR(i, 2) if (col_of(t, n, i) > last || col_of(t, n, i) < first) S.x[m][n][2 * h + i] = NEG_INF;
+        FOR(n, NT8) FOR(i, PER_8)
+            if (col_of(t, n, i) > last || col_of(t, n, i) < first) score(S, r, n, i) = NEG_INF;
     }
 }
 
@@ -116,15 +128,15 @@ INLINE void settle(Step& s, Flags& flags, bool fresh, const Params& p, const Whe
 #endif
 
 INLINE void store_rows(T* to, i64 stride, const Sums& O, float factor, int rows, int dim, const Lane& t) {
-    FOR(m, PA_MT) FOR(h, 2) {
-        int r = row_of(t, m, h);
-        OPAQUE(r);
-        if (r >= rows) continue;
-        T* const row = to + r * stride;
+    FOR(r, ROWS) {
+        int at = row_of(t, r);
+        OPAQUE(at);
+        if (at >= rows) continue;
+        T* const row = to + at * stride;
         FOR(c, CHUNKS) {
-            const int d = col_of(t, c, 0);
+            const int d = sum_column(t, c, 0);
             if (!PA_PAD || d < dim)
-                *(u32*)(row + d) = pack_halves(O.x[m][c][2 * h] * factor, O.x[m][c][2 * h + 1] * factor);
+                *(u32*)(row + d) = pack_halves(sum_at(O, r, c, 0) * factor, sum_at(O, r, c, 1) * factor);
         }
     }
 }
@@ -149,14 +161,16 @@ INLINE float stat_of(const Params& p, const Where& at, const Step& s, const Lane
 
 // The first `kept` pieces of this warp's rows, through shared memory, to registers.
 template <int kept>
-INLINE void keep_rows(Left (&X)[kept > 0 ? kept / 2 : 1], const T* from, i64 stride, int rows, int dim, const Lane& t) {
+INLINE void keep_rows(Left (&X)[kept > 0 ? kept : 1], const T* from, i64 stride, int rows, int dim, const Lane& t) {
     FOR(round, (kept + 7) / 8) {
         __syncthreads();  // what has passed through here before is in registers
         stage_rows<ROUND(kept)>(sm, from, stride, rows, round * 8, dim, t);
         __syncthreads();  // these pieces are there
         const u32 row = left_address(sm, ROUND(kept), t);
-        FOR(c2, 4) if (round * 8 + 2 * c2 < kept)
-            load_left(X[round * 4 + c2 < (kept + 1) / 2 ? round * 4 + c2 : 0], row, ROUND(kept), 2 * c2);
+        FOR(c2, 4) if (round * 8 + 2 * c2 < kept) {
+            const int c = round * 8 + 2 * c2 + 1 < kept ? round * 8 + 2 * c2 : 0;
+            load_two(X[c], X[c + 1 < kept ? c + 1 : 0], row, ROUND(kept), 2 * c2);
+        }
     }
 }
 
@@ -187,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #endif
     char* const x_sm = sm + FREE_BYTES;
     char* const xx_sm = x_sm + X_BYTES;
-    Left X[PA_XREG > 0 ? PA_XREG / 2 : 1], XX[PA_XXREG > 0 ? PA_XXREG / 2 : 1];
+    Left X[PA_XREG > 0 ? PA_XREG : 1], XX[PA_XXREG > 0 ? PA_XXREG : 1];
     keep_rows<PA_XREG>(X, x, xs, at.rows(), p.dim, t);
     keep_rows<PA_XXREG>(XX, xx, xxs, at.rows(), p.dim_v, t);
 #if PA_XREG < PA_D / 8
@@ -201,17 +215,17 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
     u32 y_row = right_address(sm, t);
 
     Sums dX;
-    FOR(m, PA_MT) FOR(c, CHUNKS) FOR(i, 4) dX.x[m][c][i] = 0.f;
+    FOR(r, ROWS) FOR(c, CHUNKS) FOR(i, PER_8) sum_at(dX, r, c, i) = 0.f;
 #if PA_KEYS
     Sums dXX;
-    FOR(m, PA_MT) FOR(c, CHUNKS) FOR(i, 4) dXX.x[m][c][i] = 0.f;
+    FOR(r, ROWS) FOR(c, CHUNKS) FOR(i, PER_8) sum_at(dXX, r, c, i) = 0.f;
 #else
-    Stats of_rows[PA_MT][2];
-    FOR(m, PA_MT) FOR(h, 2) {
-        const i64 r = at.queries(p.lb, 1) + at.head() * p.lh + at.row0() + min_int(row_of(t, m, h), at.rows() - 1);
-        of_rows[m][h].shift = p.shift[r];
-        of_rows[m][h].delta = p.delta[r];
-        of_rows[m][h].bits = PA_MASK == 2 ? p.bits[r] : 0.f;
+    Stats of_rows[ROWS];
+    FOR(r, ROWS) {
+        const i64 from = at.queries(p.lb, 1) + at.head() * p.lh + at.row0() + min_int(row_of(t, r), at.rows() - 1);
+        of_rows[r].shift = p.shift[from];
+        of_rows[r].delta = p.delta[from];
+        of_rows[r].bits = PA_MASK == 2 ? p.bits[from] : 0.f;
     }
 #endif
     __syncthreads();  // X and XX are in registers
@@ -274,11 +288,15 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
             const int col0 = now.col0 + part * PA_SC;
             const u32 y_part = y_row + part * PA_SC * PANEL_PITCH(CHUNKS);
             Scores S, dP;
-            Halves P;
+            Probs P;
             FETCH(2 * part)
             product_rows<PA_XREG>(S, X, x_row, y_part);
+#if PA_CAPPED
+            Scores slope;
+            cap_scores(S, slope, p.tanh_scale);
+#endif
 #if PA_MASK == 2
-            FOR(m, PA_MT) FOR(n, NT8) FOR(i, 4) S.x[m][n][i] *= p.scale;
+            FOR(r, ROWS) FOR(n, NT8) FOR(i, PER_8) score(S, r, n, i) *= p.scale;
 #endif
 #if PA_MASK
             if (now.is_masked) {
@@ -290,18 +308,25 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
                 KEEP_BRANCH();
                 forbid_outside(S, p, at, col0, t);
             }
-            FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
-                FOR(i, 2) {
+            FOR(n, NT8) {
+                u32 pairs[ROWS][PER_8 / 2];
+                FOR(r, ROWS) {
+                    FOR(i, PER_8) {
 #if PA_KEYS
-                    const int c = part * PA_SC + col_of(t, n, i);
-                    const Stats of = {stats[place][0][c], 0.f, PA_MASK == 2 ? stats[place][STATS - 1][c] : 0.f};
+                        const int c = part * PA_SC + col_of(t, n, i);
+                        const Stats of = {stats[place][0][c], 0.f, PA_MASK == 2 ? stats[place][STATS - 1][c] : 0.f};
 #else
-                    const Stats of = of_rows[m][h];
+                        const Stats of = of_rows[r];
 #endif
-                    S.x[m][n][2 * h + i] = prob_of(S.x[m][n][2 * h + i], p, of);
+                        score(S, r, n, i) = prob_of(score(S, r, n, i), p, of);
+                    }
+                    FOR(x, PER_8 / 2) pairs[r][x] = pack_halves(score(S, r, n, 2 * x), score(S, r, n, 2 * x + 1));
                 }
-                P.x[m][n][h] = pack_halves(S.x[m][n][2 * h], S.x[m][n][2 * h + 1]);
+                if (PA_KEYS) to_operand(P, n, pairs, t);
             }
+#if PA_CAPPED
+            FOR(r, ROWS) FOR(n, NT8) FOR(i, PER_8) score(S, r, n, i) *= score(slope, r, n, i);
+#endif
 #if PA_KEYS
             product_cols(dXX, P, y_part + TILE_BYTES);
 #endif
@@ -316,17 +341,21 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
             }
             FETCH(2 * part + 1)
             product_rows<PA_XXREG>(dP, XX, xx_row, y_part + TILE_BYTES);
-            FOR(n, NT8) FOR(m, PA_MT) FOR(h, 2) {
-                float ds[2];
-                FOR(i, 2) {
+            FOR(n, NT8) {
+                u32 pairs[ROWS][PER_8 / 2];
+                FOR(r, ROWS) FOR(x, PER_8 / 2) {
+                    float ds[2];
+                    FOR(i, 2) {
 #if PA_KEYS
-                    const float delta = stats[place][1][part * PA_SC + col_of(t, n, i)];
+                        const float delta = stats[place][1][part * PA_SC + col_of(t, n, 2 * x + i)];
 #else
-                    const float delta = of_rows[m][h].delta;
+                        const float delta = of_rows[r].delta;
 #endif
-                    ds[i] = S.x[m][n][2 * h + i] * fmaf(dP.x[m][n][2 * h + i], PROB_UNIT, -delta);
+                        ds[i] = score(S, r, n, 2 * x + i) * fmaf(score(dP, r, n, 2 * x + i), PROB_UNIT, -delta);
+                    }
+                    pairs[r][x] = pack_halves(ds[0], ds[1]);
                 }
-                P.x[m][n][h] = pack_halves(ds[0], ds[1]);
+                to_operand(P, n, pairs, t);
             }
             STORE(2 * part + 1)
             product_cols(dX, P, y_part);
@@ -339,10 +368,10 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_GRADIENT_NAME(co
 #if PA_KEYS
     T* const dx = p.dk + at.keys(p.dkb, p.dks) + at.head() * p.dkh + at.row0() * p.dks;
     T* const dxx = p.dv + at.keys(p.dvb, p.dvs) + at.head() * p.dvh + at.row0() * p.dvs;
-    store_rows(dx, p.dks, dX, p.scale, at.rows(), p.dim, t);
+    store_rows(dx, p.dks, dX, p.grad_scale, at.rows(), p.dim, t);
     store_rows(dxx, p.dvs, dXX, PROB_UNIT, at.rows(), p.dim_v, t);
 #else
     T* const dx = p.dq + at.queries(p.dqb, p.dqs) + at.head() * p.dqh + at.row0() * p.dqs;
-    store_rows(dx, p.dqs, dX, p.scale, at.rows(), p.dim, t);
+    store_rows(dx, p.dqs, dX, p.grad_scale, at.rows(), p.dim, t);
 #endif
 }

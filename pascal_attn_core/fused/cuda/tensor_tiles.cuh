@@ -1,9 +1,4 @@
 // Tiles of Q, K and V on their way from global to shared memory, through registers.
-//
-// Eight neighbouring rows of one column of 16-byte pieces must lie in eight different bank groups. A panel of n pieces
-// per row: xor-ed with the row where rows are whole multiples of 128 bytes; two rows in 128 bytes, and xor-ed, where they
-// are half of it; an odd number of pieces per row elsewhere.
-#define PANEL_PITCH(n) (((n) % 8 == 0 || (n) == 4 ? (n) : (n) | 1) * 16)
 #define PITCH PANEL_PITCH(CHUNKS)  // bytes of a row of K and V
 #define TILE_BYTES (PA_BC * PITCH)
 #define PIECES ((PA_BC * CHUNKS + PA_NT - 1) / PA_NT)  // of K or V per thread
@@ -15,38 +10,6 @@
 #define MOVING (4 * TILE_BYTES)  // K and V have two places each
 #define SMEM_MOVING (MOVING > Q_STAGED ? MOVING : Q_STAGED)
 #define SMEM_BYTES (SMEM_MOVING + Q_KEPT)
-
-// Byte offset of a piece in a panel of n pieces per row.
-INLINE u32 piece_at(int n, u32 row, u32 chunk) {
-    if (n == 4) return (row >> 1) * 128 + (((row & 1) * 4 | chunk) ^ (row >> 1 & 3)) * 16;
-    return row * PANEL_PITCH(n) + (n % 8 == 0 ? chunk ^ (row & 7) : chunk) * 16;
-}
-
-INLINE int4 zero_piece() {
-    int4 z;
-    z.x = z.y = z.z = z.w = 0;
-    return z;
-}
-
-// Eight elements of a row, of which the first `left` exist: a multiple of 4, or less than 1.
-INLINE int4 load_eight(const T* from, int left) {
-#if PA_PAD
-    int4 r = zero_piece();
-    if (left > 0) {
-        const uint2 half = *(const uint2*)from;
-        r.x = half.x;
-        r.y = half.y;
-    }
-    if (left > 4) {
-        const uint2 half = *(const uint2*)(from + 4);
-        r.z = half.x;
-        r.w = half.y;
-    }
-    return r;
-#else
-    return load_piece(from);
-#endif
-}
 
 // This thread's pieces of a tile of K or V of which `rows` rows exist: behind the last comes the last again, whose
 // scores are forbidden. Addresses are computed for every tile (OPAQUE): kept, they would take the registers of the sums.

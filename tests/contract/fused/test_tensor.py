@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -219,7 +220,34 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     answers = [gradients(o, some, grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
     assert_gradients_close(found, *answers, lse.detach(), torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
-    assert {launch.variant.on_tensor_cores for launch in backward} == {card is T4}
+    assert {launch.variant.on_tensor_cores for launch in backward} == {True}
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("mask", ["none", "float [L, S]"])
+def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: float | None) -> None:
+    """That of the sinks too, of which the second is larger than any score and the third takes no part."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 100), (2, 100))]
+    sinks, bias = torch.tensor([0.5, 40.0, -torch.inf, -1.0]), MASKS[mask]((1, 4, 70, 100), torch.float16, generator)
+    options = {"enable_gqa": True, "is_causal": True, "softcap": softcap}
+
+    grad_out = torch.randn(1, 4, 70, 64, generator=generator).half()
+
+    def answers(dtype: torch.dtype, attend: Any) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (*tensors, sinks)]
+        out, lse = attend(*leaves[:3], None if bias is None else bias.to(dtype), sinks=leaves[3], **options)
+        found = torch.autograd.grad([out, lse], leaves, [grad_out.to(dtype), torch.ones_like(lse)])
+        return [gradient.double() for gradient in found]
+
+    with emulated_card(info=card) as kernels:
+        found = answers(torch.float16, functools.partial(sdpa_with_lse, config=TENSOR))
+    for name, one, other in zip(("query", "key", "value", "sinks"), found, answers(torch.float64, reference_sdpa)):
+        error = (one - other).abs().max() / other.abs().max()
+        assert error < 4e-3, f"{name}: {error:.1e}"
+    assert found[3][2] == 0
+    backward = {launch.variant.kind for launch in kernels.queued if launch.variant.is_gradient}
+    assert {"capped" in kind for kind in backward} == {softcap is not None}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -20,7 +20,7 @@ from attn_support.table import GRADIENT_TABLE, LAYOUTS, MASKS, Case
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.fused.gradient_geometry import GRADIENT_HEAD_DIMS
+from pascal_attn_core.fused.gradient_geometry import gradient_head_dims
 from pascal_attn_core.fused.kernels import parts
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, gradient_variants, variants_of
@@ -30,7 +30,9 @@ from pascal_attn_core.fused.verify import largest_error, tolerance
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-TURING = (7, 5)
+GENERATIONS = {"Turing": (7, 5), "Volta": (7, 0)}
+TURING = GENERATIONS["Turing"]
+Capability = tuple[int, int]
 Numbers = list[Tensor | None]
 
 
@@ -45,6 +47,11 @@ def _halves(case: Case) -> Case | None:
     return case
 
 
+@pytest.fixture(params=GENERATIONS)
+def capability(request: pytest.FixtureRequest) -> Capability:
+    return GENERATIONS[request.param]
+
+
 def _call(inputs: Numbers, options: dict[str, Any]) -> AttentionCall:
     leaves = [t.detach().requires_grad_() if t is not None and i < 3 else t for i, t in enumerate(inputs)]
     return check_call(*leaves, **options)  # type: ignore[arg-type]
@@ -53,14 +60,14 @@ def _call(inputs: Numbers, options: dict[str, Any]) -> AttentionCall:
 TAKEN = [taken for case in GRADIENT_TABLE if (taken := _halves(case)) is not None]
 
 
-def _saved(call: AttentionCall, inputs: Numbers, options: dict[str, Any]) -> Emulated:
+def _saved(call: AttentionCall, inputs: Numbers, options: dict[str, Any], capability: Capability) -> Emulated:
     """What a forward pass saves, rounded as it rounds."""
     with torch.no_grad():
         out, lse = reference_sdpa(*(cast(t, torch.float64) for t in inputs), **options)
         log_sum = None
         if call.has_bias:
             log_sum = _log_sum(inputs, options, lse)
-    plan = Plan(variants_of(call).forward, 0, gradient_variants(call, TURING))
+    plan = Plan(variants_of(call).forward, 0, gradient_variants(call, capability))
     return Emulated(call, plan, out.to(call.query.dtype), lse.float(), log_sum)
 
 
@@ -75,9 +82,11 @@ def _log_sum(inputs: Numbers, options: dict[str, Any], lse: Tensor) -> Tensor:
     return -probs.max(dim=-1).values.log().float().where(lse.isfinite(), torch.zeros(()))
 
 
-def _check(inputs: Numbers, options: dict[str, Any], with_lse: bool = False) -> tuple[Variant, ...]:
+def _check(
+    inputs: Numbers, options: dict[str, Any], capability: Capability, with_lse: bool = False
+) -> tuple[Variant, ...]:
     call = _call(inputs, options)
-    result = _saved(call, inputs, options)
+    result = _saved(call, inputs, options, capability)
     wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(torch.float16, as_torch=True)))
     for some in (wide, narrow):
         some[:3] = [t.requires_grad_() for t in some[:3]]  # type: ignore[union-attr]
@@ -94,9 +103,9 @@ def _check(inputs: Numbers, options: dict[str, Any], with_lse: bool = False) -> 
 
 
 @pytest.mark.parametrize("case", TAKEN[::3], ids=lambda case: case.name)
-def test_gradients_are_those_of_the_definition(case: Case) -> None:
+def test_gradients_are_those_of_the_definition(case: Case, capability: Capability) -> None:
     inputs, options = case.build()
-    _check(inputs, options, with_lse="causal" in case.name)
+    _check(inputs, options, capability, with_lse="causal" in case.name)
 
 
 # ---- shipped tiles ---------------------------------------------------------------------------------------------------
@@ -129,14 +138,21 @@ SHIPPED: list[tuple[int, int, int, str, str, dict[str, Any]]] = [
     (80, 66, 140, "bool [B, H, L, S]", "contiguous", LOWER_RIGHT),
     (48, 270, 300, "none", "contiguous", LOWER_RIGHT),
     (40, 70, 300, "float columns first", "contiguous", {}),
+    (64, 70, 270, "none", "contiguous", {"softcap": 1.5}),
+    (64, 66, 100, "float [B, H, L, S]", "contiguous", {"softcap": 4.0, **LOWER_RIGHT}),
+    (80, 66, 100, "bool some rows empty", "sliced", {"softcap": 0.7, "scale": 0.4}),
+    (128, 66, 140, "none", "contiguous", {"softcap": 2.0, "scale": -0.1, "is_causal": True}),
+    (40, 66, 100, "none", "tokens_first", {"softcap": 2.0, "window": (20, 9)}),
 ]
 
 
 @pytest.mark.parametrize("case", SHIPPED, ids=lambda case: " ".join(map(str, case)))
-def test_shipped_tiles_give_the_gradients_of_the_definition(case: tuple[Any, ...]) -> None:
+def test_shipped_tiles_give_the_gradients_of_the_definition(case: tuple[Any, ...], capability: Capability) -> None:
     dim, *sizes, rules = case
-    variants = _check(_inputs(dim, *sizes), {"enable_gqa": True, **rules}, with_lse=dim % 64 == 0)
-    assert {(v.head_dim, v.padded) for v in variants} == {(max(dim, 48), dim == 40)}
+    variants = _check(_inputs(dim, *sizes), {"enable_gqa": True, **rules}, capability, with_lse=dim % 64 == 0)
+    there = min(d for d in gradient_head_dims(variants[0].kind) if d >= dim)
+    assert {(v.head_dim, v.padded) for v in variants} == {(there, dim != there)}
+    assert {"capped" in v.kind for v in variants} == {"softcap" in rules}
 
 
 @pytest.mark.parametrize("place", range(times(8)))
@@ -146,15 +162,17 @@ def test_a_kernel_is_right_at_its_first_use(place: int) -> None:
     assert largest_error(variant, torch.device("cpu"), emulate) < tolerance(variant) / 10
 
 
-def _example(dim: int, queries: int = 70, keys: int = 140) -> tuple[Emulated, Tensor, Numbers]:
+def _example(
+    dim: int, queries: int = 70, keys: int = 140, capability: Capability = TURING
+) -> tuple[Emulated, Tensor, Numbers]:
     inputs, options = _inputs(dim, queries, keys), {"enable_gqa": True}
-    result = _saved(_call(inputs, options), inputs, options)
+    result = _saved(_call(inputs, options), inputs, options, capability)
     return result, torch.randn(result.out.shape).half(), inputs
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gradients_are_the_same_bits_every_time(dim: int) -> None:
-    result, grad_out, _ = _example(dim)
+def test_gradients_are_the_same_bits_every_time(dim: int, capability: Capability) -> None:
+    result, grad_out, _ = _example(dim, capability=capability)
     first, second = (run_backward(result, grad_out, seed=seed) for seed in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -175,9 +193,12 @@ def test_launches_in_parts_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, whole))
 
 
-@pytest.mark.parametrize("dim", GRADIENT_HEAD_DIMS)
-def test_shared_memory_is_read_without_bank_conflicts(dim: int) -> None:
-    result, grad_out, _ = _example(dim)
+@pytest.mark.parametrize(
+    ("capability", "dim"),
+    [(c, dim) for c in GENERATIONS.values() for dim in gradient_head_dims("volta" if c < TURING else "tensor")],
+)
+def test_shared_memory_is_read_without_bank_conflicts(capability: Capability, dim: int) -> None:
+    result, grad_out, _ = _example(dim, capability=capability)
     libraries = [build(variant) for variant in result.plan.gradients]
     before = [blocks_and_passes(library) for library in libraries]
     run_backward(result, grad_out)
@@ -187,9 +208,9 @@ def test_shared_memory_is_read_without_bank_conflicts(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_error_is_that_of_rounding_probabilities_to_halves(dim: int) -> None:
+def test_the_error_is_that_of_rounding_probabilities_to_halves(dim: int, capability: Capability) -> None:
     """As the left operands of float16 products have to be, in any kernel."""
-    result, grad_out, inputs = _example(dim, 140, 300)
+    result, grad_out, inputs = _example(dim, 140, 300, capability)
     query, key, value = (t.double().repeat_interleave(4 // t.shape[1], 1) for t in inputs[:3] if t is not None)
     wide, scale = grad_out.double(), dim**-0.5
 
@@ -206,31 +227,32 @@ def test_the_error_is_that_of_rounding_probabilities_to_halves(dim: int) -> None
 
 
 def test_tiles_that_a_mask_forbids_are_skipped() -> None:
-    """One tile of eight is left in each of four blocks of queries, and for each of the two heads of two blocks of keys:
-    each of the others has a barrier."""
+    """The tiles of the first 32 columns are left in each of four blocks of queries, and for both heads of two blocks of
+    keys: each of the others has a barrier."""
     passed = []
     for allowed in (256, 32):
         inputs = _inputs(64, 256, 256)
         inputs[3] = torch.zeros(256, 256, dtype=torch.bool)
         inputs[3][:allowed, :allowed] = True
         call = _call(inputs, {"enable_gqa": True})
-        result = _saved(call, inputs, {"enable_gqa": True})
+        result = _saved(call, inputs, {"enable_gqa": True}, TURING)
         query, key, value = (torch.empty_like(t) for t in (call.query, call.key, call.value))
         launches = backward_launches(
             call, result.plan, torch.ones_like(result.out), result.out, result.lse, None, None, (query, key, value)
         )
         passed.append(emulate(launches))
-    assert passed[0] - passed[1] == 7 * (4 + 2 * 2)
+    of_query, of_keys = (224 // variant.geometry.cols for variant in result.plan.gradients)
+    assert passed[0] - passed[1] == of_query * 4 + of_keys * 2 * 2
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int) -> None:
+def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int, capability: Capability) -> None:
     inputs = _inputs(dim, 140, 140)
     inputs[3] = mask = torch.ones(1, 4, 140, 140, dtype=torch.bool)
     for head in range(4):
         mask[0, head, :, 32 * head : 32 * head + 40] = False
         mask[0, head, 32 * head : 32 * head + 40] = False
-    _check(inputs, {"enable_gqa": True})
+    _check(inputs, {"enable_gqa": True}, capability)
 
 
 # ---- the harness must be able to fail --------------------------------------------------------------------------------
@@ -257,11 +279,12 @@ def _error(result: Emulated, grad_out: Tensor, right: list[Tensor], kind: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor_grad_query", "tensor_grad_key_value"])
-def test_a_kernel_without_any_one_barrier_is_wrong(kind: str) -> None:
+@pytest.mark.parametrize("name", ["grad_query", "grad_key_value"])
+def test_a_kernel_without_any_one_barrier_is_wrong(name: str, capability: Capability) -> None:
+    kind = ("volta_" if capability < TURING else "tensor_") + name
     examples = []
     for dim, queries, keys in ((64, 300, 300), (128, 150, 150)):
-        result, grad_out, _ = _example(dim, queries, keys)
+        result, grad_out, _ = _example(dim, queries, keys, capability)
         examples.append((result, grad_out, run_backward(result, grad_out)))
     text = source(kind)
     assert max(_error(*example, kind, None) for example in examples) == 0
@@ -273,17 +296,35 @@ def test_a_kernel_without_any_one_barrier_is_wrong(kind: str) -> None:
         assert any(_error(*example, kind, mutated) > WRONG for example in examples), line
 
 
+# And what each gives where it does not take place.
+_SHUFFLES = {
+    "__shfl_xor_sync(FULL_WARP, lower ? pairs[2 * m][0] : pairs[2 * m + 1][0], 2)": "mine",
+    "__shfl_xor_sync(FULL_WARP, P.x[m][n][x], 4)": "P.x[m][n][x]",
+}
+
+
+@pytest.mark.parametrize("kind", ["volta_grad_query", "volta_grad_key_value"])
+@pytest.mark.parametrize("shuffle", _SHUFFLES)
+def test_a_kernel_without_any_one_shuffle_is_wrong(kind: str, shuffle: str) -> None:
+    result, grad_out, _ = _example(64, capability=GENERATIONS["Volta"])
+    text = source(kind)
+    assert text.count(shuffle) == 1
+    assert text.count("__shfl_xor_sync(FULL_WARP") == 3  # the third sums delta
+    right = run_backward(result, grad_out)
+    assert _error(result, grad_out, right, kind, text.replace(shuffle, _SHUFFLES[shuffle])) > WRONG
+
+
 def _of_other_code(text: str, at: int) -> bool:
     """Whether this place is only compiled for masked or packed calls."""
     return "KEPT" in text[:at].rsplit("#if", 1)[-1] and "#endif" not in text[:at].rsplit("#if", 1)[-1]
 
 
-def test_a_masked_kernel_without_the_barrier_before_its_place_is_wrong() -> None:
+def test_a_masked_kernel_without_the_barrier_before_its_place_is_wrong(capability: Capability) -> None:
     inputs, options = _inputs(64, 70, 140, "bool blocks"), {"enable_gqa": True}
-    result = _saved(_call(inputs, options), inputs, options)
+    result = _saved(_call(inputs, options), inputs, options, capability)
     grad_out = torch.randn(result.out.shape).half()
     right = run_backward(result, grad_out)
-    for kind in ("tensor_grad_query", "tensor_grad_key_value"):
+    for kind in [variant.kind for variant in result.plan.gradients]:
         text = source(kind)
         assert text.count("__syncthreads();  // the place is there") == 1
         mutated = text.replace("__syncthreads();  // the place is there", "")

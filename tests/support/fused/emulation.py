@@ -43,7 +43,12 @@ PARAMS = {
     ),
     "pa_mask_bits": "TensorForward",
     **dict.fromkeys(
-        [f"pa_tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")],
+        [
+            f"pa_{generation}_grad_{name}{suffix}"
+            for generation in ("tensor", "volta")
+            for name in ("query", "key_value")
+            for suffix in ("", "_packed", "_capped", "_capped_packed")
+        ],
         "TensorBackward",
     ),
     **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),

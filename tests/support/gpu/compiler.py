@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pascal_attn_core.fused import nvrtc
 from pascal_attn_core.fused.gpu_runtime import CompileError
+from pascal_attn_core.fused.gradient_geometry import GradientGeometry
 from pascal_attn_core.fused.source import DTYPES, KINDS, MASKS, Geometry, Variant, source
+from pascal_attn_core.fused.source import AnyGeometry as Tiles
+from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 from tools.gpu.geometries import Candidate
 
 from ..fused.driver import cubin
 
 _TILES = ("PA_BR", "PA_BC", "PA_TX", "PA_TY", "PA_KC", "PA_VC", "PA_PSPLIT", "PA_MINB")
+_OF_A_KIND = ("PA_SPLIT", "PA_INT8", "PA_KEYS", "PA_PACKED", "PA_CAPPED")
 _REGISTERS = 65536
 
 
@@ -26,20 +30,35 @@ class AnyGeometry:
 
     def compile(self, text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
         numbers = {name: value for name, value in macros.items() if isinstance(value, int)}
-        tiles = Geometry(*(numbers[name] for name in _TILES))
-        if tiles.cols // tiles.tx % 4 or tiles.rows // tiles.ty % 4:
-            raise CompileError('NVRTC_ERROR_COMPILATION\nerror: #error directive: "unsupported tile geometry"')
-        flags = numbers.get("PA_SPLIT"), numbers.get("PA_INT8")
-        kind = next(kind for kind in KINDS if source(kind) == text and _flags(kind) == flags)
+        tiles = _tiles(numbers)
+        kind = next(kind for kind in KINDS if source(kind) == text and _own(kind).items() <= macros.items())
         dtype, mask = DTYPES[numbers["PA_DTYPE"]], MASKS[numbers["PA_MASK"]]
         variant = Candidate(kind, numbers["PA_D"], dtype, mask, bool(numbers["PA_PAD"]), tiles=tiles)
         self.compiled.append(variant)
         registers = min(255, _REGISTERS // (tiles.threads * tiles.blocks) // 8 * 8)
-        shared = 8 * tiles.depth * (tiles.rows + tiles.cols)
+        if isinstance(tiles, Geometry):
+            shared = 8 * tiles.depth * (tiles.rows + tiles.cols)
+        else:
+            shared = variant.own_bytes + (0 if variant.dynamic_bytes else variant.tile_bytes)
         of_function = f"0 bytes spill stores\nUsed {registers} registers, {shared} bytes smem\n"
         return nvrtc.Compiled(cubin(variant, arch, registers, shared), of_function * len(variant.functions))
 
 
-def _flags(kind: str) -> tuple[object, object]:
-    macros = Variant(kind, 64, "float32").macros()
-    return macros.get("PA_SPLIT"), macros.get("PA_INT8")
+def _tiles(numbers: dict[str, int]) -> Tiles:
+    if "PA_SC" in numbers:
+        warps, tiles, cols, at_once, blocks = (numbers[f"PA_{name}"] for name in ("WARPS", "MT", "BC", "SC", "MINB"))
+        return GradientGeometry(tiles, (numbers["PA_XREG"], numbers["PA_XXREG"]), warps, cols, at_once, blocks)
+    if "PA_QREG" in numbers:
+        names = ("WARPS", "MT", "BC", "QREG", "MINB", "COUNTERS", "INTEGER_PACKED")
+        *sizes, counters, packed = (numbers[f"PA_{name}"] for name in names)
+        return TensorGeometry(*sizes, bool(counters), packed)
+    found = Geometry(*(numbers[name] for name in _TILES))
+    if found.cols // found.tx % 4 or found.rows // found.ty % 4:
+        raise CompileError('NVRTC_ERROR_COMPILATION\nerror: #error directive: "unsupported tile geometry"')
+    return found
+
+
+def _own(kind: str) -> dict[str, object]:
+    """The macros by which a kind is known among those of the same text."""
+    macros = Variant(kind, 64, "float16").macros()
+    return {name: value for name, value in macros.items() if name in _OF_A_KIND or name.endswith("_NAME")}

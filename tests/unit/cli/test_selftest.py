@@ -140,6 +140,24 @@ def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
     assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["split-64-float32-none"].text
 
 
+def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
+    kinds = {
+        capability: {v.kind for v in checked_variants(capability) if v.on_tensor_cores}
+        for capability in ((6, 1), (7, 0), (7, 5))
+    }
+    assert kinds[6, 1] == set()
+    assert {"volta", "volta_small", "volta_packed"} <= kinds[7, 0]
+    assert {"tensor", "tensor_small", "tensor_packed"} <= kinds[7, 5]
+    assert {kind for kind in kinds[7, 5] if "grad" in kind} == {
+        f"tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")
+    }
+
+
+def test_a_wrong_route_on_tensor_cores_is_switched_off_with_the_others() -> None:
+    wrong = Check("plain", "fused-tensor", "float16", 0.5, 1e-2)
+    assert "use fused=False" in _found(checks=[wrong, RIGHT]).verdict
+
+
 def test_where_a_kernel_comes_from(card, tmp_path) -> None:
     class Compiler:
         version = (12, 6)

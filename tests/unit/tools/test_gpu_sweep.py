@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, emulated_card, execute
 from attn_support.fused.driver import fails_once
+from attn_support.fused.emulation import T4
 from attn_support.gpu.compiler import AnyGeometry
 
 from pascal_attn_core.fused.launches import Launch
@@ -146,4 +148,25 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
         assert len(found) == len(set(found)) > 3, variant.name
         assert all(tiles.threads % 32 == 0 and tiles.threads * tiles.blocks <= 2048 for tiles in found)
         assert variant.geometry not in details(variant.geometry)
-    assert {variant.kind for variant in all_jobs()} == {"forward", "split", "grad_query", "grad_key_value"}
+    plain = {"forward", "split", "grad_query", "grad_key_value"}
+    tensor = {"tensor", "tensor_small", "tensor_barrier", "tensor_grad_query", "tensor_grad_key_value"}
+    assert {variant.kind for variant in all_jobs()} == {*plain, *tensor, "volta", "volta_small"}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tensor_small", "tensor_grad_query", "tensor_grad_key_value"])
+def test_kernels_on_tensor_cores_are_swept_where_there_are_some(
+    compiler: AnyGeometry, tmp_path: Path, kind: str
+) -> None:
+    path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
+    settings = replace(SMALL, tokens=20, most=2)
+    with emulated_card(execute, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+        assert sweep(CPU, [variant], settings, path, math.inf, 1)
+        assert read_object(path)["jobs"] == []
+        assert kernels.queued == []
+    with emulated_card(execute, info=T4, kind=CardKernels, find_compiler=lambda arch: compiler):
+        assert sweep(CPU, [variant], settings, path, math.inf, 1)
+    [job] = read_object(path)["jobs"]
+    lanes = job["candidates"]
+    assert job["shipped"] == words(variant.geometry)
+    assert len({lane["name"] for lane in lanes}) == len(lanes) > 2
+    assert all(0 < lane["error"] < 1e-2 and lane["seconds"] > 0 for lane in lanes)

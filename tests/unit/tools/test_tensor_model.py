@@ -163,6 +163,18 @@ def test_our_own_kernels_are_found() -> None:
     assert 0.5 < model.simulate(path, T4, warps, blocks) < 1
 
 
+def test_a_tile_that_a_mask_cuts_takes_longer() -> None:
+    try:
+        found = {name: cubin for name, cubin, *_ in model.own_cubins(["tensor"], T4, "bool")}
+    except SystemExit:
+        pytest.skip("needs NVRTC 12.6")
+    cubin = found["tensor-64-float16-bool"]
+    ((_, free),), ((_, cut),) = (list(model.paths(cubin, masked=masked)) for masked in (False, True))
+    more = model.counts(cut, T4).by_kind - model.counts(free, T4).by_kind
+    assert more["SHFL"] == 8  # two words for each of a lane's four rows
+    assert model.simulate(cut, T4, 8, 1) < model.simulate(free, T4, 8, 1)
+
+
 def test_waste_of_a_causal_call() -> None:
     """Four blocks of 64 rows and 64-column tiles of 256 tokens: 10 tiles of which the diagonal ones are half empty."""
     found = model.waste(64, 64, 256, 256, heads=1, places=4, allowed=lambda i: (0, i + 1))

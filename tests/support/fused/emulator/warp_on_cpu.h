@@ -98,6 +98,27 @@ static inline void emu_ldmatrix(uint32_t (&r)[BLOCKS], uint32_t address) {
     }
 }
 
+// A load of 16 bytes a lane takes four passes, of eight lanes each, as far as their pieces lie in different banks.
+// Lanes meet for that count only: a plain load waits for nobody, so each reads before.
+static inline int4 emu_load_16(uint32_t address) {
+    if (address % 16 || address + 16 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
+    int4 found;
+    memcpy(&found, __start_shared_memory + address, sizeof found);
+    emu::Hand mine = {};
+    mine.word[0] = address;
+    emu::meet_with(mine, [](emu::Hand* hand) {
+        for (int b = 0; b < 4; ++b) emu::passes_needed += emu::passes_of(hand + b * 8);
+        emu::blocks_read += 4;
+    });
+    return found;
+}
+static inline uint2 emu_load_8(uint32_t address) {
+    if (address % 8 || address + 8 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
+    uint2 found;
+    memcpy(&found, __start_shared_memory + address, sizeof found);
+    return found;
+}
+
 // c += a b: 16 x 8 by 8 x 8.
 static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
     emu::Hand mine = {};
