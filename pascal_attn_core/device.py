@@ -8,11 +8,11 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .amd_system import OVERRIDE, UNKNOWN, true_arch
+from .amd_system import OVERRIDE, UNKNOWN, Place, true_arch
 from .config import variables
 
 MIB = 1 << 20
@@ -131,7 +131,6 @@ def _cuda_info(index: int) -> DeviceInfo:
     is_hip = torch.version.hip is not None
     # gcnArchName may end with features: gfx906:sramecc+:xnack-
     arch = getattr(props, "gcnArchName", "").split(":")[0] if is_hip else f"sm_{props.major}{props.minor}"
-    place = tuple(getattr(props, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
     return DeviceInfo(
         kind="hip" if is_hip else "cuda",
         name=props.name,
@@ -141,10 +140,20 @@ def _cuda_info(index: int) -> DeviceInfo:
         total_bytes=props.total_memory,
         arch=arch,
         clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
-        true_arch=true_arch(place, variables(OVERRIDE)) if is_hip else "",
+        true_arch=true_arch(_place(props), variables(OVERRIDE)) if is_hip else "",
         wave_size=getattr(props, "warp_size", _wave_size(arch)),
         shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )
+
+
+def pci_place(device: torch.device) -> Place:
+    """PCI domain, bus and device of a GPU; None each where this torch does not say."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _place(torch.cuda.get_device_properties(index))
+
+
+def _place(props: Any) -> Place:
+    return tuple(getattr(props, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
 
 
 def _wave_size(arch: str) -> int:

@@ -24,7 +24,7 @@ _MAJORS = (7, 6, 5)
 
 def loaded_runtime(maps: Path = _MAPS) -> str | None:
     """The file of the HIP runtime that this process has loaded already, or None."""
-    return _loaded_dll() if sys.platform == "win32" else _mapped(f"lib{RUNTIME}.so", maps)
+    return _loaded_dll() if sys.platform == "win32" else _mapped(f"lib{RUNTIME}", maps)
 
 
 def _mapped(begin: str, maps: Path) -> str | None:
@@ -34,7 +34,8 @@ def _mapped(begin: str, maps: Path) -> str | None:
         return None
     # address, permissions, offset, device, inode, and the path, which may hold spaces
     paths = (parts[5] for line in lines if len(parts := line.split(None, 5)) == 6)
-    return next((path for path in paths if os.path.basename(path).startswith(begin)), None)
+    # Tools that repair wheels put a hash into the names of libraries.
+    return next((path for path in paths if (name := os.path.basename(path)).startswith(begin) and ".so" in name), None)
 
 
 def _loaded_dll() -> str | None:

@@ -169,7 +169,11 @@ class HipRuntime(GpuRuntime):
 
     def driver_version(self) -> str:
         """Of the runtime, and of the kernel that the GPU's driver is a part of."""
-        return f"HIP {self.driver().version}, {platform.release()}"
+        try:
+            version = self.driver().version
+        except (OSError, DriverError):
+            return ""
+        return f"HIP {version}, {platform.release()}"
 
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
         compiler = self.find_compiler()

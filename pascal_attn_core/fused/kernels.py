@@ -18,7 +18,7 @@ from ..config import RouteUnavailable, cache_folder
 from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
 from . import cache, prebuilt, verify
-from .gpu_runtime import CompileError, DriverError, GpuRuntime
+from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime
 from .launches import Launch
 from .runtimes import gpu_runtime_of
 from .source import Variant, digest
@@ -83,11 +83,16 @@ class Kernels:
         return self._gpu
 
     @functools.cached_property
+    def driver(self) -> Driver:
+        """Loads and launches; see :meth:`.GpuRuntime.driver` for what it raises."""
+        return self.gpu.driver()
+
+    @functools.cached_property
     def arch(self) -> str:
         """The architecture whose machine code the device runs: ``"sm_61"``, ``"gfx906"``."""
         return self.gpu.arch(self.info)
 
-    @property
+    @functools.cached_property
     def variant_arch(self) -> str:
         """What the device's variants have as their ``arch``."""
         return self.arch if self.info.kind == "hip" else ""
@@ -143,7 +148,7 @@ class Kernels:
             return self._loaded[variant]
 
     def _load(self, variant: Variant) -> dict[str, Any]:
-        image, driver = self.machine_code(variant), self.gpu.driver()
+        image, driver = self.machine_code(variant), self.driver
         try:
             functions = driver.load(self.index, image, variant.functions)
         except DriverError as error:
@@ -278,8 +283,7 @@ class Kernels:
 
     def queue(self, launch: Launch, handle: Any) -> None:
         """Queue one launch as it is; ``handle`` is its function, loaded."""
-        driver = self.gpu.driver()
-        driver.launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
+        self.driver.launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
 
 
 def kernels_of(call: AttentionCall) -> Kernels:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..amd_system import OVERRIDE
+from ..amd_system import OVERRIDE, readings
 from ..amd_system import nodes as amd_nodes
-from ..device import DeviceInfo, device_info, free_bytes, smi_id
+from ..device import DeviceInfo, device_info, free_bytes, pci_place, smi_id
 from ..version import __version__
 from .together import QUERY, Link, direct_pairs, parse_link
 from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
@@ -145,7 +145,7 @@ def ask_driver() -> str:
 
 
 class Clocks(NamedTuple):
-    """What NVIDIA's driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
+    """What the driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
     Celsius, power in watts; None where it does not say."""
 
     sm_mhz: float | None
@@ -166,9 +166,12 @@ class Clocks(NamedTuple):
 
 
 def ask_clocks(device: torch.device) -> Clocks | None:
-    """The clocks of a card now; None where nvidia-smi is missing or fails, or it is no NVIDIA card."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """The clocks of a card now; None where nvidia-smi is missing or fails, or AMD's driver shows none."""
+    if device.type != "cuda":
         return None
+    if torch.version.hip is not None:
+        found = readings(pci_place(device))
+        return None if found is None else Clocks(*found)
     return parse_clocks(_output_of((*_SMI_CLOCKS, "--id", smi_id(device))))
 
 

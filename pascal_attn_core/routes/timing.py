@@ -158,8 +158,12 @@ class PlainTimings(TimingTable[Kind, float]):
             ours_on_it = _by(ours, sample)
             if ours_on_it is None:
                 return None
-            attempts = [_with_gradients(sample, attempt) for attempt in (ours_on_it, lambda: _plainly(sample))]
-            our_time, its_time = self.clock(attempts, call.query.device)
+            plain = _torchs(_with_gradients(sample, lambda: _plainly(sample)))
+            try:
+                our_time, its_time = self.clock([_with_gradients(sample, ours_on_it), plain], call.query.device)
+            except _TorchFailed as failure:
+                log.info("torch's math fails on %s for %s: %s", self.device, kind, failure.__cause__)
+                return None
         log.info("timed once on %s: fused %.2f ms, torch's math %.2f ms for %s", self.device, our_time, its_time, kind)
         return our_time / its_time
 
@@ -174,6 +178,24 @@ class PlainTimings(TimingTable[Kind, float]):
 
     def found_in(self, row: Mapping[str, Any]) -> float:
         return float(row["ratio"])
+
+
+class _TorchFailed(Exception):
+    """torch could not compute a call that was to be timed; its error is the cause."""
+
+
+def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
+    """An attempt of torch's, whose errors are not ours; a lack of memory is what it was."""
+
+    def run() -> Any:
+        try:
+            return attempt()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _TorchFailed from error
+
+    return run
 
 
 def _plainly(sample: AttentionCall) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.device import CardKernels, execute, fresh_card
+from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import HipStandIn
@@ -40,16 +40,12 @@ FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0) 
 CPU = torch.device("cpu")
 
 
-def _always_faster(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    return [1.0] + [2.0] * (len(attempts) - 1)
-
-
 @pytest.fixture(params=["NVIDIA", "AMD"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[CardKernels]:
     """Of a card on which no kernel has ever run."""
     is_amd = request.param == "AMD"
     # On AMD's ours is timed against torch's math attention, which the emulation cannot win.
-    driver, clock = (HipStandIn(execute=execute), _always_faster) if is_amd else (StandIn(execute=execute), None)
+    driver, clock = (HipStandIn(execute=execute), always_faster) if is_amd else (StandIn(execute=execute), None)
     with fresh_card(driver, clock) as made:
         yield made
 

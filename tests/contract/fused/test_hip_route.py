@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.device import CardKernels, execute, fresh_card, passing_time
+from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
 from attn_support.fused.emulation import GXX
-from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipStandIn
+from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.device import DeviceInfo
@@ -25,14 +25,13 @@ from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import torch_kernel
+from pascal_attn_core.routes import timing, torch_kernel
 from pascal_attn_core.routes.timing import PlainTimings
 from pascal_attn_core.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
-OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
 ROOT = Path(trial.__file__).parents[2]
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -40,7 +39,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @pytest.fixture(params=CARDS, ids=lambda info: f"{info.arch}-is-{info.known_arch}")
 def card(request: pytest.FixtureRequest):
-    with fresh_card(HipStandIn(request.param, execute), lambda attempts, device: [1.0, 2.0]) as kernels:
+    with fresh_card(HipStandIn(request.param, execute), always_faster) as kernels:
         yield kernels
 
 
@@ -136,17 +135,27 @@ def test_it_is_taken_where_it_is_faster_than_torchs_math(
         assert (found, asked) == (ours / 2, [2])  # from the disk
 
 
+def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
+    no_torch_kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **options: object) -> None:
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(timing, "torch_sdpa", fails)
+    with fresh_card(HipStandIn(RADEON_VII, execute), passing_time), record() as report:
+        inputs = _inputs()
+        out = sdpa(*inputs, config=AUTO)
+        assert report.routes() == {"fused": 1}
+        assert list(runtime_of(CPU).part(PlainTimings).known.values()) == [None]
+    torch.testing.assert_close(out, reference_sdpa(*inputs)[0], atol=1e-4, rtol=1e-4)
+
+
 def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
     query = torch.randn(1, 32, 2048, 64)
-    with fresh_card(HipStandIn(RADEON_VII), lambda attempts, device: [1.0, 2.0], kind=_Unchecked):
+    with fresh_card(HipStandIn(RADEON_VII), always_faster, kind=UncheckedKernels):
         explain(query, query, query, config=AUTO)
         (kind,) = runtime_of(CPU).part(PlainTimings).known
     assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
-
-
-class _Unchecked(CardKernels):
-    def largest_error(self, variant: Variant) -> float:
-        return 0.0
 
 
 # ---- the first run on a machine --------------------------------------------------------------------------------------

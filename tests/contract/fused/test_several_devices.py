@@ -9,9 +9,11 @@ import pytest
 import torch
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.hip import RADEON_VII
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
+from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.routes import choose
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -22,12 +24,13 @@ ONE_SM = replace(CARD, num_sms=1)
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_bits_are_those_of_one_device(options: dict, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("card", [ONE_SM, replace(RADEON_VII, num_sms=1)], ids=["NVIDIA", "AMD"])
+def test_the_bits_are_those_of_one_device(card: DeviceInfo, options: dict, dtype: torch.dtype) -> None:
     groups = 1 if options else 2
     query, key, value = (torch.randn(2, heads, 190, 64).to(dtype) for heads in (3 * groups, 3, 3))
     mask = torch.randn(2, 6, 190, 190).to(dtype) if not options else None
     options = {**options, "enable_gqa": True}
-    with emulated_card(info=ONE_SM):
+    with emulated_card(info=card):
         expected = sdpa_with_lse(query, key, value, mask, **options, config=ALONE)
         with record() as report:
             found = sdpa_with_lse(query, key, value, mask, **options, config=SHARED)

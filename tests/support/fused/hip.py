@@ -12,14 +12,19 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
+from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import amd_geometry, params
 from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of
 from pascal_attn_core.fused.gpu_runtime import CompileError
 from pascal_attn_core.fused.hip_runtime import HipDriver
-from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.launches import Launch, forward_launches
+from pascal_attn_core.fused.plan import Plan, plan_call
 from pascal_attn_core.fused.source import Variant, amd_variants, source
 
 from .answers import Answers, library
@@ -56,6 +61,8 @@ RX_6800 = DeviceInfo(
     wave_size=32,
     shared_bytes=64 << 10,
 )
+# With HSA_OVERRIDE_GFX_VERSION=10.3.0.
+OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
 _WORDS = {
     1: "invalid argument",
     2: "out of memory",
@@ -248,6 +255,15 @@ def _has_dot_products(variant: Variant) -> bool:
     geometry = variant.geometry
     assert isinstance(geometry, amd_geometry.AmdGeometry)
     return geometry.pairs > 0
+
+
+def plain_launch(arch: str = "gfx906", dtype: torch.dtype = torch.float32) -> Launch:
+    """The launch of a call of 70 tokens, head_dim 64, on an architecture."""
+    query = torch.randn(1, 1, 70, 64, dtype=dtype)
+    call = check_call(query, query, query)
+    plan = Plan(plan_call(call, 1, arch=arch).forward)
+    (launch,) = forward_launches(call, plan, torch.empty_like(query))
+    return launch
 
 
 class HipCompiler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from pascal_attn_core import device
-from pascal_attn_core.amd_system import UNKNOWN, Node, nodes, true_arch
+from pascal_attn_core.amd_system import UNKNOWN, Node, nodes, readings, true_arch
 from pascal_attn_core.config import variables
+from pascal_attn_core.observe import machine
 
 _PROPERTIES = """\
 cpu_cores_count {cores}
@@ -80,6 +82,40 @@ def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
 
 def test_of_several_cards_of_one_kind_the_place_does_not_matter(topology) -> None:
     assert true_arch(NOWHERE, OVERRIDE, topology((100100, 3), (100100, 17))) == "gfx1010"
+
+
+on_linux = pytest.mark.skipif(sys.platform == "win32", reason="no such names of folders")
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> Path:
+    """PCI devices of which one has the files of a Radeon VII."""
+    folder = tmp_path / "pci" / "0000:03:00.0" / "hwmon" / "hwmon4"
+    folder.mkdir(parents=True)
+    for name, text in (("freq1_input", "1750000000"), ("freq2_input", "1000000000"), ("temp1_input", "61000")):
+        (folder / name).write_text(text + "\n")
+    return tmp_path / "pci"
+
+
+@on_linux
+def test_the_clocks_are_those_of_the_card_in_this_place(topology, monitor: Path, tmp_path: Path) -> None:
+    at_work = (1750.0, 1000.0, 61.0, None)  # this one does not show its power
+    assert readings((0, 3, 0), monitor) == pytest.approx(at_work)
+    assert readings((0, 4, 0), monitor) is None
+    assert readings(NOWHERE, monitor, tmp_path / "nothing") is None
+    assert readings(NOWHERE, monitor, topology((90006, 3))) == pytest.approx(at_work)
+
+
+@on_linux
+def test_where_several_cards_may_be_meant_no_clock_is_told(topology, monitor: Path) -> None:
+    assert readings(NOWHERE, monitor, topology((90006, 3), (90006, 4))) is None
+
+
+@on_linux
+def test_clocks_are_asked_of_the_system_on_amd_cards(rocm, monitor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "readings", functools.partial(readings, folder=monitor))
+    rocm(gcnArchName="gfx906", pci_domain_id=0, pci_bus_id=3, pci_device_id=0)
+    assert str(machine.ask_clocks(torch.device("cuda", 0)).text) == "1750 MHz, memory 1000 MHz, 61 C"
 
 
 # ---- what torch says of a card ---------------------------------------------------------------------------------------
