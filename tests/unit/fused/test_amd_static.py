@@ -205,7 +205,7 @@ def test_no_variant_needs_scratch_and_every_block_fits() -> None:
         for arch, text in row.items():
             cell = tool.read_cell(text)
             assert all(scratch == 0 and vector <= 256 for vector, scratch in cell.functions), f"{name} {arch}"
-            assert cell.scalar <= (102 if arch.startswith("gfx9") else 106)
+            assert cell.scalar <= 108  # with VCC and what the hardware keeps behind the last
             assert cell.shared <= amd_geometry.LDS_BYTES
             assert cell.waves >= 1
 

@@ -65,7 +65,7 @@ def found() -> dict[tuple[Variant, int], int]:
     return {
         (variant, arch): blocks_per_sm(variant, arch)
         for variant in tool.all_variants()
-        for arch in _table()[variant.name]
+        for arch in _table().get(variant.name, ())
     }
 
 
