@@ -157,7 +157,9 @@ MUTANTS = {
         "dX, p.grad_scale, at.rows(), p.dim, t);\n#endif", "dX, p.scale, at.rows(), p.dim, t);\n#endif"
     ),
     "volta_sides_have_each_others_keys": _gradient("(side_of(t) ^ s) * 4", "side_of(t) * 4", "volta.cuh"),
-    "volta_left_over_pieces_of_one_half": _gradient("side_of(t)) + upper * 8", "side_of(t))", "volta.cuh"),
+    "volta_left_over_pieces_of_one_half": Mutant(
+        "volta.cuh", "side_of(t)) + upper * 8", "side_of(t))", tests=("tests/contract/fused/test_tensor.py",)
+    ),
     "volta_lanes_keep_the_other_row": _gradient("= t.lane & 2;  // this", "= !(t.lane & 2);  // this", "volta.cuh"),
     "volta_right_operand_of_one_side": _gradient(
         "t.lane / 16 * 8 + t.lane % 8", "t.lane / 16 * 8 + t.lane % 4", "volta.cuh"

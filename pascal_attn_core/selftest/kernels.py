@@ -15,7 +15,7 @@ from .cases import in_one_line
 
 _GRADIENT_DIMS = (40, 64, 128)
 # On tensor cores: head_dim, kind of mask, whether columns lie behind head_dim.
-_TENSOR_GRADIENTS = ((64, "none", False), (64, "bool", False), (48, "none", True), (128, "none", False))
+_TENSOR_GRADIENTS = ((64, "none", False), (64, "bool", False), (96, "none", True), (128, "none", False))
 
 
 class KernelCheck(NamedTuple):

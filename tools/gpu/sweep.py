@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import fnmatch
+import functools
 import math
 import multiprocessing
 import os
@@ -38,7 +39,7 @@ from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
-from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, AnyGeometry, Variant, source
+from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, AnyGeometry, Variant, all_variants, source
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.runtime import runtime_of
@@ -49,7 +50,9 @@ from .table import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
-_ON_TENSOR_CORES = tuple(kind for kind in KINDS if kind.startswith(("volta", "tensor")) and "packed" not in kind)
+_ON_TENSOR_CORES = tuple(
+    kind for kind in KINDS if kind.startswith(("volta", "tensor")) and "packed" not in kind and "capped" not in kind
+)
 _TORCH = {
     "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -143,6 +146,11 @@ class Compilations:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _known() -> frozenset[Variant]:
+    return frozenset(all_variants())
+
+
 def all_jobs() -> list[Variant]:
     """What is swept, the most used first."""
     found = [Variant("forward", dim, dtype) for dim in _COMMON for dtype in _DTYPES]
@@ -156,7 +164,7 @@ def all_jobs() -> list[Variant]:
     found += [Variant("split", dim, "float16") for dim in HEAD_DIMS]
     # The card says which of them are for it.
     for dim, mask in ((64, "none"), (128, "none"), (80, "none"), (64, "bool"), (128, "bool")):
-        found += [Variant(kind, dim, "float16", mask) for kind in _ON_TENSOR_CORES]
+        found += [v for kind in _ON_TENSOR_CORES if (v := Variant(kind, dim, "float16", mask)) in _known()]
     return list(dict.fromkeys(found))
 
 

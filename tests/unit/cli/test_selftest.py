@@ -21,7 +21,7 @@ from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import cache
 from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.source import digest
+from pascal_attn_core.fused.source import all_variants, digest
 from pascal_attn_core.observe import machine
 from pascal_attn_core.observe.machine import Clocks, ClockWatch, parse_clocks
 from pascal_attn_core.routes.tiled import TiledRoute
@@ -148,9 +148,16 @@ def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
     assert kinds[6, 1] == set()
     assert {"volta", "volta_small", "volta_packed"} <= kinds[7, 0]
     assert {"tensor", "tensor_small", "tensor_packed"} <= kinds[7, 5]
-    assert {kind for kind in kinds[7, 5] if "grad" in kind} == {
-        f"tensor_grad_{name}{suffix}" for name in ("query", "key_value") for suffix in ("", "_packed")
-    }
+    for capability, generation in (((7, 0), "volta"), ((7, 5), "tensor")):
+        assert {kind for kind in kinds[capability] if "grad" in kind} == {
+            f"{generation}_grad_{name}{suffix}"
+            for name in ("query", "key_value")
+            for suffix in ("", "_capped", "_packed", "_capped_packed")
+        }
+
+
+def test_only_kernels_that_a_call_can_ask_for_are_tried() -> None:
+    assert set(checked_variants()) <= set(all_variants())
 
 
 def test_a_wrong_route_on_tensor_cores_is_switched_off_with_the_others() -> None:

@@ -150,7 +150,14 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
         assert variant.geometry not in details(variant.geometry)
     plain = {"forward", "split", "grad_query", "grad_key_value"}
     tensor = {"tensor", "tensor_small", "tensor_barrier", "tensor_grad_query", "tensor_grad_key_value"}
-    assert {variant.kind for variant in all_jobs()} == {*plain, *tensor, "volta", "volta_small"}
+    assert {variant.kind for variant in all_jobs()} == {
+        *plain,
+        *tensor,
+        "volta",
+        "volta_small",
+        "volta_grad_query",
+        "volta_grad_key_value",
+    }
 
 
 @pytest.mark.parametrize("kind", ["tensor", "tensor_small", "tensor_grad_query", "tensor_grad_key_value"])
