@@ -18,6 +18,7 @@ from .lazy_mask import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
 from .patching import Patch
+from .vae import patch_vae
 from .version import __version__
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "mask_rule",
     "measure_memory",
     "patch_ffn",
+    "patch_vae",
     "record",
     "recommended_tile_size",
     "saved_by_band",

@@ -7,14 +7,13 @@
 The VAE's own ``forward`` runs, on a tensor that notes what is done with it (:mod:`.banded`). Convolutions are computed
 range by range with the rows around each that they depend on, group norms gather their sums over all ranges before they
 are used, attention takes this package's routes. Between two layers a tensor lies on the device while that fits, else in
-host memory. Before the first run with a given VAE, dtype and kind of input a small one is computed both ways; if they do
-not agree to rounding, the VAE runs as if it had not been patched, and the report says so.
+host memory. Before the first run with a given VAE, dtype and kind of input a small input is computed both ways; if the
+two do not agree to rounding, the VAE runs as if it had not been patched, and the report says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 

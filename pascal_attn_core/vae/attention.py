@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
+from ..config import default_config
+from ..device import MIB
 from .lazy import Lazy, Want
+
+
+_LEAST_MIB = 1 / 16
 
 
 class Attention(Lazy):
@@ -18,14 +23,17 @@ class Attention(Lazy):
     Args:
         mask: on the device, or None.
         options: further arguments of :func:`sdpa` by name.
-        limit: bytes of key and value that are read at once.
+        limit: bytes of key and value that are read at once, and bytes for what is computed from them.
     """
 
     is_heavy = True
 
     def __init__(self, query: Lazy, key: Lazy, value: Lazy, mask: Tensor | None, options: dict[str, Any], limit: int):
         super().__init__(query.like.new_empty((*query.shape[:-1], value.shape[-1])), (query, key, value))
-        self.mask, self.options = mask, options
+        self.mask, self.limit = mask, limit
+        config = options.pop("config", None) or default_config()
+        least = limit / MIB if config.budget_mib is None else min(config.budget_mib, limit / MIB)
+        self.options = {**options, "config": replace(config, budget_mib=max(least, _LEAST_MIB))}
         rows = key.size(key.like.dim() - 2)
         per_row = (key.nbytes + value.nbytes) // max(rows, 1)
         is_plain = not options.get("is_causal") and options.get("window") is None and mask is None
@@ -40,7 +48,7 @@ class Attention(Lazy):
         return 1 if same and self.mask is None and query.granule(dim) == 1 else 0
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        query, key, value = self.inputs
+        query = self.inputs[0]
         if self.is_whole(dim, low, high):
             return [query.whole(), *self._keys(None)]
         return [Want(query, dim, low, high), *self._keys((dim, low, high))]
@@ -72,4 +80,5 @@ class Attention(Lazy):
         return out.to(self.like.dtype)
 
     def scratch(self, given: int, made: int) -> int:
-        return 2 * made
+        scores = made // max(self.like.shape[-1], 1) * self.keys
+        return 2 * made + min(self.limit, 3 * scores)

@@ -1,5 +1,5 @@
-"""The tensor that a model is given in the place of its latent or its picture: operators on it are noted, and computed in
-bands when their result is needed."""
+"""The tensor that a model is given in the place of its latent or its picture: operators on it are noted, and computed
+in bands when their result is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import operators
 from .lazy import Filled, Known, Lazy, aten
 from .run import NotInBands, Run
 
-_ORDINARY = 1 << 12  # elements: a smaller result of an operator that ran whole is an ordinary tensor
+_SMALLER = 16  # a result of an operator that ran whole, so many times smaller than its input, is an ordinary tensor
 _SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}
 _Packet = torch._ops.OpOverloadPacket
 
@@ -27,6 +27,7 @@ class Banded(Tensor):
         node: what it is.
         run: the run it belongs to.
         family: the tensors that share memory with it in the eyes of the model.
+        origin: of which tensor it is which range, where it is a slice: (tensor, dim, start, stop).
     """
 
     node: Lazy
@@ -42,11 +43,12 @@ class Banded(Tensor):
         self.node, self.run = node, run
         self.family = weakref.WeakSet() if parent is None else parent.family
         self.family.add(self)
+        self.origin: tuple[Banded, int, int, int] | None = None
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None  # it holds no tensor; those who look for memory find none
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Banded(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
@@ -56,19 +58,29 @@ class Banded(Tensor):
             return _attention(func, *args, **kwargs)
         if func is nn.functional.linear:  # as one operator it keeps its rows apart from the batch
             return _linear(*args, **kwargs)
+        if func is nn.functional.pad and "circular" in (*args, *kwargs.values()):
+            return _circular_pad(*args, **kwargs)  # torch composes it of slices that it writes into
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
 
 _ATTENTION = {nn.functional.scaled_dot_product_attention, sdpa}
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _dispatch(aten.linear.default, (input, weight, bias), {})
+
+
+def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: float | None = None) -> Any:
+    tensor = _first(input)
+    node = operators.padded(tensor.run, nn.functional.pad, tensor.node, pad, mode)
+    return Banded(node, tensor.run, tensor.device)
 
 
 def _first(args: Any) -> Banded:
@@ -93,7 +105,8 @@ def _attention(
 ) -> Banded:
     first = _first((query, key, value, attn_mask))
     options |= {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    node = operators.attention(first.run, *_nodes((query, key, value, attn_mask)), options)
+    q, k, v, mask = _nodes((query, key, value, attn_mask))
+    node = operators.attention(first.run, q, k, v, mask, options)
     return Banded(node, first.run, first.device)
 
 
@@ -126,7 +139,19 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         and torch.Tag.nondeterministic_seeded not in func.tags
     ):
         found = operators.pointwise(run, func, _nodes(args), _nodes(kwargs))
-    return _whole(first, func, args, kwargs) if found is NotImplemented else wrapped(found)
+    if found is NotImplemented:
+        return _whole(first, func, args, kwargs)
+    out = wrapped(found)
+    if packet is aten.slice and isinstance(out, Banded):
+        out.origin = _range_of_slice(first, *args[1:], **kwargs)
+    return out
+
+
+def _range_of_slice(
+    tensor: Banded, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[Banded, int, int, int] | None:
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    return (tensor, dim % tensor.dim(), first, max(first, last)) if step == 1 else None
 
 
 def _is_composite(func: Any) -> bool:
@@ -151,7 +176,10 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, Banded):
         return func(*tree_map(lambda leaf: ordinary(leaf) if isinstance(leaf, Banded) else leaf, args), **kwargs)
-    if any(other is not target for other in target.family):
+    chain = [target]
+    while chain[-1].origin is not None:
+        chain.append(chain[-1].origin[0])
+    if any(all(other is not link for link in chain) for other in target.family):
         raise NotInBands(f"{name} changes a tensor of which a view is in use")
     if name == "copy_":
         found = operators.replaced(target.run, target.node, _nodes(args[1]))
@@ -174,6 +202,10 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if found.like.dtype != target.dtype:
             found = operators.cast(found, target.dtype)
     target.node = found
+    for link in chain[:-1]:  # what it is a slice of holds the new numbers too
+        assert link.origin is not None
+        whole, dim, start, stop = link.origin
+        whole.node = operators.written(whole.run, whole.node, link.node, dim, start, stop)
     return target
 
 
@@ -189,10 +221,12 @@ def _whole(first: Banded, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any
 
     if run.is_rehearsal:
         kwargs = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-    found = func(*tree_map(real, args), **tree_map(real, kwargs))
+    given, named = tree_map(real, (args, kwargs))
+    found = run.patiently(lambda: func(*given, **named))
+    largest = max(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Banded))
 
     def kept(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or (leaf.numel() < _ORDINARY and not run.is_rehearsal):
+        if not isinstance(leaf, Tensor) or (leaf.numel() * _SMALLER <= largest and not run.is_rehearsal):
             return leaf
         return Banded(Known(leaf.to("meta"), run.room.home(leaf)), run, first.device)
 

@@ -224,8 +224,9 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
 
 
 def _rebound(own: Callable[..., Any], vae: nn.Module, other: nn.Module) -> Callable[..., Any]:
-    is_method = isinstance(own, types.MethodType) and own.__self__ is vae
-    return types.MethodType(own.__func__, other) if is_method else own  # type: ignore[union-attr]
+    if isinstance(own, types.MethodType) and own.__self__ is vae:
+        return types.MethodType(own.__func__, other)
+    return own
 
 
 def _same(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,7 +269,7 @@ def _without_tiles(vae: nn.Module) -> Iterator[None]:
         yield
     finally:
         if had:
-            vae.use_tiling = had  # type: ignore[assignment]
+            vae.use_tiling = had
 
 
 def _with_numbers(found: Any, run: Run) -> Any:
@@ -277,13 +278,12 @@ def _with_numbers(found: Any, run: Run) -> Any:
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Banded):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if run.is_rehearsal else ordinary(leaf)
-        return leaf
+        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))
+        return _with_numbers(leaf, run) if is_object else leaf
 
     if isinstance(found, (Tensor, tuple, list, dict)):
         return tree_map(real, found)
     for name, value in list(getattr(found, "__dict__", {}).items()):
         if any(isinstance(leaf, Banded) for leaf in tree_leaves(value)):
             setattr(found, name, tree_map(real, value))
-        elif type(value).__module__.partition(".")[0] not in ("builtins", "torch"):
-            _with_numbers(value, run)
     return found

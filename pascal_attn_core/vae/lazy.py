@@ -239,7 +239,7 @@ class Pointwise(Lazy):
             and self.inputs[0].like.dtype == self.like.dtype
         )
         args, kwargs = substituted((args, kwargs), self.inputs, pieces)
-        return (self.in_place if reuse else self.func)(*args, **kwargs)  # type: ignore[misc]
+        return (self.in_place if reuse else self.func)(*args, **kwargs)
 
 
 def _in_place(func: Any) -> Any:

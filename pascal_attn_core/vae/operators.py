@@ -1,4 +1,4 @@
-"""What each operator is on lazy tensors. An operator that is not here and does not work element by element runs whole."""
+"""What each operator is on lazy tensors. One that is not here and does not work element by element runs whole."""
 
 from __future__ import annotations
 
@@ -200,6 +200,12 @@ def _joined(run: Run, parts: Sequence[Any], dim: int) -> Lazy:
     return Joined(like, [cast(node, like.dtype) for node in nodes], dim % like.dim())
 
 
+def written(run: Run, node: Lazy, part: Lazy, dim: int, start: int, stop: int) -> Lazy:
+    """A node with another one in the place of a range."""
+    parts = [_narrowed(run, node, dim, 0, start), part, _narrowed(run, node, dim, stop, node.size(dim))]
+    return _joined(run, [each for each in parts if each.size(dim)], dim)
+
+
 def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
     """What ``copy_`` leaves in a tensor of the shape and dtype of ``node``."""
     found = source if isinstance(source, Lazy) else run.known(source)
@@ -290,25 +296,26 @@ def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: 
 
 @handles("constant_pad_nd")
 def _constant_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int], value: float = 0.0) -> Lazy:
-    return _padded(run, func, node, pad, "constant", value)
+    return padded(run, func, node, pad, "constant", value)
 
 
 @handles("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
 def _reflection_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
-    return _padded(run, func, node, pad, "reflect")
+    return padded(run, func, node, pad, "reflect")
 
 
 @handles("replication_pad1d", "replication_pad2d", "replication_pad3d")
 def _replication_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
-    return _padded(run, func, node, pad, "replicate")
+    return padded(run, func, node, pad, "replicate")
 
 
-def _padded(run: Run, func: Any, node: Lazy, pad: Sequence[int], mode: str, value: float = 0.0) -> Lazy:
+def padded(run: Run, func: Any, node: Lazy, pad: Sequence[int], mode: str, value: float = 0.0) -> Lazy:
+    """A padding as torch counts it: pairs from the last dimension on."""
     dims = node.like.dim()
     pairs = [(0, 0)] * dims
     for place in range(len(pad) // 2):
         pairs[dims - 1 - place] = (pad[2 * place], pad[2 * place + 1])
-    like = func(node.like, pad)
+    like = func(node.like, pad, mode) if mode == "circular" else func(node.like, pad)
     return Padded(like, run.settled(node), pairs, mode, value)
 
 
@@ -501,11 +508,11 @@ def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, option
     Args:
         options: further arguments of :func:`pascal_attn_core.sdpa` by name.
     """
-    nodes = [each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value)]
-    for node in nodes:
+    q, k, v = (each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value))
+    for node in (q, k, v):
         run.evaluate(node)
     if isinstance(attn_mask, Lazy):
         attn_mask = run.whole(attn_mask)
-    found = Attention(*nodes, attn_mask, options, run.budget // 4)
+    found = Attention(q, k, v, attn_mask, options, run.budget // 4)
     run.evaluate(found)
     return found

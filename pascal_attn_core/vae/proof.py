@@ -58,11 +58,11 @@ def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], giv
     if [t.shape for t in got] != [t.shape for t in wanted]:
         return f"bands give {[list(t.shape) for t in got]} where the VAE gives {[list(t.shape) for t in wanted]}"
     for one, other, third in zip(got, wanted, moved):
-        error, noise = _rows(one - other), _rows(third - other)
+        gap, noise = _rows(one - other), _rows(third - other)
         floor = torch.finfo(sample.dtype).eps * other.abs().amax()
         limit = _ALLOWED * torch.maximum(noise, floor)
-        if not bool(error <= limit):  # NaN too
-            return f"bands differ from the VAE by {float(error):.1e} on a small input, {float(limit):.1e} is rounding"
+        if not bool(gap <= limit):  # NaN too
+            return f"bands differ from the VAE by {float(gap):.1e} on a small input, {float(limit):.1e} is rounding"
     return ""
 
 

@@ -130,28 +130,11 @@ class Run:
             try:
                 if high < total:
                     self._read_ahead(node, dim, high, min(total, high + count))
-                if self.is_rehearsal:
-                    piece = node.like.narrow(dim, low, high - low) if node.like.dim() else node.like
-                else:
-                    piece = node.read(dim, low, high, {})
-                if watch is not None:
-                    watch(piece)
-                if node.value is None:
-                    stays = at_home or self.room.stays(node.nbytes)
-                    if (low, high) == (0, total) and stays and node.is_fresh and not node.may_alias:
-                        target = self.room.home(piece)
-                    else:
-                        target = target or self.room.place_for(node.like, dim, on_host=not stays)
-                        target.write(dim, low, piece)
-                del piece
+                target = self._band(node, dim, low, high, target, watch, at_home)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                problem = error
-            else:
-                problem = None
-            if problem is not None:
-                count = self._fewer(node, dim, count, problem)
+                count = self._fewer(node, dim, count, error)
                 continue
             low, bands = high, bands + 1
             if self.on_band is not None:
@@ -167,15 +150,39 @@ class Run:
             node.keep(target)
         return target
 
+    def _band(
+        self,
+        node: Lazy,
+        dim: int,
+        low: int,
+        high: int,
+        target: Value | None,
+        watch: Callable[[Tensor], None] | None,
+        at_home: bool,
+    ) -> Value | None:
+        """One range of a node. Whatever it has done when memory runs out may be done again."""
+        if self.is_rehearsal:
+            piece = node.like.narrow(dim, low, high - low) if node.like.dim() else node.like
+        else:
+            piece = node.read(dim, low, high, {})
+        if node.value is None:
+            stays = at_home or self.room.stays(node.nbytes)
+            if stays and (low, high) == (0, node.size(dim)) and node.is_fresh and not node.may_alias:
+                target = self.room.home(piece)
+            else:
+                target = target or self.room.place_for(node.like, dim, on_host=not stays)
+                target.write(dim, low, piece)
+        if watch is not None:
+            watch(piece)
+        return target
+
     def _fewer(self, node: Lazy, dim: int, count: int, error: Exception) -> int:
         """After an out-of-memory error: half as many rows, then values to host memory, then the error."""
         self.figures.retries += 1
         for value, *_ in node.leaves(dim, 0, node.size(dim)):
             value.forget_ahead()
         error.__traceback__ = None  # its frames hold the pieces
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        self._free()
         unit = max(node.granule(dim), 1)
         if count > unit:
             return max(unit, count // 2 // unit * unit)
@@ -238,8 +245,27 @@ class Run:
         """All of a node on the device, contiguous."""
         if node.value is None:
             self.evaluate(node, at_home=True)
-        assert node.value is not None
-        return self.room.bring(node.value).contiguous()
+        value = node.value
+        assert value is not None
+        return self.patiently(lambda: self.room.bring(value).contiguous())
+
+    def patiently(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns; where it runs out of memory, it is done once more after room has been made."""
+        try:
+            return work()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            error.__traceback__ = None
+        self.figures.retries += 1
+        self._free()
+        self.room.make_room()
+        return work()
+
+    def _free(self) -> None:
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

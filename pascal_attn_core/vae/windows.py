@@ -78,35 +78,42 @@ class Convolution(Lazy):
         first, last = self._range(dim, low, high)
         before, after = want.low - first, last - want.high
         axis = dim - 2
-        if before == after and 0 <= before:
+        if before == after and before >= 0:
             padding[axis] = before
-        else:
-            padding[axis] = 0
-            if before > 0 or after > 0:
-                pads = [0, 0] * (piece.dim() - 1 - dim) + [max(before, 0), max(after, 0)]
-                piece = torch.constant_pad_nd(piece, pads)
+            return self._run(piece, padding, self.output_padding)
+        padding[axis] = 0
+        if before < 0 or after < 0:  # nothing but padding, beyond one end
+            shape = list(piece.shape)
+            shape[dim] = last - first
+            piece = piece.new_zeros(shape)
+        elif before or after:
+            piece = torch.constant_pad_nd(piece, [0, 0] * (piece.dim() - 1 - dim) + [before, after])
         return self._run(piece, padding, self.output_padding)
 
     def _transposed(self, piece: Tensor, padding: list[int], dim: int, low: int, high: int, want: Want) -> Tensor:
         axis = dim - 2
-        reach = self.dilation[axis] * (self.weight.shape[dim] - 1)
         start = low + self.padding[axis] - want.low * self.stride[axis]  # of the range in what the piece gives
-        given = (want.high - want.low - 1) * self.stride[axis] + reach + 1
-        missing = max(start + high - low - given, 0)
         padding[axis] = 0
         extra = list(self.output_padding)
-        extra[axis] = min(missing, max(self.stride[axis], self.dilation[axis]) - 1)
-        out = self._run(piece, padding, extra)
-        return out.narrow(dim, start, high - low)
+        extra[axis] = 0
+        out = self._run(piece, padding, extra, with_bias=False)
+        begin, end = min(max(start, 0), out.shape[dim]), min(max(start + high - low, 0), out.shape[dim])
+        out = out.narrow(dim, begin, end - begin)
+        if end - begin < high - low:  # elements that no input reaches
+            pads = [max(-start, 0) if end > begin else 0, 0]
+            pads[1] = high - low - (end - begin) - pads[0]
+            out = torch.constant_pad_nd(out, [0, 0] * (out.dim() - 1 - dim) + pads)
+        return out if self.bias is None else out + self.bias.view(-1, *[1] * (out.dim() - 2))
 
-    def _run(self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int]) -> Tensor:
+    def _run(
+        self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int], *, with_bias: bool = True
+    ) -> Tensor:
+        bias = self.bias if with_bias else None
         if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and _has_onednn():
             # of small pieces torch takes another kernel than of the whole, which is slower and unfolds its input
-            return torch.mkldnn_convolution(
-                piece, self.weight, self.bias, padding, self.stride, self.dilation, self.groups
-            )
+            return torch.mkldnn_convolution(piece, self.weight, bias, padding, self.stride, self.dilation, self.groups)
         return aten.convolution(
-            piece, self.weight, self.bias, self.stride, padding, self.dilation, self.transposed, output_padding,
+            piece, self.weight, bias, self.stride, padding, self.dilation, self.transposed, output_padding,
             self.groups,
         )  # fmt: skip
 
@@ -238,7 +245,8 @@ class Resized(Lazy):
 
 class Moments:
     """Mean and variance of each group of channels, gathered over pieces in the order they come (Chan, Golub, LeVeque
-    1979): of each piece as torch's own kernel computes them, between pieces in float64. ``[N, C, ...]`` -> ``[N, groups]``.
+    1979): of each piece as torch's own kernel computes them, between pieces in float64. ``[N, C, ...]`` ->
+    ``[N, groups]``.
     """
 
     def __init__(self, batch: int, groups: int):
@@ -258,9 +266,9 @@ class Moments:
         mean, variance = mean.double(), rstd.double() ** -2
         count = inner * channels // self.groups
         total, delta = self.count + count, mean - self.mean
-        self.mean = self.mean + delta * (count / total)
-        self.squares = self.squares + variance * count + delta**2 * (self.count * count / total)
-        self.count = total
+        squares = self.squares + variance * count + delta**2 * (self.count * count / total)
+        # all of it or, where memory runs out on the way, nothing
+        self.mean, self.squares, self.count = self.mean + delta * (count / total), squares, total
 
     def per_channel(self, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(mean, variance) of the group that each channel is in, ``[N * C]``."""

@@ -25,6 +25,7 @@ PUBLIC: dict[str, set[str]] = {
         "mask_rule",
         "measure_memory",
         "patch_ffn",
+        "patch_vae",
         "record",
         "recommended_tile_size",
         "saved_by_band",
@@ -49,6 +50,7 @@ PUBLIC: dict[str, set[str]] = {
         "patch_pipeline",
         "uninstall",
     },
+    "pascal_attn_core.vae": {"NotInBands", "VaePatch", "VaeReport", "patch_vae"},
     "pascal_attn_core.ffn": {"FfnPatch", "FfnReport", "FfnReportLine", "patch_ffn"},
     "pascal_attn_core.flash_attn": {
         "flash_attn_func",

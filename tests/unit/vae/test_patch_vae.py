@@ -1,0 +1,332 @@
+"""patch_vae on real VAEs of diffusers at a tiny size: what it leaves, what it says, what it does when things fail."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pascal_attn_core import patch_vae
+from pascal_attn_core.observe.memory import PeakMemory
+
+diffusers = pytest.importorskip("diffusers")
+
+
+def kl(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=(16, 32), norm_num_groups=8, latent_channels=4, **settings,
+    )  # fmt: skip
+    return vae.eval().requires_grad_(False)
+
+
+def latent(*sizes: int) -> Tensor:
+    return torch.randn(sizes or (1, 4, 24, 17), generator=torch.Generator().manual_seed(1))
+
+
+def assert_close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_decode_and_encode_in_bands() -> None:
+    vae = kl()
+    picture = vae.decode(latent()).sample
+    moments = vae.encode(picture).latent_dist
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        out = vae.decode(latent(), return_dict=False)
+        again = vae.encode(picture)
+    assert_close(out[0], picture)
+    for name in ("mean", "std", "logvar"):
+        assert_close(getattr(again.latent_dist, name), getattr(moments, name))
+        assert type(getattr(again.latent_dist, name)) is Tensor
+    assert_close(again.latent_dist.sample(torch.Generator().manual_seed(2)),
+                 moments.sample(torch.Generator().manual_seed(2)))  # fmt: skip
+    decoded, encoded = patch.report().calls
+    assert (decoded.method, decoded.state, encoded.method, encoded.state) == (
+        "decode",
+        "in bands",
+        "encode",
+        "in bands",
+    )
+    assert decoded.figures is not None
+    assert decoded.figures.most_bands > 2
+    assert "in bands" in patch.report().text()
+
+
+def test_a_batch_and_slices() -> None:
+    vae = kl()
+    wanted = vae.decode(latent(3, 4, 9, 8)).sample
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
+        vae.enable_slicing()
+        assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
+    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+
+
+def test_tiled_decoding_gives_way_and_comes_back() -> None:
+    vae = kl(sample_size=16)
+    vae.enable_tiling()
+    tiled = vae.decode(latent()).sample
+    with patch_vae(vae):
+        exact = vae.decode(latent()).sample
+        assert vae.use_tiling
+    assert torch.equal(vae.decode(latent()).sample, tiled)
+    vae.disable_tiling()
+    wanted = vae.decode(latent()).sample
+    assert_close(exact, wanted)
+    assert (tiled - wanted).abs().max() > 1e-2
+
+
+def test_it_leaves_no_trace() -> None:
+    vae = kl()
+    before, state = dict(vars(vae)), set(vae.state_dict())
+    patch = patch_vae(vae)
+    assert set(vae.state_dict()) == state
+    patch.remove()
+    assert vars(vae).keys() == before.keys()
+    assert vae.decode.__func__ is type(vae).decode
+
+
+def test_a_method_replaced_meanwhile_stays(caplog: pytest.LogCaptureFixture) -> None:
+    vae = kl()
+    patch = patch_vae(vae, methods=("decode",))
+    ours = vae.decode
+
+    def theirs(z: Tensor) -> Any:
+        return ours(z)
+
+    vae.decode = theirs
+    patch.remove()
+    assert vae.decode is theirs
+    assert "decode has been replaced by something else, which stays" in caplog.text
+    assert type(vae.decode(latent()).sample) is Tensor  # the patch is off below it
+    assert patch.report().calls == []
+
+
+def test_deep_copies_and_pickles() -> None:
+    vae = kl()
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        twin = copy.deepcopy(vae)
+        nn.init.zeros_(twin.decoder.conv_out.bias)
+        nn.init.zeros_(twin.decoder.conv_out.weight)
+        assert not twin.decode(latent()).sample.any()
+        assert vae.decode(latent()).sample.any()
+        stored = pickle.loads(pickle.dumps(vae))
+        assert_close(stored.decode(latent()).sample, vae.decode(latent()).sample)
+    assert len(patch.report().calls) == 2
+    assert "decode" not in vars(twin) or not twin.decode.settings.enabled
+
+
+def test_two_patches_come_off_in_any_order() -> None:
+    vae = kl()
+    wanted = vae.decode(latent()).sample
+    first, second = patch_vae(vae), patch_vae(vae)
+    assert_close(vae.decode(latent()).sample, wanted)
+    second.remove()
+    assert_close(vae.decode(latent()).sample, wanted)
+    first.remove()
+    assert torch.equal(vae.decode(latent()).sample, wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"vae": "vae"}, TypeError, "vae must be a torch.nn.Module, got str; of a pipeline pass its vae"),
+        ({"vae": nn.Linear(1, 1)}, ValueError, "vae must have one of the methods decode, encode, got Linear"),
+        ({"keep": "ram"}, ValueError, "keep must be one of auto, device, host, got 'ram'"),
+        ({"when": "now"}, ValueError, "when must be 'always' or 'needed', got 'now'"),
+        ({"budget_mib": 0}, ValueError, "budget_mib must be a positive number of MiB, got 0"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        patch_vae(**{"vae": kl(), **arguments})
+
+
+def test_gradients_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    vae = kl().requires_grad_(True)
+    with patch_vae(vae) as patch:
+        vae.decode(latent()).sample.sum().backward()
+        vae.decode(latent())
+        with torch.no_grad():
+            vae.decode(latent())
+    assert vae.decoder.conv_in.weight.grad is not None
+    assert [call.state for call in patch.report().calls] == ["as it is", "as it is", "in bands"]
+    assert caplog.text.count("call it under torch.no_grad()") == 1
+
+
+def test_inference_mode() -> None:
+    vae = kl()
+    with torch.inference_mode(), patch_vae(vae, budget_mib=0.1):
+        got = vae.decode(latent()).sample
+        got += 1
+    assert_close(got - 1, vae.decode(latent()).sample)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(number: float) -> None:
+    vae, z = kl(), latent()
+    z[0, 0, 3, 3] = number
+    wanted = vae.decode(z).sample
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        got = vae.decode(z).sample
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert patch.report().calls[0].state == "in bands"
+
+
+def test_a_vae_that_mixes_rows_otherwise_is_not_run_in_bands() -> None:
+    """What an operator does not tell: the model itself looks at the size of what it is given."""
+    vae = kl()
+    own = vae.decoder.forward
+
+    def looks(z: Tensor, *args: Any) -> Tensor:
+        out = own(z, *args)
+        return out * 2 if type(z) is not Tensor else out
+
+    vae.decoder.forward = looks
+    wanted = vae.decode(latent()).sample
+    with patch_vae(vae) as patch:
+        got = vae.decode(latent()).sample
+    assert torch.equal(got, wanted)
+    (call,) = patch.report().calls
+    assert call.state == "refused"
+    assert "bands differ from the VAE by" in call.why
+    with patch_vae(vae, verify=False):
+        assert_close(vae.decode(latent()).sample, wanted * 2)
+
+
+def test_a_vae_that_fails_in_bands_runs_as_it_is() -> None:
+    vae = kl()
+    own = vae.decoder.forward
+
+    def prints(z: Tensor, *args: Any) -> Tensor:
+        z.numpy()
+        return own(z, *args)
+
+    vae.decoder.forward = prints
+    with patch_vae(vae) as patch:
+        assert torch.equal(vae.decode(latent()).sample, kl().decode(latent()).sample)
+    assert "bands failed on a small input" in patch.report().calls[0].why
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The n-th operator on ordinary tensors finds no memory, once."""
+
+    def __init__(self, place: int):
+        super().__init__()
+        self.place, self.count = place, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if any("__tensor_flatten__" in vars(kind) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(out, Tensor) and not out.is_meta:
+            self.count += 1
+            if self.count == self.place:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return out
+
+
+def test_out_of_memory_anywhere_means_fewer_rows() -> None:
+    vae, z = kl(), latent()
+    with patch_vae(vae, budget_mib=0.3, keep="host") as patch:
+        wanted = vae.decode(z).sample  # proven now
+        with OutOfMemory(0) as counter:
+            vae.decode(z)
+        assert counter.count > 300
+        retried, places = 0, range(1, counter.count + 1, counter.count // 50)
+        for place in places:
+            with OutOfMemory(place):
+                got = vae.decode(z).sample
+            assert_close(got, wanted)
+            figures = patch.report().calls[-1].figures
+            assert figures is not None
+            retried += figures.retries
+        assert retried > 0.9 * len(places)
+
+
+def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
+    vae, seen = kl(), []
+
+    class Interrupt(BaseException):
+        pass
+
+    def progress(part: float) -> None:
+        seen.append(part)
+        if len(seen) == 20:
+            raise Interrupt
+
+    wanted = vae.decode(latent()).sample
+    with patch_vae(vae, budget_mib=0.1, progress=progress):
+        with pytest.raises(Interrupt):
+            vae.decode(latent())
+        assert_close(vae.decode(latent()).sample, wanted)
+    assert seen[19] < 0.5
+    assert seen[-1] == 1.0
+    assert seen[20:] == sorted(seen[20:])
+
+
+def test_only_when_needed() -> None:
+    vae, z = kl(), latent()
+    wanted = vae.decode(z).sample
+    with patch_vae(vae, when="needed") as patch:
+        assert torch.equal(vae.decode(z).sample, wanted)
+        with OutOfMemory(30):
+            assert_close(vae.decode(z).sample, wanted)
+    first, second = patch.report().calls
+    assert (first.state, second.state, second.why) == ("as it is", "in bands", "it ran out of memory as it is")
+    with patch_vae(vae, when="needed", expected_bytes=lambda method, shape, dtype: 1 << 60) as patch:
+        assert_close(vae.decode(latent()).sample, wanted)
+    assert "MiB as it is" in patch.report().calls[0].why
+
+
+def test_too_little_host_memory_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, seen = kl(), []
+    monkeypatch.setattr("pascal_attn_core.vae.calls.available_bytes", lambda device="cpu": 1 << 16)
+    with (
+        patch_vae(vae, keep="host", budget_mib=1, progress=seen.append),
+        pytest.raises(MemoryError, match=r"decode of \[1, 4, 24, 17\] in bands needs \d+ MiB of host memory"),
+    ):
+        vae.decode(latent())
+    assert seen == []
+
+
+def test_the_budget_is_kept() -> None:
+    """Bytes on the device counted one by one; what lies between layers is in host memory."""
+    vae = kl()
+    z = latent(1, 4, 96, 96)
+    with PeakMemory() as whole:
+        wanted = vae.decode(z).sample
+    for budget in (1.0, 2.0):
+        with patch_vae(vae, keep="host", budget_mib=budget) as patch:
+            vae.decode(z)  # proven
+            with PeakMemory() as peak:
+                got = vae.decode(z).sample
+        assert_close(got, wanted)
+        out = got.nbytes / 2**20
+        assert peak.peak_mib <= budget + out + 0.1
+        assert peak.peak_mib < 0.4 * whole.peak_mib
+        figures = patch.report().calls[-1].figures
+        assert figures is not None
+        assert figures.host_bytes < 1.1 * whole.peak_bytes
+
+
+def test_a_pipeline_decodes_in_bands() -> None:
+    """Offloaded, sliced, with our attention processor: the VAE as a pipeline holds it."""
+    accelerate = pytest.importorskip("accelerate")
+    from pascal_attn_core.diffusers import PascalAttnProcessor
+
+    vae = kl()
+    wanted = vae.decode(latent()).sample
+    vae.set_attn_processor(PascalAttnProcessor())
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        accelerate.cpu_offload(vae, execution_device=torch.device("cpu"))
+        assert_close(vae.decode(latent()).sample, wanted)
+        assert all(p.device.type == "meta" for p in vae.decoder.parameters())
+    assert [call.state for call in patch.report().calls] == ["in bands"]
