@@ -371,6 +371,8 @@ def compare(found: Family, method: str, dtype: Any, *, casts: bool, budget_mib: 
     torch.manual_seed(2)
     stock, peak = measured(lambda: getattr(network, method)(given.clone()))
     torch.manual_seed(2)
+    if not bool(stock.isfinite().all()):
+        return Row(found.name, method, tuple(shape), "ComfyUI itself: gives NaN or infinity with these weights")
     signs = torch.sign(torch.randn(shape, generator=generator)).to(dtype)
     moved = getattr(network, method)(given * (1 + torch.finfo(dtype).eps / 2 * signs))
     with patch_vae(network, budget_mib=budget_mib, methods=(method,)) as patch:
