@@ -13,7 +13,6 @@ from ..config import default_config
 from ..device import MIB
 from .lazy import Lazy, Want
 
-
 _LEAST_MIB = 1 / 16
 
 

@@ -156,8 +156,12 @@ class Site:
                     with same_random_numbers((args, kwargs), sample.device):
                         return self._call(run, sample, place, args, kwargs)
 
+                # frames in the place of the batch: their number is another argument
+                counts = {leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is int and leaf > 1}
+                batch = given.shape[0] if any(given.shape[0] % count == 0 for count in counts) else 1
+                is_picture = self.name.startswith("encode")
                 with _in_bands_now(is_trial=True):
-                    self._proofs[key] = differs(whole, banded, given, is_picture=self.name.startswith("encode"))
+                    self._proofs[key] = differs(whole, banded, given, is_picture=is_picture, batch=batch)
             return self._proofs[key]
 
     def _in_bands(self, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Figures]:
@@ -201,7 +205,7 @@ class Site:
         with torch.no_grad(), _without_tiles(self.vae):
             tensor = Banded(run.known(given), run, given.device)
             args, kwargs = _replaced(args, kwargs, place, tensor)
-            return _with_numbers(self.own(*args, **kwargs), run)
+            return with_numbers(self.own(*args, **kwargs), run)
 
 
 def bound(site: Site) -> Callable[[], list[str] | None]:
@@ -272,14 +276,14 @@ def _without_tiles(vae: nn.Module) -> Iterator[None]:
             vae.use_tiling = had
 
 
-def _with_numbers(found: Any, run: Run) -> Any:
+def with_numbers(found: Any, run: Run) -> Any:
     """A result with ordinary tensors; those of objects are put in their place."""
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Banded):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if run.is_rehearsal else ordinary(leaf)
         is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))
-        return _with_numbers(leaf, run) if is_object else leaf
+        return with_numbers(leaf, run) if is_object else leaf
 
     if isinstance(found, (Tensor, tuple, list, dict)):
         return tree_map(real, found)

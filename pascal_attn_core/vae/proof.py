@@ -26,11 +26,11 @@ _FAULTS = (
 )
 
 
-def small(given: Tensor, *, is_picture: bool, first: int = 2) -> Tensor:
+def small(given: Tensor, *, is_picture: bool, batch: int = 1, first: int = 2) -> Tensor:
     """Random numbers in a shape like the input's, small, with sizes that the VAE takes: those of the input, less whole
     multiples of 32 pixels or 8 frames. Dimensions before ``first`` are left as they are."""
     sizes = list(given.shape)
-    sizes[0] = 1
+    sizes[0] = batch
     for dim in range(first, len(sizes)):
         is_frames = len(sizes) == 5 and dim == 2
         if len(sizes) == 3:
@@ -46,7 +46,9 @@ def small(given: Tensor, *, is_picture: bool, first: int = 2) -> Tensor:
     return numbers.to(given.device, given.dtype)
 
 
-def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool) -> str:
+def differs(
+    whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool, batch: int = 1
+) -> str:
     """Why the two ways are not the same, "" = they agree to rounding."""
 
     def alike(function: Callable[[Tensor], Any], tensor: Tensor) -> list[Tensor]:
@@ -55,7 +57,7 @@ def differs(whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], giv
 
     why = ""
     for first in dict.fromkeys((2, given.dim() - 1)):  # of sound the rows may be frequencies, a fixed number
-        sample = small(given, is_picture=is_picture, first=first)
+        sample = small(given, is_picture=is_picture, batch=batch, first=first)
         random = torch.Generator().manual_seed(1)
         signs = torch.randint(0, 2, sample.shape, generator=random).to(sample) * 2 - 1
         try:

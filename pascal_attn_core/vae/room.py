@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ class Value:
         if not self.on_host:
             return self._range(dim, low, high)
         ahead = self._ahead.pop((dim, low, high), None)
-        return self.room.arrived(ahead) if ahead is not None else self.room.fetch(self._range(dim, low, high), dim)
+        if ahead is not None and self.room.queues is not None:
+            return self.room.queues.arrived(ahead)
+        return self.room.fetch(self._range(dim, low, high), dim)
 
     def read_bytes(self, dim: int, low: int, high: int) -> int:
         """New memory on the device for a range."""
@@ -52,8 +54,8 @@ class Value:
 
     def read_ahead(self, dim: int, low: int, high: int) -> None:
         """Begin to bring a range to the device, where that goes beside other work."""
-        if self.on_host and self.room.has_queues and (dim, low, high) not in self._ahead:
-            self._ahead[dim, low, high] = self.room.send(self._range(dim, low, high), dim)
+        if self.on_host and self.room.queues is not None and (dim, low, high) not in self._ahead:
+            self._ahead[dim, low, high] = self.room.queues.send(self._range(dim, low, high), dim)
 
     def forget_ahead(self) -> None:
         """Drop what was brought in vain."""
@@ -82,6 +84,64 @@ class Value:
             self.tensor, self.on_host = kept, True
 
 
+class Queues(Protocol):
+    """Copies between host memory and the device, beside what the device computes."""
+
+    def fetch(self, piece: Tensor, dim: int) -> Tensor:
+        """A range of a value in host memory, on the device, in the order of what it computes."""
+
+    def send(self, piece: Tensor, dim: int) -> Any:
+        """Begin the same beside what it computes."""
+
+    def arrived(self, sent: Any) -> Tensor:
+        """What :meth:`send` began; what is computed from now on waits for it."""
+
+    def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
+        """Begin to copy a range to its place in host memory, after what has been computed so far."""
+
+    def settle(self) -> None:
+        """What is fetched and sent from now on waits for all that is being stored."""
+
+
+class CudaQueues:
+    """Two streams beside the current one."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._flying: deque[Any] = deque()
+
+    def fetch(self, piece: Tensor, dim: int) -> Tensor:
+        block = piece.movedim(dim, 0) if piece.dim() else piece
+        block = block.contiguous().to(self.device, non_blocking=True)
+        return block.movedim(0, dim) if piece.dim() else block
+
+    def send(self, piece: Tensor, dim: int) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self._coming):
+            return self.fetch(piece, dim), self._coming.record_event()
+
+    def arrived(self, sent: tuple[Tensor, Any]) -> Tensor:
+        block, event = sent
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        block.record_stream(current)
+        return block
+
+    def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
+        while len(self._flying) >= _IN_FLIGHT:
+            self._flying.popleft().synchronize()
+        block = piece.movedim(dim, 0).contiguous()
+        self._going.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._going):
+            place.movedim(dim, 0).copy_(block, non_blocking=True)
+            block.record_stream(self._going)
+            self._flying.append(self._going.record_event())
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._going)
+        self._coming.wait_stream(self._going)
+
+
 class Room:
     """The memory of one run.
 
@@ -90,20 +150,18 @@ class Room:
         keep: ``"device"``; ``"host"``; or ``"auto"``: on the device while values take at most half of the budget
             together.
         budget: bytes on the device.
+        queues: how copies go beside computation; None = CUDA's streams on CUDA, else none.
 
     Attributes:
         held: bytes of values on the device now.
         host_held, host_peak: bytes of values in host memory now, and at most so far.
     """
 
-    def __init__(self, device: torch.device, keep: str, budget: int):
+    def __init__(self, device: torch.device, keep: str, budget: int, queues: Queues | None = None):
         self.device, self.keep, self.budget = device, keep, budget
         self.held = self.host_held = self.host_peak = 0
-        self.has_queues = device.type == "cuda"
+        self.queues = CudaQueues(device) if queues is None and device.type == "cuda" else queues
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
-        self._flying: deque[Any] = deque()
-        if self.has_queues:
-            self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def place_for(self, like: Tensor, dim: int, *, on_host: bool) -> Value:
         """Memory for a value that is written along ``dim``."""
@@ -150,48 +208,25 @@ class Room:
 
     def fetch(self, piece: Tensor, dim: int) -> Tensor:
         """A range of a value in host memory, on the device."""
-        block = piece.movedim(dim, 0) if piece.dim() else piece
-        if self.has_queues:
-            block = block.contiguous().to(self.device, non_blocking=True)
-            return block.movedim(0, dim) if piece.dim() else block
+        if self.queues is not None:
+            return self.queues.fetch(piece, dim)
         return piece.contiguous() if not piece.is_contiguous() else piece.clone()
 
     def bring(self, value: Value) -> Tensor:
         """All of a value, on the device."""
         return self.fetch(value.tensor, 0) if value.on_host else value.tensor
 
-    def send(self, piece: Tensor, dim: int) -> tuple[Tensor, Any]:
-        """:meth:`fetch` beside what the device computes; :meth:`arrived` waits for it."""
-        with torch.cuda.stream(self._coming):
-            block = self.fetch(piece, dim)
-            return block, self._coming.record_event()
-
-    def arrived(self, sent: tuple[Tensor, Any]) -> Tensor:
-        block, event = sent
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        block.record_stream(current)
-        return block
-
     def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
-        """Copy a range to its place in host memory, beside what the device computes next."""
-        if not self.has_queues:
+        """Copy a range to its place in host memory."""
+        if self.queues is None:
             place.copy_(piece)
-            return
-        while len(self._flying) >= _IN_FLIGHT:
-            self._flying.popleft().synchronize()
-        block = piece.movedim(dim, 0).contiguous()
-        self._going.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._going):
-            place.movedim(dim, 0).copy_(block, non_blocking=True)
-            block.record_stream(self._going)
-            self._flying.append(self._going.record_event())
+        else:
+            self.queues.store(piece, place, dim)
 
     def settle(self) -> None:
         """What is read from now on comes after what has been stored."""
-        if self.has_queues and self._flying:
-            torch.cuda.current_stream(self.device).wait_stream(self._going)
-            self._coming.wait_stream(self._going)
+        if self.queues is not None:
+            self.queues.settle()
 
     def make_room(self) -> bool:
         """After an out-of-memory error: move values from the device to host memory. False = there are none."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .lazy import Known, Lazy, Pointwise, aten
-from .room import Room, Value
+from .room import Queues, Room, Value
 
 _LONGEST_CHAIN = 24
 
@@ -55,6 +55,7 @@ class Run:
         least_bands: cut everything that can be cut into so many, for proofs.
         rows: at most so many elements per band, for tests; None = as many as the budget allows.
         on_band: called after each band.
+        queues: see :class:`.room.Room`.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
     """
 
@@ -68,12 +69,13 @@ class Run:
         rows: int | None = None,
         on_band: Callable[[], None] | None = None,
         is_rehearsal: bool = False,
+        queues: Queues | None = None,
     ):
         self.device = torch.device("meta") if is_rehearsal else device
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
         # a CPU has no other memory than the host's
         self.least_bands = least_bands
-        self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget)
+        self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget, queues)
         self.figures = Figures()
         self._last_try: Lazy | None = None
 
@@ -192,7 +194,7 @@ class Run:
         raise error
 
     def _read_ahead(self, node: Lazy, dim: int, low: int, high: int) -> None:
-        if self.room.has_queues:
+        if self.room.queues is not None:
             for value, *where in node.leaves(dim, low, high):
                 value.read_ahead(*where)
 

@@ -265,6 +265,7 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     ("name", "value"), [("executable", "/opt/studio/studio.exe"), ("executable", None), ("frozen", True)]
 )
 def test_a_program_that_is_not_python_is_not_started_again(trials, monkeypatch, name, value) -> None:
+    trial.ask_driver()  # starts a program, once per process
     monkeypatch.setattr(sys, name, value, raising=False)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert "the path of a Python interpreter is not known" in trials(trial.start_child).reason([FORWARD])

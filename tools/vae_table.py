@@ -1,0 +1,268 @@
+"""Which autoencoders of diffusers decode and encode in bands exactly: the table of docs/vae-families.md.
+
+python tools/vae_table.py [--check] [names]      seconds; --check compares with the file instead of writing it
+
+Each is the real class at a tiny size with random weights, in float32, cut into bands of three elements or fewer.
+**difference**: the largest to the whole call, over the largest value; **torch's own**: the same of the whole call
+between float32 and float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from pascal_attn_core import patch_vae
+from pascal_attn_core.vae.banded import Banded
+from pascal_attn_core.vae.calls import with_numbers
+from pascal_attn_core.vae.run import Run
+from tools.families.autoencoders import FAMILIES
+from tools.families.family import Family, NotInThisVersion
+
+PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
+
+
+def _sample(*shape: int) -> Any:
+    return lambda draw: {"sample": draw(*shape)}
+
+
+_VIDEO_BLOCKS = {"block_out_channels": (16, 16, 32), "latent_channels": 4, "norm_num_groups": 8}
+_LTX: dict[str, Any] = {
+    "latent_channels": 8,
+    "block_out_channels": (8, 16, 32, 64),
+    "layers_per_block": (1, 1, 1, 1, 1),
+    "decoder_block_out_channels": (8, 16, 32),
+    "decoder_layers_per_block": (1, 1, 1, 1),
+    "decoder_spatio_temporal_scaling": (True, True, True),
+    "decoder_inject_noise": (False,) * 4,
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2,) * 3,
+    "patch_size": 2,
+}
+#: autoencoders that do not attend, and so are not among the families of the attention's table
+WITHOUT_ATTENTION = [
+    Family(
+        "AutoencoderTiny",
+        {
+            "encoder_block_out_channels": (8, 8),
+            "decoder_block_out_channels": (8, 8),
+            "num_encoder_blocks": (1, 2),
+            "num_decoder_blocks": (2, 1),
+        },
+        _sample(2, 3, 16, 16),
+    ),
+    Family(
+        "AutoencoderOobleck",
+        {
+            "encoder_hidden_size": 8,
+            "downsampling_ratios": [2, 4],
+            "channel_multiples": [1, 2],
+            "decoder_channels": 8,
+            "decoder_input_channels": 4,
+        },
+        _sample(2, 2, 256),
+    ),
+    Family(
+        "AutoencoderKLLTXVideo",
+        {
+            "latent_channels": 8,
+            "block_out_channels": (8, 16),
+            "down_block_types": ("LTXVideoDownBlock3D",) * 2,
+            "decoder_block_out_channels": (8, 16),
+            "layers_per_block": (1, 1, 1),
+            "decoder_layers_per_block": (1, 1, 1),
+            "spatio_temporal_scaling": (True, True),
+            "decoder_spatio_temporal_scaling": (True, True),
+            "decoder_inject_noise": (False,) * 3,
+            "downsample_type": ("conv", "conv"),
+            "patch_size": 2,
+            "upsample_residual": (False, False),
+            "upsample_factor": (1, 1),
+        },
+        _sample(1, 3, 9, 32, 32),
+    ),
+    Family(
+        "AutoencoderKLLTX2Video",
+        {
+            **_LTX,
+            "down_block_types": ("LTX2VideoDownBlock3D",) * 4,
+            "spatio_temporal_scaling": (True,) * 4,
+        },
+        _sample(1, 3, 9, 64, 64),
+    ),
+    Family(
+        "AutoencoderKLLTX2Audio",
+        {
+            "base_channels": 8,
+            "ch_mult": (1, 2),
+            "num_res_blocks": 1,
+            "latent_channels": 4,
+            "mel_bins": 16,
+            "resolution": 32,
+        },
+        _sample(1, 2, 32, 16),
+    ),
+    Family(
+        "AutoencoderKLCogVideoX",
+        {
+            **_VIDEO_BLOCKS,
+            "down_block_types": ("CogVideoXDownBlock3D",) * 3,
+            "layers_per_block": 1,
+            "up_block_types": ("CogVideoXUpBlock3D",) * 3,
+            "temporal_compression_ratio": 4,
+        },
+        _sample(1, 3, 9, 16, 16),
+    ),
+    Family(
+        "AutoencoderKLMagvit",
+        {
+            **_VIDEO_BLOCKS,
+            "layers_per_block": 1,
+            "down_block_types": ("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
+            "up_block_types": ("SpatialUpBlock3D", "SpatialTemporalUpBlock3D", "SpatialTemporalUpBlock3D"),
+        },
+        _sample(1, 3, 9, 16, 16),
+    ),
+    Family(
+        "AutoencoderKLKVAE",
+        {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2)},
+        _sample(1, 3, 32, 32),
+    ),
+    Family(
+        "AutoencoderKLKVAEVideo",
+        {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4},
+        _sample(1, 3, 9, 32, 32),
+    ),
+]
+#: not an autoencoder with a latent that it decodes
+_LEFT_OUT = {"LTX2VideoDiffusionDecoderModel"}
+
+
+class Row(NamedTuple):
+    """One method of one autoencoder. Differences are relative to the largest value of the whole call."""
+
+    method: str
+    state: str
+    why: str
+    difference: float
+    own: float
+
+
+def families(names: list[str]) -> Iterator[Family]:
+    """All, or those whose name contains one of ``names``."""
+    for family in (*FAMILIES, *WITHOUT_ATTENTION):
+        if family.model.rpartition(".")[2] not in _LEFT_OUT and (
+            not names or any(name in family.name for name in names)
+        ):
+            yield family
+
+
+def called(vae: nn.Module, method: str, given: Tensor, options: dict[str, Any]) -> Any:
+    """A call; some draw random numbers."""
+    torch.manual_seed(0)
+    return getattr(vae, method)(given, **options)
+
+
+def numbers(found: Any) -> Tensor:
+    """The tensors of a result, one after the other, float64."""
+    leaves: list[Tensor] = []
+    for leaf in tree_leaves(found if isinstance(found, (Tensor, tuple, dict)) else vars(found)):
+        held = [leaf] if isinstance(leaf, Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        leaves += [each for each in held if isinstance(each, Tensor) and each.is_floating_point()]
+    return torch.cat([leaf.detach().double().flatten() for leaf in leaves])
+
+
+def calls(family: Family, vae: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """(method, its input, its other arguments)."""
+    inputs = family.arguments()
+    picture = next(iter(inputs.values()))
+    encoded = vae.encode(picture)
+    latent = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
+    latent = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
+    yield "decode", latent, {"num_frames": inputs["num_frames"]} if "num_frames" in inputs else {}
+    yield "encode", picture, {}
+
+
+def rows(family: Family) -> Iterator[Row]:
+    """What a family does, each method."""
+    vae = family.build().eval().requires_grad_(False)
+    exact = copy.deepcopy(vae).double()
+    for method, given, options in calls(family, vae):
+        wanted = numbers(called(vae, method, given, options))
+        scale = float(wanted.abs().max())
+        try:
+            own = float((numbers(called(exact, method, given.double(), options)) - wanted).abs().max()) / scale
+        except RuntimeError:  # it casts to float32 itself
+            own = float("nan")
+        with patch_vae(vae, methods=(method,)) as patch:
+            called(vae, method, given, options)
+        if not patch.report().calls:  # the method is given something else than a latent or a picture
+            yield Row(method, "as it is", f"its input has shape {list(given.shape)}", float("nan"), own)
+            continue
+        call = patch.report().calls[0]
+        difference = float("nan")
+        if call.state == "in bands":
+            run = Run(given.device, 1 << 40, rows=3)
+            found = with_numbers(called(vae, method, Banded(run.known(given), run, given.device), options), run)
+            difference = float((numbers(found) - wanted).abs().max()) / scale
+        whole = ", ".join(sorted(call.figures.whole)) if call.figures else ""
+        why = call.why or (f"{whole} whole" if whole else "")
+        yield Row(method, "exact" if call.state == "in bands" else "refused", why, difference, own)
+
+
+def page(names: list[str]) -> str:
+    """The document."""
+    lines = [
+        "# Autoencoders in bands",
+        "",
+        "`python tools/vae_table.py` writes this page. Each autoencoder of diffusers is the real class at a tiny size "
+        "with random weights, in float32, cut into bands of at most three rows. **difference**: the largest to the "
+        "whole call, relative to the largest value of the result; **torch's own**: the same between float32 and "
+        "float64 without bands. An operator that runs **whole** is not known in bands: the result is the same, that "
+        "step takes the memory it always took.",
+        "",
+        "| autoencoder | method | in bands | difference | torch's own | remarks |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    with torch.no_grad():
+        for family in families(names):
+            try:
+                found = list(rows(family))
+            except NotInThisVersion:
+                continue
+            for row in found:
+                figures = f"{row.difference:.0e} | {row.own:.0e}".replace("nan", "")
+                lines.append(f"| {family.name} | {row.method} | {row.state} | {figures} | {row.why} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    text = page(options.names)
+    if options.names:
+        print(text)
+    elif options.check:
+        print(text)
+        return int([line.split("|")[1:4] for line in text.splitlines()] != [
+            line.split("|")[1:4] for line in PAGE.read_text(encoding="utf-8").splitlines()])  # fmt: skip
+    else:
+        PAGE.write_text(text, encoding="utf-8")
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
