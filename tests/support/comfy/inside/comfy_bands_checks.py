@@ -127,6 +127,18 @@ def a_vae_without_attention_is_decoded_in_bands():
     assert "has no attention; decoding and encoding always in bands" in lines[0], lines
     run = in_bands(lambda: ours.decode(samples), stock, "decode")
     assert run.count() == 0
+    assert "!!" not in report_of(samples)
+    with runs() as found:
+        banded(vae, NEEDED).decode(samples)
+    assert "as it is; this VAE has no attention" in found[0].line()
+    assert "!!" not in report_of(samples)
+
+
+def report_of(value):
+    """The text of Pascal Attention Report behind a VAE that node 1 patched."""
+    report = nodes.NODE_CLASS_MAPPINGS["PascalAttentionReport"]()
+    prompt = {"1": {"class_type": "PascalVAEAttention", "inputs": {}}}
+    return report.report(True, value, "9", prompt)["result"][2]
 
 
 @check
@@ -451,9 +463,7 @@ def the_report_says_what_was_done_in_bands():
     vae, samples = kl()
     with narrow(), runs() as found:
         banded(vae).decode(samples)
-    report = nodes.NODE_CLASS_MAPPINGS["PascalAttentionReport"]()
-    prompt = {"1": {"class_type": "PascalVAEAttention", "inputs": {}}}
-    text = report.report(True, samples, "9", prompt)["result"][2]
+    text = report_of(samples)
     assert text.startswith("Gained: decode of 1x4x13x10 in bands: "), text[:300]
     assert "\nbands       decode of 1x4x13x10 in bands: " in text, text
     assert "where ComfyUI reckons with" in text
