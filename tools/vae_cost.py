@@ -1,10 +1,12 @@
 """What decoding in bands costs and saves: real channel counts, random weights, one thread.
 
-python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--rounds N] [--exact]
+python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--rounds N] [--exact] [--plan]
 
 Prints the most memory on the device at once, counted tensor by tensor (what lies between the layers in host memory is
 not on the device; the weights are in neither figure), the CPU time of whole and banded calls in turns (medians), and
 the largest difference. ``--exact`` decodes in float64 too: how far torch's own float32 is from that.
+``--plan`` computes nothing, so that any size goes: the memory of a whole call from shapes alone, that in bands as
+calculated before each layer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
+from pascal_attn_core.vae.banded import Banded
+from pascal_attn_core.vae.run import Run
 
 MIB = 1 << 20
 
@@ -48,6 +52,22 @@ def wan(height: int, width: int, frames: int) -> tuple[nn.Module, Tensor]:
     return AutoencoderKLWan(), torch.randn(1, 16, 1 + (frames - 1) // 4, height // 8, width // 8)
 
 
+@torch.no_grad()
+def plan(vae: nn.Module, z: Tensor, budget: float) -> None:
+    """Print what a call would take."""
+    run = Run(z.device, int(budget * MIB), keep="host", is_rehearsal=True)
+    out = vae.decode(Banded(run.known(z), run, z.device)).sample  # type: ignore[operator]
+    run.evaluate(out.node, at_home=True)
+    result = out.numel() * out.element_size()
+    shapes_only, latent = vae.to("meta"), z.to("meta")
+    with PeakMemory("meta") as whole:
+        shapes_only.decode(latent)  # type: ignore[operator]
+    figures = run.figures
+    print(f"{list(z.shape)}, budget {budget:g} MiB: whole {whole.peak_mib:.0f} MiB; in bands "
+          f"{(figures.expected_bytes + result) / MIB:.0f} MiB, of which the result {result / MIB:.0f}; in host memory "
+          f"{figures.host_bytes / MIB:.0f}; {figures.bands} bands")  # fmt: skip
+
+
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     start = time.process_time()
     out = function()
@@ -61,6 +81,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=64.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--plan", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -70,6 +91,9 @@ def main() -> None:
     vae, z = make(*sizes)  # type: ignore[operator]
     vae.eval().requires_grad_(False)
 
+    if options.plan:
+        plan(vae, z, options.budget)
+        return
     with torch.no_grad():
         with PeakMemory() as whole_peak:
             wanted = vae.decode(z).sample  # type: ignore[operator]

@@ -40,6 +40,7 @@ class Lazy:
         like: its shape and dtype, a tensor on ``meta``.
         value: where it lies once it has been computed and kept.
         readers: how many others were made from it.
+        steps: how many nodes a reading goes through; each time anew for those that are read in several places.
     """
 
     #: it costs more than to read it again: to be computed once
@@ -56,6 +57,7 @@ class Lazy:
         self.inputs = tuple(inputs)
         self.value: Value | None = None
         self.readers = 0
+        self.steps = 1 + sum(0 if node.value is not None else node.steps for node in self.inputs)
         for node in self.inputs:
             node.readers += 1
 

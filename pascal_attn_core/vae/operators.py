@@ -16,6 +16,7 @@ from .windows import Convolution, Moments, Normalised, Padded, Resized
 
 Handler = Callable[..., Any]
 HANDLERS: dict[Any, Handler] = {}
+_MOST_STEPS = 64  # of element by element work that is done at once
 _SMALL = 1 << 16  # elements of a tensor that is copied when it is noted, since its memory may be used anew
 
 
@@ -71,7 +72,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     for each in node.inputs:
         if each.is_pending and each.readers > 1:
             run.evaluate(each)
-    if len(node.inputs) > 1 and node.leaf_bytes() > 3 * node.nbytes:
+    if node.steps > _MOST_STEPS or (len(node.inputs) > 1 and node.leaf_bytes() > 3 * node.nbytes):
         run.evaluate(node)
     return node
 

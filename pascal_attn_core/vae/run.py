@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from .lazy import Known, Lazy, Pointwise, aten
 from .room import Queues, Room, Value
 
-_LONGEST_CHAIN = 24
-
 
 class NotInBands(Exception):
     """This model does something that cannot be followed in bands; the message says what."""

@@ -28,6 +28,7 @@ EXPECTED = {
     "pytorch.md": ["route tiled"],
     "troubleshooting.md": ["attention calls", "needs a CUDA device"],
     "algorithm.md": ["Saved(scores=0.49"],
+    "vae.md": ["decode of [1, 4,", "in bands"],
 }
 
 

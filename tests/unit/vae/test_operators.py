@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -125,6 +126,7 @@ CASES: dict[str, tuple[tuple[int, ...], Function]] = {
     "pad and crop": (IMAGE, lambda x: F.pad(x + 1, (1, 2, -1, 3), value=2.0)),
     "channel scale": (IMAGE, lambda x: x * seeded(8, 1, 1) + seeded(7, 1)),
     "swish of a shared value": (IMAGE, lambda x: (lambda y: y * y.sigmoid())(_conv(nn.GroupNorm, 4, 8)(x))),
+    "swish after swish": (IMAGE, lambda x: reduce(lambda y, _: y * y.sigmoid() + x, range(40), x)),
     "in place": (IMAGE, _in_place),
     "in place after a pad": (IMAGE, lambda x: F.pad(x, (0, 0, 2, 2)).add_(1.0) + F.pad(x, (0, 0, 2, 2)).relu_()),
     "zeros like": (IMAGE, lambda x: torch.zeros_like(x).add_(x) + torch.full_like(x, 2.0)),

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
+from pascal_attn_core.vae.windows import Convolution
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -330,3 +331,26 @@ def test_a_pipeline_decodes_in_bands() -> None:
         assert_close(vae.decode(latent()).sample, wanted)
         assert all(p.device.type == "meta" for p in vae.decoder.parameters())
     assert [call.state for call in patch.report().calls] == ["in bands"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_seam_is_found_before_anything_is_decoded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions whose bands lack the row above: the smallest fault that a picture would show."""
+    vae, z = kl().to(dtype), latent().to(dtype)
+    wanted = vae.decode(z).sample
+    with patch_vae(vae, budget_mib=0.3) as patch:
+        vae.decode(z)
+    assert [call.state for call in patch.report().calls] == ["in bands"]
+    own = Convolution.compute
+
+    def without_a_row(self: Convolution, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        if dim >= 2 and low and self.weight.shape[dim] > 1:
+            pieces[0] = pieces[0].clone()
+            pieces[0].narrow(dim, 0, 1).zero_()
+        return own(self, pieces, dim, low, high)
+
+    monkeypatch.setattr(Convolution, "compute", without_a_row)
+    with patch_vae(vae, budget_mib=0.3) as patch:
+        assert torch.equal(vae.decode(z).sample, wanted)
+    (call,) = patch.report().calls
+    assert call.state == "refused"
