@@ -182,6 +182,31 @@ def test_cancel_ends_it_after_a_band(bars: list[Bar], stub_host: StubHost, look:
     torch.testing.assert_close(decode(SAMPLES), stock)
 
 
+def test_cancel_is_not_lost_where_the_network_swallows_whatever_is_raised(
+    bars: list[Bar],
+    stub_host: StubHost,  # noqa: F811
+) -> None:
+    class Swallowing(Network):
+        def decode(self, samples: Tensor, output_buffer: Tensor | None = None) -> Tensor:
+            x = self.first(samples)
+            for _ in range(2):
+                try:  # as ComfyUI's upsampling, for formats that it lacks
+                    x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+                except:  # noqa: E722
+                    x = x + 1
+            return self.last(x)
+
+    decode, _ = banded(Swallowing(), ALWAYS)
+    decode(SAMPLES)
+    start = stub_host.looks
+    decode(SAMPLES)
+    for look in (1, (stub_host.looks - start) // 2, stub_host.looks - start):
+        stub_host.interrupt, stub_host.at_look = KeyboardInterrupt(), stub_host.looks + look
+        with pytest.raises(KeyboardInterrupt):
+            decode(SAMPLES)
+        stub_host.interrupt = None
+
+
 def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_tried(bars: list[Bar]) -> None:
     sizes: list[tuple[str, tuple[int, ...]]] = []
     network = Network(lambda x: sizes.append((type(x).__name__, tuple(x.shape[-2:]))))
