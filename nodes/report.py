@@ -131,7 +131,7 @@ def _selftest(unique_id: str | None) -> Selftest:
 def _alarms_of(shown: Shown) -> list[str]:
     """What a user must not miss and nobody has said yet; a run's own warnings are in the log since they came up."""
     run, found = shown.run, []
-    if run.finished and not (run.tallies or run.notes or run.warnings):
+    if run.finished and not (run.tallies or run.bands or run.notes or run.warnings):
         found.append("no attention call reached the patch")
     if shown.exactness is not None and not shown.exactness.is_exact:
         found.append(shown.exactness.text())

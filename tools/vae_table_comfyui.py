@@ -140,7 +140,7 @@ def _wan22() -> Any:
 
 def _ltx(version: int) -> Any:
     build = _class("ldm.lightricks.vae.causal_video_autoencoder", "VideoVAE")
-    config = build.get_default_config(build, version)
+    config = (build.get_default_config if hasattr(build, "get_default_config") else build.guess_config)(build, version)
     config = {**config, "encoder_base_channels": 16, "decoder_base_channels": 16}
     for side in ("blocks", "encoder_blocks", "decoder_blocks"):
         if side in config:
@@ -371,6 +371,8 @@ def compare(found: Family, method: str, dtype: Any, *, casts: bool, budget_mib: 
     torch.manual_seed(2)
     stock, peak = measured(lambda: getattr(network, method)(given.clone()))
     torch.manual_seed(2)
+    if not bool(stock.isfinite().all()):
+        return Row(found.name, method, tuple(shape), "ComfyUI itself: gives NaN or infinity with these weights")
     signs = torch.sign(torch.randn(shape, generator=generator)).to(dtype)
     moved = getattr(network, method)(given * (1 + torch.finfo(dtype).eps / 2 * signs))
     with patch_vae(network, budget_mib=budget_mib, methods=(method,)) as patch:
@@ -435,6 +437,13 @@ def table(names: Sequence[str], dtype: Any, *, casts: bool, budget_mib: float, v
     return rows
 
 
+def markdown(title: str, rows: Sequence[Row]) -> str:
+    """The table with a title, for a document."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
+    return "\n".join([f"## {title}", "", *lines, ""])
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -450,6 +459,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--casts", action="store_true", help="copies of the weights in every call, as when offloading")
     parser.add_argument("--budget-mib", type=float, default=0.5, help="small: in many bands (default 0.5)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
     parser.add_argument("--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args(argv)
     if not options.host or not (Path(options.host) / "comfyui_version.py").is_file():
@@ -470,8 +480,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget_mib=options.budget_mib,
         verbose=options.verbose,
     )
+    version = importlib.import_module("comfyui_version").__version__
+    casts = ", weights copied in every call" if options.casts else ""
     counts = f"{sum(row.is_exact for row in rows)} of {len(rows)} exact"
-    print(f"ComfyUI {importlib.import_module('comfyui_version').__version__}, {options.dtype}: {counts}")
+    title = f"ComfyUI {version}, torch {torch.__version__}, {options.dtype}{casts}: {counts}"
+    print(title)
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(title, rows))
     return int(any(row.outcome == "WRONG" for row in rows))
 
 

@@ -87,7 +87,9 @@ class _Method:
         given = samples if device is None else samples.to(device)
         now.samples, now.given, now.buffer = samples, given, kwargs.pop(_BUFFER, None)
         try:
-            return self.site(given, *args, **kwargs)
+            out = self.site(given, *args, **kwargs)
+            self.progress.go_on()
+            return out
         except MemoryError as error:  # the computer's memory: said before anything was computed
             if not self.site.settings.when_needed:
                 raise
@@ -157,12 +159,23 @@ class _Progress:
         self._local = threading.local()
 
     def __call__(self, done: float) -> None:
-        host.throw_if_interrupted()
+        self.go_on()
+        try:
+            host.throw_if_interrupted()
+        except BaseException as error:
+            self._local.cancelled = error
+            raise
         bar = getattr(self._local, "bar", None)
         if bar is None:
             bar = self._local.bar = host.progress_bar(_STEPS)
         bar.update_absolute(int(done * _STEPS))
 
+    def go_on(self) -> None:
+        """Raise a Cancel that ComfyUI's code has swallowed: around its upsampling is an ``except`` for everything."""
+        cancelled = getattr(self._local, "cancelled", None)
+        if cancelled is not None:
+            raise cancelled
+
     def end(self) -> None:
         """The call is over."""
-        self._local.bar = None
+        self._local.bar = self._local.cancelled = None

@@ -1,0 +1,53 @@
+"""Pascal VAE Attention, decoding and encoding in bands, on the tiny VAEs of a real ComfyUI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attn_support.comfy.graph import Captured, attention_patch, capture, largest_difference, sample_graph
+from attn_support.comfy.inside.comfy_checks import names_in, outcomes
+from attn_support.comfy.server import ComfyServer
+
+CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_bands_checks.py"
+
+
+@pytest.fixture(scope="module", params=["", "--use-pytorch-cross-attention"], ids=["sub-quadratic", "sdpa"])
+def outcome(request: pytest.FixtureRequest, host_script: Callable[..., str]) -> dict[str, list[str]]:
+    return outcomes(host_script("from comfy_bands_checks import *\nrun_checks()", *filter(None, [request.param])))
+
+
+@pytest.mark.parametrize("name", names_in(CHECKS))
+def test_in_the_host(outcome: dict[str, list[str]], name: str) -> None:
+    result, text = outcome[name]
+    if result == "skipped":
+        pytest.skip(text)
+    assert result == "passed", text
+
+
+def decoded(server: ComfyServer, tiny_model: Callable[[str], str], **inputs: Any) -> tuple[Captured, str]:
+    """A picture by a patched model and a patched VAE, and the report behind it; without inputs the VAE as it is."""
+    graph, latent = sample_graph("sd15", [attention_patch()], "")
+    vae = graph.add("VAELoader", vae_name=tiny_model("vae_kl"))
+    if inputs:
+        vae = graph.add("PascalVAEAttention", vae=vae, **inputs)
+    image = graph.add("VAEDecode", samples=latent, vae=vae)
+    report = graph.add("PascalAttentionReport", exactness_check=True, value=image, output=2)
+    picture, text = capture(server, graph, image, report)
+    return picture, text.text
+
+
+def test_a_workflow_with_a_patched_model_in_bands_and_one_saved_before_there_were_bands(
+    server: ComfyServer, tiny_model: Callable[[str], str]
+) -> None:
+    stock, _ = decoded(server, tiny_model)
+    old = {"route": "tiled", "budget_mib": 0, "nan_guard": True}
+    saved, text = decoded(server, tiny_model, **old)
+    assert largest_difference(saved, stock) < 2e-5
+    assert "in bands:" not in text
+    banded, text = decoded(server, tiny_model, **old, decode="always in bands")
+    assert largest_difference(banded, stock) < 2e-5
+    assert "decode of 1x4x16x16 in bands: " in text.partition("\n")[0], text[:500]
+    assert banded.says("decode of 1x4x16x16 in bands: ")

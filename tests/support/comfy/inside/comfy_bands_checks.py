@@ -1,0 +1,470 @@
+"""Pascal VAE Attention, decoding and encoding in bands, inside the host: see ``comfy_checks``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import re
+
+import comfy.model_management as host
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_inproc import load_vae
+from comfy_vae_parts import IMAGE, NODE, kl, latent, patched, vae_around
+
+import nodes
+
+__all__ = ["run_checks"]
+
+ALWAYS, NEEDED, AS_IT_IS = "always in bands", "in bands when needed", "as it is"
+OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def narrow(budget_mib=1.0):
+    """So little memory for bands that the tiny models need many."""
+    with replaced(pack("core.vae.calls"), "_CPU_BUDGET", int(budget_mib * MIB)):
+        yield
+
+
+def banded(vae, mode=ALWAYS, route="auto"):
+    return patched(vae, route, decode=mode)
+
+
+def sentences(found):
+    return [text for run in found for text in run.bands]
+
+
+def in_bands(function, wanted, method):
+    """Runs it, and checks the result, that it was in several bands, and that nobody was warned. Returns the run."""
+    with narrow(), runs() as found:
+        out = function()
+    close(out, wanted)
+    (run,) = found
+    (text,) = run.bands
+    assert text.startswith(f"{method} of "), text
+    layers, bands = map(int, re.search(r" (\d+) layers in (\d+) bands", text).groups())
+    assert bands > layers, text
+    assert run.warnings == []
+    return run
+
+
+@check
+def decoding_in_bands_equals_the_unpatched_one_by_each_route():
+    for name in ("vae_kl", "vae_flux", "vae_wan"):
+        vae, samples = load_vae(name), latent(name)
+        stock = vae.decode(samples)
+        for route in ("auto", "tiled"):
+            ours = banded(vae, route=route)
+            run = in_bands(functools.partial(ours.decode, samples), stock, "decode")
+            assert run.count() == run.count("taken") == (2 if name == "vae_wan" else 1), run.line()
+            assert route == "auto" or set(run.routes()) == {"tiled"}, run.routes()
+            assert all(kind.why == "in bands of its queries" for kind in run.tallies)
+
+
+@check
+def encoding_in_bands_equals_the_unpatched_one():
+    for name in ("vae_kl_full", "vae_wan"):
+        vae = load_vae(name)
+        stock = vae.encode(IMAGE)
+        in_bands(functools.partial(banded(vae).encode, IMAGE), stock, "encode")
+
+
+@check
+def the_hosts_own_nodes_run_in_bands():
+    vae = load_vae("vae_kl_full")
+    ours, samples = banded(vae), {"samples": latent("vae_kl")}
+    (stock,) = nodes.VAEDecode().decode(vae, samples)
+    in_bands(lambda: nodes.VAEDecode().decode(ours, samples)[0], stock, "decode")
+    (stock,) = nodes.VAEEncode().encode(vae, IMAGE)
+    in_bands(lambda: nodes.VAEEncode().encode(ours, IMAGE)[0]["samples"], stock["samples"], "encode")
+    mask = (torch.arange(96 * 80).reshape(1, 96, 80) % 7 > 3).float()
+    (stock,) = nodes.VAEEncodeForInpaint().encode(vae, IMAGE.clone(), mask)
+    inpainting = lambda: nodes.VAEEncodeForInpaint().encode(ours, IMAGE.clone(), mask)[0]["samples"]  # noqa: E731
+    in_bands(inpainting, stock["samples"], "encode")
+
+
+@check
+def tiles_stay_tiles_and_each_is_computed_in_bands():
+    vae, samples = kl()
+    tiles = {"tile_x": 8, "tile_y": 8, "overlap": 2}
+    stock = vae.decode_tiled(samples, **tiles)
+    with narrow(), runs() as found:
+        close(banded(vae).decode_tiled(samples, **tiles), stock)
+    assert [run.count() > 2 for run in found] == [True]
+    assert 1 <= len(sentences(found)) <= found[0].count(), sentences(found)
+    # A tile fits, so that the default does nothing about it.
+    with narrow(), runs() as found:
+        close(banded(vae, NEEDED).decode_tiled(samples, **tiles), stock)
+    assert sentences(found) == []
+
+
+@check
+def a_batch_is_decoded_in_bands():
+    vae = load_vae("vae_kl")
+    samples = torch.randn(3, 4, 9, 10, generator=torch.Generator().manual_seed(5))
+    stock = vae.decode(samples)
+    in_bands(lambda: banded(vae).decode(samples), stock, "decode")
+
+
+@check
+def a_vae_without_attention_is_decoded_in_bands():
+    import comfy.taesd.taesd
+
+    torch.manual_seed(0)
+    vae = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD(None, None).state_dict())
+    for parameter in vae.first_stage_model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    samples = torch.randn(1, 4, 24, 20)
+    stock = vae.decode(samples)
+    with log_lines() as lines:
+        ours = banded(vae)
+    assert "has no attention; decoding and encoding always in bands" in lines[0], lines
+    run = in_bands(lambda: ours.decode(samples), stock, "decode")
+    assert run.count() == 0
+    assert "!!" not in report_of(samples)
+    with runs() as found:
+        banded(vae, NEEDED).decode(samples)
+    assert "as it is; this VAE has no attention" in found[0].line()
+    assert "!!" not in report_of(samples)
+
+
+def report_of(value):
+    """The text of Pascal Attention Report behind a VAE that node 1 patched."""
+    report = nodes.NODE_CLASS_MAPPINGS["PascalAttentionReport"]()
+    prompt = {"1": {"class_type": "PascalVAEAttention", "inputs": {}}}
+    return report.report(True, value, "9", prompt)["result"][2]
+
+
+@check
+def what_fits_is_computed_as_it_is_bit_for_bit():
+    vae, samples = kl()
+    stock = banded(vae, AS_IT_IS).decode(samples)
+    with narrow(), runs() as found:
+        out = banded(vae, NEEDED).decode(samples)
+    assert torch.equal(out, stock)
+    assert sentences(found) == []
+    assert found[0].warnings == []
+
+
+@check
+def the_default_is_in_bands_when_needed_also_for_a_workflow_without_that_input():
+    inputs = NODE.INPUT_TYPES()
+    assert [*inputs["required"], *inputs["optional"]][-1] == "decode"
+    assert inputs["optional"]["decode"][0] == [AS_IT_IS, NEEDED, ALWAYS]
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    ours = NODE().patch(vae=vae, route="auto", budget_mib=0, nan_guard=True, unique_id="1")[0]
+    with no_memory_for(vae):
+        in_bands(lambda: ours.decode(samples), stock, "decode")
+
+
+@contextlib.contextmanager
+def no_memory_for(vae):
+    """The VAE's middle block runs out of memory when it is called for the first time."""
+
+    def accident(module, args):
+        if not failures:
+            failures.append(args[0].shape)
+            raise OUT_OF_MEMORY("Allocation on device")
+
+    failures: list = []
+    hook = vae.first_stage_model.decoder.mid.block_2.register_forward_pre_hook(accident)
+    try:
+        yield failures
+    finally:
+        hook.remove()
+
+
+@check
+def out_of_memory_leads_to_bands_and_not_to_the_hosts_tiles():
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    tiled = vae.decode_tiled(samples, tile_x=8, tile_y=8, overlap=2)
+    raises(AssertionError, lambda: close(tiled, stock))
+    ours = banded(vae, NEEDED)
+    with no_memory_for(vae) as failures:
+        run = in_bands(lambda: ours.decode(samples), stock, "decode")
+    assert len(failures) == 1
+    assert "it ran out of memory as it is" in run.bands[0]
+    # The next one fits.
+    with runs() as found:
+        close(ours.decode(samples), stock)
+    assert sentences(found) == []
+
+
+@check
+def the_hosts_estimate_leads_to_bands_before_anything_is_computed():
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    large = copy.copy(vae)
+    large.memory_used_decode = lambda shape, dtype: 1 << 50
+    looked = []
+    hook = vae.first_stage_model.decoder.mid.block_2.register_forward_pre_hook(
+        lambda module, args: looked.append((type(args[0]).__name__, tuple(args[0].shape)))
+    )
+    try:
+        with replaced(host, "load_models_gpu", loading(host.load_models_gpu)):
+            run = in_bands(lambda: banded(large, NEEDED).decode(samples), stock, "decode")
+    finally:
+        hook.remove()
+    assert "it needs 1073741824 MiB as it is" in run.bands[0]
+    whole = [shape for kind, shape in looked if kind == "Tensor" and shape[-2:] == tuple(samples.shape[-2:])]
+    assert whole == [], looked
+
+
+def loading(load):
+    """Without freeing what a test says that it needs."""
+    return lambda models, *args, **kwargs: load(models, **{**kwargs, "memory_required": 0})
+
+
+@check
+def where_bands_run_out_of_memory_too_the_hosts_tiles_come():
+    class Grown(torch.nn.Module):
+        """Of the size of a VAE's picture, and small otherwise."""
+
+        def __init__(self):
+            super().__init__()
+            self.convolution = torch.nn.Conv2d(4, 4, 1)
+
+        def forward(self, samples):
+            failures.append(type(samples).__name__)
+            if samples.shape[-2] * samples.shape[-1] >= 70 * 70:
+                raise OUT_OF_MEMORY("Allocation on device")
+            failures.pop()
+            return torch.nn.functional.interpolate(self.convolution(samples), scale_factor=8)
+
+    torch.manual_seed(0)
+    failures: list = []
+    vae, samples = vae_around(Grown()), torch.randn(1, 4, 70, 70)
+    stock = vae.decode(samples)
+    failures.clear()
+    with narrow(), runs() as found:
+        close(banded(vae, NEEDED).decode(samples), stock)
+    assert failures[0] == "Tensor", failures
+    assert "Banded" in failures, failures
+    assert sentences(found) == []
+
+
+@check
+def cancelled_between_two_bands_it_stops_and_the_next_run_is_clean():
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    ours = banded(vae)
+    with narrow(), cancel_at(10**6) as looked:
+        ours.decode(samples)
+    assert looked[0] > 100, "few bands: nothing to cancel between"
+    with narrow(), runs() as found, cancel_at(60) as looked:
+        raises(host.InterruptProcessingException, lambda: ours.decode(samples))
+    assert looked[0] == 60
+    assert "ended early" in found[0].notes[0]
+    assert sentences(found) == []
+    in_bands(lambda: ours.decode(samples), stock, "decode")
+    assert torch.equal(vae.decode(samples), stock)
+
+
+@check
+def cancelled_while_a_small_picture_is_tried_it_stops_too():
+    vae, samples = kl()
+    ours = banded(vae)
+
+    def cancelled(*_):
+        host.interrupt_current_processing()
+        host.throw_exception_if_processing_interrupted()
+
+    hook = vae.first_stage_model.decoder.mid.block_2.register_forward_pre_hook(cancelled)
+    raises(host.InterruptProcessingException, lambda: ours.decode(samples))
+    hook.remove()
+    in_bands(lambda: ours.decode(samples), vae.decode(samples), "decode")
+
+
+@check
+def the_hosts_progress_bar_fills():
+    vae, samples = kl()
+    ours, seen = banded(vae), []
+
+    def hook(value, total, preview=None, node_id=None):
+        seen.append(value / total)
+
+    with narrow(), replaced(comfy.utils, "PROGRESS_BAR_HOOK", hook):
+        ours.decode(samples)
+    assert seen == sorted(seen), seen
+    assert seen[0] < 0.1, seen
+    assert seen[-1] == 1.0, seen
+    assert len(seen) >= 5, seen
+
+
+@check
+def the_original_is_untouched_bit_for_bit_and_a_forgotten_one_leaves_nothing():
+    vae, samples = kl()
+    stock, keys = vae.decode(samples), list(vae.first_stage_model.state_dict())
+    ours = banded(vae)
+    with narrow():
+        ours.decode(samples)
+    assert torch.equal(vae.decode(samples), stock)
+    assert list(ours.patcher.model_state_dict()) == keys == list(vae.first_stage_model.state_dict())
+    with narrow():
+        ours.decode(samples)
+    del ours
+    with runs() as found:
+        assert torch.equal(vae.decode(samples), stock)
+    assert found == []
+
+
+@check
+def unloaded_and_loaded_again_it_still_runs_in_bands():
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    ours = banded(vae)
+    for _ in range(2):
+        in_bands(lambda: ours.decode(samples), stock, "decode")
+        unload()
+    assert torch.equal(vae.decode(samples), stock)
+
+
+@check
+def weights_that_are_cast_in_each_call_are_used_while_they_are_there():
+    vae, samples = kl()
+    stock = vae.decode(samples)
+    passing = []
+
+    def passing_copy(weight):
+        for old in passing:  # what an offloading host does with its buffers
+            old.fill_(float("nan"))
+        passing[:] = [weight.clone()]
+        return passing[0]
+
+    layers = [module for module in vae.first_stage_model.modules() if hasattr(module, "comfy_cast_weights")]
+    layers = [module for module in layers if isinstance(module, torch.nn.Conv2d)]
+    assert len(layers) > 10
+    for layer in layers:
+        layer.comfy_cast_weights = True
+        layer.weight_function = [passing_copy]
+    try:
+        close(vae.decode(samples), stock)
+        in_bands(lambda: banded(vae).decode(samples), stock, "decode")
+    finally:
+        for layer in layers:
+            layer.comfy_cast_weights, layer.weight_function = False, []
+
+
+@check
+def weights_and_latent_in_half_precision_are_decoded_in_bands():
+    for dtype in (torch.float16, torch.bfloat16):
+        vae, samples = kl()
+        vae = copy.copy(vae)
+        vae.first_stage_model = copy.deepcopy(vae.first_stage_model).to(dtype)
+        vae.patcher = vae.patcher.clone()
+        vae.patcher.model, vae.vae_dtype = vae.first_stage_model, dtype
+        stock = vae.decode(samples)
+        with narrow(), runs() as found:
+            close(banded(vae).decode(samples), stock, 4 * torch.finfo(dtype).eps)
+        assert len(sentences(found)) == 1, found[0].warnings
+
+
+@check
+def a_latent_with_nan_gives_the_same_nan_and_is_named():
+    vae, samples = kl()
+    broken = samples.clone()
+    broken[0, 0, 0, 0] = float("nan")
+    stock = vae.decode(broken)
+    with narrow(), runs() as found:
+        out = banded(vae).decode(broken)
+    assert torch.equal(out.isnan(), stock.isnan())
+    assert any("latent given to decode already holds NaN" in warning for warning in found[0].warnings)
+
+
+@check
+def a_vae_that_cannot_run_in_bands_runs_as_it_is_and_says_why():
+    class Reader(torch.nn.Module):
+        def forward(self, samples):
+            return samples.repeat(1, 8, 1, 1) + float(samples.cpu().numpy()[0, 0, 0, 0])
+
+    vae, samples = vae_around(Reader()), latent("vae_kl")
+    stock = vae.decode(samples)
+    with runs() as found:
+        assert torch.equal(banded(vae).decode(samples), stock)
+    assert any("decode cannot run in bands: " in warning for warning in found[0].warnings), found[0].warnings
+    assert sentences(found) == []
+
+
+@check
+def a_network_that_writes_into_the_hosts_buffer_runs_in_bands():
+    build = comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE
+    if not getattr(build, "comfy_has_chunked_io", False):
+        raise Skip("networks of this ComfyUI return what they decode")
+    config = {**build.get_default_config(build, 0), "encoder_base_channels": 16, "decoder_base_channels": 16}
+    config["blocks"] = [[name, 1] for name, _ in config["blocks"]]
+    torch.manual_seed(0)
+    network = build(version=0, config=config)
+    for name, tensor in network.state_dict().items():
+        is_spread = name.endswith("std-of-means") or tensor.dim() < 2
+        tensor.copy_(torch.ones(tensor.shape) if is_spread else torch.randn(tensor.shape) * tensor[0].numel() ** -0.5)
+    vae = comfy.sd.VAE(sd=network.state_dict(), metadata={"config": json.dumps({"vae": config})})
+    samples = torch.randn(1, 128, 3, 3, 2)
+    stock = vae.decode(samples)
+    in_bands(lambda: banded(vae).decode(samples), stock, "decode")
+    pictures = torch.rand(17, 96, 64, 3)
+    in_bands(lambda: banded(vae).encode(pictures), vae.encode(pictures), "encode")
+
+
+@check
+def the_host_memory_that_is_missing_is_named_before_the_run():
+    vae, samples = kl()
+    calls = pack("core.vae.calls")
+
+    def without_memory(device="cpu"):
+        return 1 << 10
+
+    ours, needed = banded(vae), banded(vae, NEEDED)
+    with narrow():
+        ours.decode(samples)  # its proof
+    rehearsal = calls.Site._rehearsal
+
+    def large(*args):
+        figures = rehearsal(*args)
+        figures.host_bytes = 1 << 40
+        return figures
+
+    with replaced(calls, "available_bytes", without_memory), replaced(calls.Site, "_rehearsal", large):
+        error = raises(MemoryError, lambda: ours.decode(samples))
+        assert "needs 1048576 MiB of host memory" in str(error), error
+        with runs() as found:
+            close(needed.decode(samples), vae.decode(samples))
+    assert any("needs 1048576 MiB of host memory" in warning for warning in found[0].warnings), found[0].warnings
+
+
+@check
+def memory_stays_near_the_figure_that_is_reported_and_below_the_whole():
+    vae = load_vae("vae_kl")
+    samples = torch.randn(1, 4, 24, 16, generator=torch.Generator().manual_seed(3))
+    ours, peak = banded(vae), pack("core.observe.memory").PeakMemory
+    host.load_models_gpu([vae.patcher])
+    with peak("cpu") as whole:
+        vae.decode(samples)
+    with narrow(2):
+        ours.decode(samples)  # its proof
+        with runs() as found, peak("cpu") as bands:
+            out = ours.decode(samples)
+    figure = float(sentences(found)[0].partition("in bands: ")[2].split(" MiB")[0]) * MIB
+    assert figure < whole.peak_bytes, (figure, whole.peak_bytes)
+    # Beside it: the result, ComfyUI's own copies of it, and what one attention call may take.
+    allowed = 1.1 * figure + 3 * out.numel() * 4 + 4 * MIB
+    assert bands.peak_bytes <= min(allowed, whole.peak_bytes), (bands.peak_bytes, figure, whole.peak_bytes)
+
+
+@check
+def the_report_says_what_was_done_in_bands():
+    vae, samples = kl()
+    with narrow(), runs() as found:
+        banded(vae).decode(samples)
+    text = report_of(samples)
+    assert text.startswith("Gained: decode of 1x4x13x10 in bands: "), text[:300]
+    assert "\nbands       decode of 1x4x13x10 in bands: " in text, text
+    assert "where ComfyUI reckons with" in text
+    assert "1 calls, 1 taken" in found[0].line()

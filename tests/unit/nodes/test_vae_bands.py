@@ -1,0 +1,235 @@
+"""Decoding and encoding of a VAE in bands, as the node puts it between ComfyUI and a network, without ComfyUI."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.comfy.pack import NAME
+from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from torch import Tensor, nn
+
+bands, attention, scopes = map(node_module, ("comfy.bands", "comfy.replacements", "comfy.scope"))
+calls = importlib.import_module(f"{NAME}.pascal_attn_core.vae.calls")
+pytestmark = pytest.mark.usefixtures("stub_host", "_narrow")
+ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED
+
+
+class Bar:
+    """ComfyUI's progress bar."""
+
+    def __init__(self, steps: int) -> None:
+        self.seen: list[float] = []
+        self.steps = steps
+
+    def update_absolute(self, value: int) -> None:
+        self.seen.append(value / self.steps)
+
+
+@pytest.fixture
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_CPU_BUDGET", 1 << 16)
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    made: list[Bar] = []
+
+    def make(steps: int) -> Bar:
+        made.append(Bar(steps))
+        return made[-1]
+
+    monkeypatch.setattr(node_module("comfy.host"), "progress_bar", make)
+    return made
+
+
+def one_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As ComfyUI's VAEs: one head over ``[B, C, *positions]``."""
+    tokens = (t.flatten(2).transpose(1, 2)[:, None] for t in (query, key, value))
+    return F.scaled_dot_product_attention(*tokens)[:, 0].transpose(1, 2).reshape(query.shape)
+
+
+class Network(nn.Module):
+    """``[B, 4, H, W]`` -> ``[B, 3, 2H, 2W]``, with an attention block; ``fails`` is called first of all."""
+
+    def __init__(self, fails: Callable[[Any], None] = lambda _: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.norm, self.attend, self.fails = nn.GroupNorm(2, 8), one_head, fails
+        self.requires_grad_(False)
+
+    def decode(self, samples: Tensor, output_buffer: Tensor | None = None) -> Tensor:
+        x = self.norm(self.first(samples))
+        self.fails(x)
+        x = x + self.attend(x, x * 2, x + 1)
+        x = self.last(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        if output_buffer is None:
+            return x
+        output_buffer.copy_(x)
+        return output_buffer
+
+
+SAMPLES = torch.randn(1, 4, 24, 20, generator=torch.Generator().manual_seed(1))
+
+
+def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[..., Tensor], Any]:
+    """Its ``decode`` as the node replaces it, and the engine."""
+    engine = make_engine(route="tiled")
+    engine.part = "VAE"
+    network.attend = attention.channels_first(engine, scopes.Scope(), "mid")(one_head)
+    return bands.in_bands(engine, network, "decode", mode, estimate)(network.decode), engine
+
+
+def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: list[Bar]) -> None:
+    network = Network()
+    stock = network.decode(SAMPLES)
+    decode, engine = banded(network, ALWAYS)
+    torch.testing.assert_close(decode(SAMPLES), stock)
+    (text,) = engine.run.bands
+    assert text.startswith("decode of 1x4x24x20 in bands: ")
+    assert "ComfyUI reckons" not in text
+    ((kind, tally),) = engine.run.tallies.items()
+    assert (kind.block, kind.route, kind.query, tally.count) == ("mid", "tiled", (1, 1, 480, 8), 1)
+    (bar,) = bars
+    assert bar.seen == sorted(bar.seen)
+    assert bar.seen[-1] == 1.0
+    decode(SAMPLES)
+    assert len(bars) == 2  # a bar for each call
+
+
+def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar]) -> None:
+    network = Network()
+    decode, engine = banded(network, NEEDED, lambda shape, dtype: 1000)
+    out = decode(SAMPLES)
+    assert out.equal(network.decode(SAMPLES))
+    assert engine.run.bands == []
+    assert bars == []
+
+
+def test_the_hosts_estimate_decides_before_anything_is_computed(bars: list[Bar]) -> None:
+    seen: list[type] = []
+    network = Network(lambda x: seen.append(type(x)) if x.shape[-2:] == SAMPLES.shape[-2:] else None)
+    stock = network.decode(SAMPLES)
+    seen.clear()
+    decode, engine = banded(network, NEEDED, lambda shape, dtype: (1 << 50) + shape[-1])
+    torch.testing.assert_close(decode(SAMPLES), stock)
+    assert Tensor not in seen
+    assert "where ComfyUI reckons with 1024 TiB" in engine.run.bands[0]
+    assert "it needs 1073741824 MiB as it is" in engine.run.bands[0]
+
+
+def test_an_estimate_that_fails_is_none(bars: list[Bar]) -> None:
+    def estimate(shape: Any, dtype: Any) -> float:
+        return shape[7]
+
+    network = Network()
+    decode, engine = banded(network, NEEDED, estimate)
+    assert decode(SAMPLES).equal(network.decode(SAMPLES))
+    assert engine.run.bands == []
+
+
+def test_out_of_memory_leads_to_bands(bars: list[Bar]) -> None:
+    failures = [torch.cuda.OutOfMemoryError("CUDA out of memory")]
+
+    def fails(_: Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    stock = Network().decode(SAMPLES)
+    decode, engine = banded(Network(fails), NEEDED)
+    torch.testing.assert_close(decode(SAMPLES), stock)
+    assert "it ran out of memory as it is" in engine.run.bands[0]
+
+
+def test_another_error_is_not_taken_for_it(bars: list[Bar]) -> None:
+    def fails(_: Tensor) -> None:
+        raise RuntimeError("an accident")
+
+    decode, engine = banded(Network(fails), NEEDED)
+    with pytest.raises(RuntimeError, match="an accident"):
+        decode(SAMPLES)
+    assert engine.run.bands == []
+
+
+def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) -> None:
+    network = Network(lambda x: x.numpy())
+    stock = network.decode(SAMPLES)
+    decode, engine = banded(network, ALWAYS)
+    torch.testing.assert_close(decode(SAMPLES), stock)
+    assert engine.run.bands == []
+    assert any("decode cannot run in bands: " in text for text in engine.run.warnings)
+
+
+@pytest.mark.parametrize("look", [1, 20])
+def test_cancel_ends_it_after_a_band(bars: list[Bar], stub_host: StubHost, look: int) -> None:  # noqa: F811
+    class Cancelled(Exception):
+        """As ComfyUI's up to 0.8."""
+
+    network = Network()
+    stock = network.decode(SAMPLES)
+    decode, _ = banded(network, ALWAYS)
+    decode(SAMPLES)
+    stub_host.interrupt, stub_host.at_look = Cancelled(), stub_host.looks + look
+    with pytest.raises(Cancelled):
+        decode(SAMPLES)
+    assert stub_host.looks == stub_host.at_look
+    stub_host.interrupt = None
+    torch.testing.assert_close(decode(SAMPLES), stock)
+
+
+def test_cancel_is_not_lost_where_the_network_swallows_whatever_is_raised(
+    bars: list[Bar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Swallowing(Network):
+        def decode(self, samples: Tensor, output_buffer: Tensor | None = None) -> Tensor:
+            x = self.first(samples)
+            for _ in range(2):
+                try:  # as ComfyUI's upsampling, for formats that it lacks
+                    x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+                except:  # noqa: E722
+                    x = x + 1
+            return self.last(x)
+
+    looks: list[int] = []
+
+    def cancelled_once() -> None:  # ComfyUI raises it, and has forgotten it
+        looks.append(1)
+        if len(looks) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(node_module("comfy.host"), "throw_if_interrupted", cancelled_once)
+    at = 0
+    decode, _ = banded(Swallowing(), ALWAYS)
+    decode(SAMPLES)
+    looks.clear()
+    decode(SAMPLES)
+    for at in (1, len(looks) // 3, len(looks) // 2, len(looks)):  # noqa: B007
+        looks.clear()
+        with pytest.raises(KeyboardInterrupt):
+            decode(SAMPLES)
+
+
+def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_tried(bars: list[Bar]) -> None:
+    sizes: list[tuple[str, tuple[int, ...]]] = []
+    network = Network(lambda x: sizes.append((type(x).__name__, tuple(x.shape[-2:]))))
+    stock = network.decode(SAMPLES)
+    sizes.clear()
+    decode, engine = banded(network, ALWAYS)
+    buffer = torch.full_like(stock, 7.0)
+    assert decode(SAMPLES, output_buffer=buffer) is buffer
+    torch.testing.assert_close(buffer, stock)
+    assert ("Tensor", (24, 20)) not in sizes  # tried on a smaller one
+    assert any(size != (24, 20) for _, size in sizes)
+    assert len(engine.run.bands) == 1
+
+
+def test_what_is_no_tensor_is_passed_on(bars: list[Bar]) -> None:
+    engine = make_engine()
+    passed = bands.in_bands(engine, nn.Module(), "encode", ALWAYS, None)(lambda *args, **kwargs: (args, kwargs))
+    assert passed([1], wide=True) == (([1],), {"wide": True})
+    assert passed() == ((), {})
