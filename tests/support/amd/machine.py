@@ -17,13 +17,14 @@ import numpy as np
 from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 
-from .code import MachineKernel, kernels
+from .code import Instruction, MachineKernel, kernels
 from .memory import Memory
-from .scalar import SCALAR
+from .scalar import SCALAR, Operation
 from .transfers import TRANSFERS
 from .vector import VECTOR
 from .wave import POISON, U32, Wave
 
+Watch = Callable[[Wave, Instruction], None]
 OPERATIONS = SCALAR | VECTOR | TRANSFERS
 
 
@@ -40,8 +41,12 @@ def execute(launches: Iterable[Launch], code_of: Callable[[Variant], bytes]) -> 
     return barriers
 
 
-def run(launch: Launch, kernel: MachineKernel) -> int:
-    """One launch; returns how many block barriers were passed."""
+def run(launch: Launch, kernel: MachineKernel, watch: Watch | None = None) -> int:
+    """One launch; returns how many block barriers were passed.
+
+    Args:
+        watch: is given every wave and its instruction before it is executed.
+    """
     unknown = {i.name for i in kernel.instructions} - OPERATIONS.keys()
     if unknown:
         raise NotImplementedError(f"{kernel.name}: {', '.join(sorted(unknown))}")
@@ -49,6 +54,8 @@ def run(launch: Launch, kernel: MachineKernel) -> int:
     arguments = memory.put(bytes(launch.params))
     packet = memory.put(_packet(launch))
     operations = [OPERATIONS[i.name] for i in kernel.instructions]
+    if watch is not None:
+        operations = [_watched(operation, watch) for operation in operations]
     barriers = 0
     with np.errstate(all="ignore"):
         for block in itertools.product(*map(range, launch.grid)):
@@ -58,6 +65,14 @@ def run(launch: Launch, kernel: MachineKernel) -> int:
             waves = [Wave(index, memory, lds, scalars) for index in range(-(-launch.threads // 64))]
             barriers += _run_block(waves, kernel, operations)
     return barriers
+
+
+def _watched(operation: Operation, watch: Watch) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        watch(wave, i)
+        operation(wave, i)
+
+    return run
 
 
 def _packet(launch: Launch) -> bytes:
@@ -73,7 +88,7 @@ def _words(number: int | None, count: int) -> list[int]:
     return [number >> 32 * word & 0xFFFFFFFF for word in range(count)]
 
 
-def _run_block(waves: list[Wave], kernel: MachineKernel, operations: list[Callable]) -> int:
+def _run_block(waves: list[Wave], kernel: MachineKernel, operations: list[Operation]) -> int:
     """From barrier to barrier, the waves in turn; every other time the last one is first."""
     for passed in itertools.count():
         waiting = Counter(
@@ -86,7 +101,7 @@ def _run_block(waves: list[Wave], kernel: MachineKernel, operations: list[Callab
     raise AssertionError
 
 
-def _run_wave(wave: Wave, kernel: MachineKernel, operations: list[Callable]) -> str:
+def _run_wave(wave: Wave, kernel: MachineKernel, operations: list[Operation]) -> str:
     """Up to a barrier or the end: the name of the instruction."""
     instructions = kernel.instructions
     while True:

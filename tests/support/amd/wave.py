@@ -54,7 +54,7 @@ class Wave:
     """
 
     def __init__(self, index: int, memory: Memory, lds: np.ndarray, scalars: list[int]):
-        self.memory, self.lds = memory, lds
+        self.index, self.memory, self.lds = index, memory, lds
         self.place, self.done, self.scc = 0, False, 0
         self.vectors = np.full((256, 64), POISON, U32)
         self.vectors[0] = LANES + 64 * index
