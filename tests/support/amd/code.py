@@ -140,12 +140,17 @@ def _instructions(body: str, start: int) -> tuple[Instruction, ...]:
     lines = [found for found in map(_LINE.match, body.splitlines()) if found]
     places = {int(line[3], 16): place for place, line in enumerate(lines)}
     return tuple(
-        _instruction(line[1], line[2].strip(), places[start + int(line[4] or "0", 16)] if "branch" in line[1] else 0)
+        instruction(line[1], line[2].strip(), places[start + int(line[4] or "0", 16)] if "branch" in line[1] else 0)
         for line in lines
     )
 
 
-def _instruction(name: str, rest: str, target: int) -> Instruction:
+def instruction(name: str, rest: str, target: int) -> Instruction:
+    """As llvm-objdump writes it: its name, and what follows.
+
+    Raises:
+        NotImplementedError: an option that is not known here.
+    """
     text = f"{name} {rest}"
     if name == "s_waitcnt":
         return Instruction(name, (), dict(re.findall(r"(\w+)\((\d+)\)", rest)), 0, text)
