@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +60,26 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    inputs: list[Tensor | None], options: dict[str, Any], *, parts: bool = False, arch: str = "", **how: Any
+    inputs: list[Tensor | None],
+    options: dict[str, Any],
+    *,
+    parts: bool = False,
+    arch: str = "",
+    run: Callable[..., int] = emulate,
+    **how: Any,
 ) -> Emulated:
-    """The forward kernels on a call, as one block per tile of rows or with the keys in parts; ``arch``: AMD's."""
+    """The forward kernels on a call, as one block per tile of rows or with the keys in parts.
+
+    Args:
+        arch: AMD's; run: is given the launches, and what else is in ``how``.
+    """
     call = check_call(*inputs, **options)  # type: ignore[arg-type]
     out = empty_output(call).fill_(float("nan"))
     lse = poisoned(out.shape[:-1], torch.float32)
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
     plan = whole(call, arch) if not parts else plan_call(call, MANY_SMS, for_grad=True, arch=arch)
-    emulate(forward_launches(call, plan, out, lse, log_sum), **how)
+    run(forward_launches(call, plan, out, lse, log_sum), **how)
     return Emulated(call, plan, out, lse, log_sum)
 
 
@@ -78,7 +89,14 @@ def whole(call: AttentionCall, arch: str = "") -> Plan:
     return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
-def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None, **how: Any) -> list[Tensor]:
+def backward(
+    result: Emulated,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    run: Callable[..., int] = emulate,
+    **how: Any,
+) -> list[Tensor]:
     """Gradients of query, key and value by the backward kernels, in the shapes of the inputs."""
     call = result.call
     heads = () if call.query.dim() == 2 else (call.num_heads,)
@@ -89,7 +107,5 @@ def backward(result: Emulated, grad_out: Tensor, grad_lse: Tensor | None = None,
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
-    emulate(
-        backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how
-    )
+    run(backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how)
     return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]

@@ -1,0 +1,180 @@
+"""The kernels in a gfx9 code object: their descriptors, and their instructions as llvm-objdump prints them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+OBJDUMP = shutil.which("llvm-objdump-16")
+# Scalar registers by name: the numbers that their encodings have.
+VCC, M0, EXEC = 106, 124, 126
+_NAMED = {"vcc": VCC, "vcc_lo": VCC, "vcc_hi": VCC + 1, "m0": M0, "exec": EXEC, "exec_lo": EXEC, "exec_hi": EXEC + 1}
+_INLINE_FLOATS = {
+    sign + text: struct.unpack("<I", struct.pack("<f", float(sign + text)))[0]
+    for sign in ("", "-")
+    for text in ("0.5", "1.0", "2.0", "4.0")
+} | {"0.15915494": 0x3E22F983}
+# Registers that are set before the first instruction: bits of kernel_code_properties in their order, and how many
+# scalar registers each fills (LLVM, "User Guide for AMDGPU Backend", Kernel Descriptor).
+_USER_REGISTERS = (
+    ("scratch", 4), ("packet", 2), ("queue", 2), ("arguments", 2), ("dispatch_id", 2), ("flat_scratch", 2),
+    ("scratch_size", 1),
+)  # fmt: skip
+_EXACT_FLOATS = 0xF0  # round to nearest even, denormal numbers kept
+
+
+class Operand(NamedTuple):
+    """An operand: ``kind`` "v" or "s" and a register's number, "c" and a constant's bits, or "off"."""
+
+    kind: str
+    number: int = 0
+    negative: bool = False
+    absolute: bool = False
+
+
+class Instruction(NamedTuple):
+    """One instruction. target: of a branch, the place of the next instruction in the kernel's list."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    options: dict[str, str]
+    target: int
+    text: str
+
+    @property
+    def offset(self) -> int:
+        """What is added to an address, in bytes."""
+        return int(self.options.get("offset", "0"))
+
+
+@dataclass(frozen=True)
+class MachineKernel:
+    """A kernel of a code object.
+
+    Attributes:
+        lds_bytes, scratch_bytes: of a block, and of a lane.
+        user_registers: what the scalar registers hold at first, and how many each takes.
+    """
+
+    name: str
+    lds_bytes: int
+    scratch_bytes: int
+    user_registers: tuple[tuple[str, int], ...]
+    instructions: tuple[Instruction, ...]
+
+
+@functools.lru_cache(maxsize=8)
+def kernels(code: bytes, arch: str = "gfx906") -> dict[str, MachineKernel]:
+    """The kernels of a code object by name."""
+    symbols = dict(_symbols(code))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.co"
+        path.write_bytes(code)
+        done = subprocess.run(
+            [OBJDUMP or "llvm-objdump-16", "-d", f"--mcpu={arch}", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = {}
+    for part in re.split(r"\n(?=[0-9a-f]{16} <)", done.stdout)[1:]:
+        head, _, body = part.partition("\n")
+        name = re.findall(r"<(\w+)>", head)[0]
+        found[name] = _kernel(name, _read(code, symbols[f"{name}.kd"], 64), _instructions(body, int(head[:16], 16)))
+    return found
+
+
+def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...]) -> MachineKernel:
+    lds_bytes, scratch_bytes = struct.unpack_from("<II", descriptor)
+    rsrc1, rsrc2, properties = struct.unpack_from("<IIH", descriptor, 48)
+    assert rsrc1 >> 12 & 0xFF == _EXACT_FLOATS, f"{name}: floating point mode {rsrc1 >> 12 & 0xFF:#x}"
+    registers = [of for bit, of in enumerate(_USER_REGISTERS) if properties >> bit & 1]
+    assert sum(size for _, size in registers) == rsrc2 >> 1 & 0x1F, f"{name}: {registers}, and another count of them"
+    registers += [(axis, 1) for bit, axis in ((7, "x"), (8, "y"), (9, "z")) if rsrc2 >> bit & 1]
+    return MachineKernel(name, lds_bytes, scratch_bytes, tuple(registers), instructions)
+
+
+# ---- ELF -------------------------------------------------------------------------------------------------------------
+
+
+def _symbols(code: bytes) -> Iterator[tuple[str, int]]:
+    """(name, address) of all dynamic symbols."""
+    (sections,) = struct.unpack_from("<Q", code, 40)
+    size, count = struct.unpack_from("<HH", code, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + i * size) for i in range(count)]
+    _, _, _, _, first, length, texts, _, _, entry = next(h for h in headers if h[1] == 11)  # SHT_DYNSYM
+    for at in range(first, first + length, entry):
+        name, _, _, _, address = struct.unpack_from("<IBBHQ", code, at)
+        start = headers[texts][4] + name
+        yield code[start : code.index(b"\0", start)].decode(), address
+
+
+def _read(code: bytes, address: int, size: int) -> bytes:
+    """Of the segment that is loaded there."""
+    (segments,) = struct.unpack_from("<Q", code, 32)
+    step, count = struct.unpack_from("<HH", code, 54)
+    for i in range(count):
+        kind, _, offset, start, _, length = struct.unpack_from("<IIQQQQ", code, segments + i * step)
+        if kind == 1 and start <= address and address + size <= start + length:  # PT_LOAD
+            return code[offset + address - start : offset + address - start + size]
+    raise ValueError(f"nothing is loaded at {address:#x}")
+
+
+# ---- instructions ----------------------------------------------------------------------------------------------------
+
+_LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")
+_OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|\w+)(?![\d:]*\])")
+_FLAGS = re.compile(r"\b(glc|slc)\b")  # which caches a transfer passes by
+_KNOWN_OPTIONS = {"offset", "offset0", "offset1", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel"}
+
+
+def _instructions(body: str, start: int) -> tuple[Instruction, ...]:
+    lines = [found for found in map(_LINE.match, body.splitlines()) if found]
+    places = {int(line[3], 16): place for place, line in enumerate(lines)}
+    return tuple(
+        instruction(line[1], line[2].strip(), places[start + int(line[4] or "0", 16)] if "branch" in line[1] else 0)
+        for line in lines
+    )
+
+
+def instruction(name: str, rest: str, target: int) -> Instruction:
+    """As llvm-objdump writes it: its name, and what follows.
+
+    Raises:
+        NotImplementedError: an option that is not known here.
+    """
+    text = f"{name} {rest}"
+    if name == "s_waitcnt":
+        return Instruction(name, (), dict(re.findall(r"(\w+)\((\d+)\)", rest)), 0, text)
+    if "branch" in name or name in ("s_nop", "s_endpgm", "s_barrier"):
+        return Instruction(name, (), {}, target, text)
+    options = dict(_OPTION.findall(rest))
+    if not options.keys() <= _KNOWN_OPTIONS:
+        raise NotImplementedError(text)
+    words = _FLAGS.sub("", _OPTION.sub("", rest)).split(",")
+    return Instruction(
+        re.sub(r"_e(32|64)$", "", name),
+        tuple(_operand(word.strip()) for word in words if word.strip()),
+        options,
+        0,
+        text,
+    )
+
+
+def _operand(text: str) -> Operand:
+    found = re.fullmatch(r"(-?)(\|?)([vs])(?:(\d+)|\[(\d+):\d+\])\|?", text)
+    if found:
+        return Operand(found[3], int(found[4] or found[5]), bool(found[1]), bool(found[2]))
+    if text == "off":
+        return Operand("off")
+    if text in _NAMED:
+        return Operand("s", _NAMED[text])
+    return Operand("c", _INLINE_FLOATS[text] if text in _INLINE_FLOATS else int(text, 0))

@@ -1,0 +1,171 @@
+"""What gfx9 moves between registers and memory, or between lanes by way of shared memory ("Vega" Instruction Set
+Architecture, chapters 7, 8, 10 and 11), as far as the kernels have it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from .code import Instruction, Operand
+from .scalar import Operation
+from .wave import I64, LANES, U32, U64, Wave
+
+TRANSFERS: dict[str, Operation] = {}
+
+
+# ---- scalars ---------------------------------------------------------------------------------------------------------
+
+
+def _scalar_load(count: int) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, base, offset = i.operands
+        address = wave.scalar64(base) + wave.scalar(offset) & ~3
+        content = wave.memory.read(np.array([address], U64), 4 * count)
+        wave.receive_scalars(destination.number, content.view(U32)[0].tolist())
+
+    return run
+
+
+for _words, _suffix in ((1, ""), (2, "x2"), (4, "x4"), (8, "x8"), (16, "x16")):
+    TRANSFERS[f"s_load_dword{_suffix}"] = _scalar_load(_words)
+
+
+# ---- vectors ---------------------------------------------------------------------------------------------------------
+
+
+def _addresses(wave: Wave, i: Instruction, lanes: np.ndarray, vector: Operand, scalar: Operand | None) -> np.ndarray:
+    """Of flat and global instructions, in the active lanes."""
+    if scalar is None or scalar.kind == "off":
+        base = wave.unsigned64(vector)
+    else:
+        base = wave.unsigned(vector).astype(U64) + U64(wave.scalar64(scalar))
+    return (base.view(I64) + i.offset).view(U64)[lanes]
+
+
+def _load(size: int, is_flat: bool) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, vector, *scalar = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        content = wave.memory.read(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), size)
+        if size < 4:
+            content = np.pad(content, ((0, 0), (0, 4 - size)))
+        wave.receive("vmcnt", destination.number, lanes, content.view(U32), in_order=not is_flat)
+        if is_flat:  # it might have been shared memory
+            wave.send("lgkmcnt", in_order=False)
+
+    return run
+
+
+def _store(size: int, is_flat: bool) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        vector, source, *scalar = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        words = wave.vectors[source.number : source.number + max(1, size // 4), lanes].T
+        content = np.ascontiguousarray(words).view(np.uint8)[:, :size]
+        wave.memory.write(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), content)
+        wave.send("vmcnt", in_order=not is_flat)
+        if is_flat:
+            wave.send("lgkmcnt", in_order=False)
+
+    return run
+
+
+for _what in ("flat", "global"):
+    for _name, _size in (("dword", 4), ("dwordx2", 8), ("dwordx4", 16), ("ubyte", 1), ("ushort", 2)):
+        TRANSFERS[f"{_what}_load_{_name}"] = _load(_size, _what == "flat")
+        TRANSFERS[f"{_what}_store_{_name.replace('u', '')}"] = _store(_size, _what == "flat")
+
+
+# ---- shared memory ---------------------------------------------------------------------------------------------------
+
+
+def _words_of_lds(wave: Wave, vector: Operand, offset: int, lanes: np.ndarray, count: int) -> np.ndarray:
+    """Which words of shared memory each active lane means, ``[lanes, count]``."""
+    at = wave.unsigned(vector)[lanes].astype(I64) + offset
+    assert (at % 4 == 0).all(), "shared memory at an address that is not a word's"
+    first = at // 4
+    assert (first >= 0).all(), "an address below shared memory"
+    assert (first + count <= len(wave.lds)).all(), "an address behind the block's shared memory"
+    return first[:, None] + np.arange(count)
+
+
+def _lds_read(count: int) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, vector = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        wave.receive(
+            "lgkmcnt", destination.number, lanes, wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)]
+        )
+
+    return run
+
+
+def _lds_write(count: int) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        vector, source = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        words = wave.vectors[source.number : source.number + count, lanes].T
+        wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)] = words
+        wave.send("lgkmcnt", writes_lds=True)
+
+    return run
+
+
+def _offsets(i: Instruction, unit: int) -> list[int]:
+    """Of an instruction with two places, in bytes; it counts them in units."""
+    return [unit * int(i.options.get(name, "0")) for name in ("offset0", "offset1")]
+
+
+def _lds_read2(count: int, unit: int) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, vector = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        parts = [wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] for offset in _offsets(i, unit)]
+        wave.receive("lgkmcnt", destination.number, lanes, np.concatenate(parts, 1))
+
+    return run
+
+
+def _lds_write2(count: int, unit: int) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        vector, *sources = i.operands
+        lanes = np.flatnonzero(wave.lanes)
+        for source, offset in zip(sources, _offsets(i, unit)):
+            words = wave.vectors[source.number : source.number + count, lanes].T
+            wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] = words
+        wave.send("lgkmcnt", writes_lds=True)
+
+    return run
+
+
+for _words, _bits in ((1, 32), (2, 64), (3, 96), (4, 128)):
+    TRANSFERS[f"ds_read_b{_bits}"] = _lds_read(_words)
+    TRANSFERS[f"ds_write_b{_bits}"] = _lds_write(_words)
+for _words, _bits in ((1, 32), (2, 64)):
+    for _suffix, _times in (("", 1), ("st64", 64)):
+        TRANSFERS[f"ds_read2{_suffix}_b{_bits}"] = _lds_read2(_words, 4 * _words * _times)
+        TRANSFERS[f"ds_write2{_suffix}_b{_bits}"] = _lds_write2(_words, 4 * _words * _times)
+
+
+def _from_lanes(wave: Wave, destination: Operand, source: Operand, other: np.ndarray) -> None:
+    """Each lane receives another one's word; 0 from one that is not active."""
+    lanes = np.flatnonzero(wave.lanes)
+    words = np.where(wave.lanes[other], wave.unsigned(source)[other], U32(0))
+    wave.receive("lgkmcnt", destination.number, lanes, words[lanes, None])
+
+
+def _permute(wave: Wave, i: Instruction) -> None:
+    destination, vector, source = i.operands
+    _from_lanes(wave, destination, source, (wave.unsigned(vector).astype(I64) + i.offset) // 4 % 64)
+
+
+def _swizzle(wave: Wave, i: Instruction) -> None:
+    found = re.fullmatch(r"swizzle\(SWAP,(\d+)\)", i.options["offset"])
+    if found is None:
+        raise NotImplementedError(i.text)
+    destination, source = i.operands
+    _from_lanes(wave, destination, source, LANES ^ int(found[1]))
+
+
+TRANSFERS |= {"ds_bpermute_b32": _permute, "ds_swizzle_b32": _swizzle}

@@ -1,0 +1,265 @@
+"""Vector arithmetic of gfx9 ("Vega" Instruction Set Architecture, chapter 12), as far as the kernels have it.
+
+Products of two floats and their sum are computed in float64 and rounded once more to float32, and so are exp, log and
+reciprocals: at least as exact as the card, whose exp, log and reciprocal are within one unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .code import Instruction
+from .scalar import Operation
+from .wave import F32, F64, I64, U32, U64, Wave, with_signs
+
+VECTOR: dict[str, Operation] = {}
+_READ = {
+    "u": Wave.unsigned, "i": Wave.integer, "f": Wave.single, "U": Wave.unsigned64, "I": Wave.integer64,
+    "m": Wave.mask, "r": Wave.raw,
+}  # fmt: skip
+
+
+def _plain(operands: str, name: str, f: Callable[..., np.ndarray]) -> None:
+    """``operands``: the kind of each source, a key of ``_READ``. The result is written to the first operand."""
+    readers = [_READ[kind] for kind in operands]
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, *sources = i.operands
+        assert len(sources) == len(readers)
+        wave.write(destination.number, f(*[read(wave, source) for read, source in zip(readers, sources)]))
+
+    VECTOR[name] = run
+
+
+# ---- integers --------------------------------------------------------------------------------------------------------
+
+_FIVE = U32(31)
+_plain("u", "v_mov_b32", lambda x: x)
+_plain("u", "v_not_b32", lambda x: ~x)
+_plain("u", "v_bfrev_b32", lambda x: np.packbits(np.unpackbits(x.astype(">u4").view(np.uint8)).reshape(64, 32)[:, ::-1])
+       .view(">u4").astype(U32))  # fmt: skip
+_plain("uu", "v_add_u32", lambda x, y: x + y)
+_plain("uu", "v_sub_u32", lambda x, y: x - y)
+_plain("uu", "v_subrev_u32", lambda x, y: y - x)
+_plain("uu", "v_mul_lo_u32", lambda x, y: x * y)
+_plain("uu", "v_mul_hi_u32", lambda x, y: (x.astype(U64) * y >> U64(32)).astype(U32))
+_plain("ii", "v_mul_hi_i32", lambda x, y: (x.astype(I64) * y >> I64(32)).astype(np.int32))
+_plain("ii", "v_mul_i32_i24", lambda x, y: (x << 8 >> 8) * (y << 8 >> 8))
+_plain("uu", "v_and_b32", lambda x, y: x & y)
+_plain("uu", "v_or_b32", lambda x, y: x | y)
+_plain("uu", "v_xor_b32", lambda x, y: x ^ y)
+_plain("uu", "v_lshlrev_b32", lambda x, y: y << (x & _FIVE))
+_plain("uu", "v_lshrrev_b32", lambda x, y: y >> (x & _FIVE))
+_plain("ii", "v_ashrrev_i32", lambda x, y: y >> (x & 31))
+_plain("ii", "v_min_i32", np.minimum)
+_plain("uuu", "v_add3_u32", lambda x, y, z: x + y + z)
+_plain("uuu", "v_or3_b32", lambda x, y, z: x | y | z)
+_plain("uuu", "v_and_or_b32", lambda x, y, z: x & y | z)
+_plain("uuu", "v_add_lshl_u32", lambda x, y, z: x + y << (z & _FIVE))
+_plain("uuu", "v_lshl_add_u32", lambda x, y, z: (x << (y & _FIVE)) + z)
+_plain("uuu", "v_lshl_or_b32", lambda x, y, z: x << (y & _FIVE) | z)
+_plain("uuu", "v_bfe_u32", lambda x, y, z: x >> (y & _FIVE) & ((U32(1) << (z & _FIVE)) - U32(1)))
+
+
+def _chosen(x: np.ndarray, y: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.where(second, y, x)
+
+
+_plain("rrm", "v_cndmask_b32", _chosen)
+
+
+def _ones(x: np.ndarray) -> np.ndarray:
+    return np.unpackbits(x.view(np.uint8).reshape(64, 4), axis=1).sum(1).astype(U32)
+
+
+_BELOW = np.array([(1 << lane) - 1 for lane in range(64)], U64)  # the lanes before each one
+_LOW, _HIGH = (_BELOW & U64(0xFFFFFFFF)).astype(U32), (_BELOW >> U64(32)).astype(U32)
+_plain("uu", "v_mbcnt_lo_u32_b32", lambda x, y: _ones(x & _LOW) + y)
+_plain("uu", "v_mbcnt_hi_u32_b32", lambda x, y: _ones(x & _HIGH) + y)
+
+
+def _carries(sign: int, *, reversed_: bool = False) -> Operation:
+    """A sum or difference of 32 bits, and the mask of the lanes where it leaves them; a carry where one is read."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, carry_out, *sources = i.operands
+        x, y = (wave.unsigned(source).astype(I64) for source in sources[:2])
+        if reversed_:
+            x, y = y, x
+        carry = wave.mask(sources[2]).astype(I64) if len(sources) > 2 else I64(0)
+        result = x + sign * (y + carry)
+        wave.write_mask(carry_out.number, (result < 0) | (result >= 1 << 32))
+        wave.write(destination.number, (result & 0xFFFFFFFF).astype(U32))
+
+    return run
+
+
+VECTOR |= {
+    "v_add_co_u32": _carries(1), "v_addc_co_u32": _carries(1),
+    "v_sub_co_u32": _carries(-1), "v_subb_co_u32": _carries(-1),
+    "v_subrev_co_u32": _carries(-1, reversed_=True), "v_subbrev_co_u32": _carries(-1, reversed_=True),
+}  # fmt: skip
+
+
+def _multiply_add64(wave: Wave, i: Instruction) -> None:
+    destination, carry_out, x, y, added = i.operands
+    more = wave.unsigned64(added)
+    result = wave.unsigned(x).astype(U64) * wave.unsigned(y) + more
+    wave.write_mask(carry_out.number, result < more)
+    wave.write64(destination.number, result)
+
+
+def _shift_left64(wave: Wave, i: Instruction) -> None:
+    destination, by, x = i.operands
+    wave.write64(destination.number, wave.unsigned64(x) << (wave.unsigned(by) & U32(63)).astype(U64))
+
+
+VECTOR |= {"v_mad_u64_u32": _multiply_add64, "v_lshlrev_b64": _shift_left64}
+
+
+# ---- between lanes and scalars ---------------------------------------------------------------------------------------
+
+
+def _read_first_lane(wave: Wave, i: Instruction) -> None:
+    destination, source = i.operands
+    wave.write_scalar(destination.number, int(wave.unsigned(source)[int(np.argmax(wave.lanes))]))
+
+
+def _read_lane(wave: Wave, i: Instruction) -> None:
+    destination, source, lane = i.operands
+    wave.write_scalar(destination.number, int(wave.unsigned(source)[wave.scalar(lane) & 63]))
+
+
+def _write_lane(wave: Wave, i: Instruction) -> None:
+    """Whether it is active or not."""
+    destination, source, lane = i.operands
+    wave.vectors[destination.number, wave.scalar(lane) & 63] = wave.scalar(source)
+
+
+VECTOR |= {"v_readfirstlane_b32": _read_first_lane, "v_readlane_b32": _read_lane, "v_writelane_b32": _write_lane}
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+_COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
+    "ne": np.not_equal, "neq": np.not_equal,
+    "nlt": lambda x, y: ~(x < y), "nle": lambda x, y: ~(x <= y), "ngt": lambda x, y: ~(x > y),
+    "nge": lambda x, y: ~(x >= y),
+    "u": lambda x, y: np.isnan(x) | np.isnan(y), "o": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
+}  # fmt: skip
+
+
+def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+    read = {"f32": Wave.single, "u32": Wave.unsigned, "i32": Wave.integer, "u64": Wave.unsigned64,
+            "i64": Wave.integer64, "u16": lambda wave, o: wave.unsigned(o) & U32(0xFFFF)}[kind]  # fmt: skip
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, x, y = i.operands
+        wave.write_mask(destination.number, f(read(wave, x), read(wave, y)))
+
+    VECTOR[f"v_cmp_{name}_{kind}"] = run
+
+
+_OF_FLOATS = ("neq", "nlt", "nle", "ngt", "nge", "u", "o")
+for _name, _f in _COMPARISONS.items():
+    for _kind in ("f32",) if _name in _OF_FLOATS else ("f32", "u32", "i32", "u64", "i64", "u16"):
+        _compare(_name, _kind, _f)
+
+
+# ---- floats ----------------------------------------------------------------------------------------------------------
+
+
+def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return (x.astype(F64) * y.astype(F64) + z.astype(F64)).astype(F32)
+
+
+def _in_place(f: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Operation:
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, x, y = i.operands
+        wave.write(destination.number, f(wave.single(x), wave.single(y), wave.single(destination)))
+
+    return run
+
+
+_plain("ff", "v_add_f32", lambda x, y: x + y)
+_plain("ff", "v_sub_f32", lambda x, y: x - y)
+_plain("ff", "v_mul_f32", lambda x, y: x * y)
+_plain("ff", "v_max_f32", np.fmax)
+_plain("fff", "v_max3_f32", lambda x, y, z: np.fmax(np.fmax(x, y), z))
+_plain("fff", "v_fma_f32", _fma)
+_plain("f", "v_trunc_f32", np.trunc)
+_plain("f", "v_rcp_f32", lambda x: (1 / x.astype(F64)).astype(F32))
+_plain("f", "v_exp_f32", lambda x: np.exp2(x.astype(F64)).astype(F32))
+_plain("f", "v_log_f32", lambda x: np.log2(x.astype(F64)).astype(F32))
+_plain("u", "v_cvt_f32_u32", lambda x: x.astype(F32))
+_plain("f", "v_cvt_u32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), 0, 2**32 - 1).astype(U32))
+VECTOR["v_rcp_iflag_f32"] = VECTOR["v_rcp_f32"]
+VECTOR["v_fmac_f32"] = _in_place(_fma)
+VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
+
+
+# A division is v_div_scale of both, a reciprocal, its refinement, v_div_fmas and v_div_fixup. Here the last of them
+# divides, so that the others need not scale.
+def _div_scale(wave: Wave, i: Instruction) -> None:
+    destination, scaled, x, _, _ = i.operands
+    wave.write(destination.number, wave.single(x))
+    wave.write_mask(scaled.number, np.zeros(64, bool))
+
+
+VECTOR["v_div_scale_f32"] = _div_scale
+VECTOR["v_div_fmas_f32"] = VECTOR["v_fma_f32"]
+_plain("fff", "v_div_fixup_f32", lambda quotient, y, x: (x.astype(F64) / y.astype(F64)).astype(F32))
+
+
+# ---- float16 ---------------------------------------------------------------------------------------------------------
+
+
+def _half(words: np.ndarray, place: int) -> np.ndarray:
+    """The float16 in the low (0) or the high (1) half of each word, as float32."""
+    return (words >> U32(16 * place)).astype(np.uint16).view(np.float16).astype(F32)
+
+
+def _to_half(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float16).view(np.uint16).astype(U32)
+
+
+def _dot2(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    low, high = (_half(x, place).astype(F64) * _half(y, place) for place in (0, 1))
+    return (low + high + z).astype(F32)
+
+
+_plain("uuf", "v_dot2_f32_f16", _dot2)
+_plain("uu", "v_pack_b32_f16", lambda x, y: x & U32(0xFFFF) | y << U32(16))
+_plain("f", "v_cvt_f16_f32", _to_half)
+_plain("u", "v_cvt_f32_f16", lambda x: _half(x, 0))
+
+
+def _options_are(i: Instruction, **expected: str) -> None:
+    if i.options != expected:
+        raise NotImplementedError(i.text)
+
+
+def _to_high_half(wave: Wave, i: Instruction) -> None:
+    _options_are(i, dst_sel="WORD_1", dst_unused="UNUSED_PAD", src0_sel="DWORD")
+    wave.write(i.operands[0].number, _to_half(wave.single(i.operands[1])) << U32(16))
+
+
+def _of_high_half(wave: Wave, i: Instruction) -> None:
+    _options_are(i, dst_sel="DWORD", dst_unused="UNUSED_PAD", src0_sel="WORD_1")
+    wave.write(i.operands[0].number, _half(wave.unsigned(i.operands[1]), 1))
+
+
+def _fma_mix(wave: Wave, i: Instruction) -> None:
+    """Each source is float16 where op_sel_hi says so, in its low half, or else float32."""
+    halves = [part == "1" for part in i.options.get("op_sel_hi", "[0,0,0]")[1:-1].split(",")]
+    sources = [
+        with_signs(_half(wave.raw(source), 0) if is_half else wave.raw(source).view(F32), source)
+        for source, is_half in zip(i.operands[1:], halves)
+    ]
+    wave.write(i.operands[0].number, _fma(*sources))
+
+
+VECTOR |= {"v_cvt_f16_f32_sdwa": _to_high_half, "v_cvt_f32_f16_sdwa": _of_high_half, "v_fma_mix_f32": _fma_mix}

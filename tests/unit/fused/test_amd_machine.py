@@ -1,0 +1,111 @@
+"""Single instructions of the machine that executes gfx9 code, where the right result can be written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attn_support.amd.code import EXEC, instruction
+from attn_support.amd.machine import OPERATIONS
+from attn_support.amd.memory import Memory, OutsideOfMemory
+from attn_support.amd.wave import POISON, Wave, everywhere
+
+LANES = np.arange(64, dtype=np.uint32)
+
+
+@pytest.fixture
+def wave() -> Wave:
+    return Wave(0, Memory(()), np.full(64, POISON, np.uint32), [])
+
+
+def _do(wave: Wave, *texts: str) -> None:
+    for text in texts:
+        name, _, rest = text.partition(" ")
+        OPERATIONS[name.removesuffix("_e32").removesuffix("_e64")](wave, instruction(name, rest, 0))
+
+
+def test_a_lane_counts_those_before_it(wave: Wave) -> None:
+    _do(wave, "v_mbcnt_lo_u32_b32 v1, -1, 0", "v_mbcnt_hi_u32_b32 v1, -1, v1")
+    assert (wave.vectors[1] == LANES).all()
+    _do(wave, "v_mbcnt_lo_u32_b32 v2, 5, 7")  # lanes 0 and 2
+    assert wave.vectors[2].tolist() == [7, 8, 8] + [9] * 61
+
+
+def test_bits_in_the_other_order(wave: Wave) -> None:
+    _do(wave, "v_bfrev_b32_e32 v1, -2", "s_brev_b32 s8, -2", "v_bfrev_b32_e32 v2, v0")
+    assert (wave.vectors[1] == 0x7FFFFFFF).all()
+    assert wave.scalars[8] == 0x7FFFFFFF
+    assert wave.vectors[2][:4].tolist() == [0, 0x80000000, 0x40000000, 0xC0000000]
+
+
+def test_single_bits_of_a_scalar(wave: Wave) -> None:
+    _do(wave, "s_mov_b32 s3, 0", "s_bitset1_b32 s3, 14", "s_bitset1_b32 s3, 0")
+    assert wave.scalars[3] == 0x4001
+    _do(wave, "s_bitset0_b32 s3, 14")
+    assert wave.scalars[3] == 1
+
+
+def test_lanes_read_from_lanes(wave: Wave) -> None:
+    """An answer is there after the wait, and 0 from lanes that are not active."""
+    wave.vectors[1] = 4 * (LANES[::-1])
+    _do(wave, "ds_bpermute_b32 v2, v1, v0")
+    assert (wave.vectors[2] == POISON).all()
+    _do(wave, "s_waitcnt lgkmcnt(0)")
+    assert (wave.vectors[2] == LANES[::-1]).all()
+    wave.write_scalar64(EXEC, (1 << 32) - 1)
+    _do(wave, "ds_bpermute_b32 v3, v1, v0", "s_waitcnt lgkmcnt(0)")
+    assert (wave.vectors[3][:32] == 0).all()
+    assert (wave.vectors[3][32:] == POISON).all()
+
+
+def test_a_wait_delivers_the_oldest_first(wave: Wave) -> None:
+    wave.vectors[1] = 0
+    wave.lds[:2] = 11, 12
+    _do(wave, "ds_read_b32 v2, v1", "ds_read_b32 v3, v1 offset:4", "s_waitcnt lgkmcnt(1)")
+    assert (wave.vectors[2] == 11).all()
+    assert (wave.vectors[3] == POISON).all()
+    _do(wave, "s_waitcnt vmcnt(0)")
+    assert (wave.vectors[3] == POISON).all()
+    _do(wave, "s_waitcnt lgkmcnt(0)")
+    assert (wave.vectors[3] == 12).all()
+
+
+def test_shared_memory_ends(wave: Wave) -> None:
+    wave.vectors[1] = 4 * LANES
+    with pytest.raises(AssertionError, match="behind the block's shared memory"):
+        _do(wave, "ds_read_b64 v[2:3], v1")
+
+
+def test_carries_go_from_word_to_word(wave: Wave) -> None:
+    wave.vectors[1] = everywhere(0xFFFFFFFF)
+    _do(wave, "v_add_co_u32_e32 v2, vcc, v1, v0", "v_addc_co_u32_e32 v3, vcc, 0, v0, vcc")
+    assert wave.vectors[2].tolist() == [0xFFFFFFFF, *range(63)]
+    assert wave.vectors[3].tolist() == [0, *range(2, 65)]
+    _do(wave, "v_subrev_co_u32_e64 v4, s[0:1], 1, v0", "v_subbrev_co_u32_e64 v5, s[0:1], 0, v0, s[0:1]")
+    assert wave.vectors[4].tolist() == [0xFFFFFFFF, *range(63)]
+    assert wave.vectors[5].tolist() == [0xFFFFFFFF, *range(1, 64)]
+
+
+def test_pairs_of_float16(wave: Wave) -> None:
+    one, two = np.array([[1.5, -2.0], [4.0, 0.25]], np.float16).view(np.uint32)[:, 0]
+    wave.vectors[1], wave.vectors[2] = one, two
+    _do(wave, "v_dot2_f32_f16 v3, v1, v2, 1.0", "v_cvt_f32_f16_e32 v4, v1")
+    assert (wave.vectors[3].view(np.float32) == 1.5 * 4 - 2 * 0.25 + 1).all()
+    assert (wave.vectors[4].view(np.float32) == 1.5).all()
+
+
+def test_memory_is_that_of_its_tensors() -> None:
+    tensor = torch.arange(8, dtype=torch.int32)
+    memory = Memory([tensor[2:6]])
+    address = np.array([tensor.data_ptr() + 8], np.uint64)
+    assert memory.read(address, 16).view(np.int32).tolist() == [[2, 3, 4, 5]]
+    memory.write(address, np.array([[9]], np.int32).view(np.uint8))
+    assert tensor.tolist() == [0, 1, 9, 3, 4, 5, 6, 7]
+    for outside in (address - np.uint64(4), address + np.uint64(4)):
+        with pytest.raises(OutsideOfMemory):
+            memory.read(outside, 16)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(NotImplementedError):
+        instruction("v_add_f32", "v1, v2, v3 quad_perm:[1,0,3,2]", 0)
