@@ -74,7 +74,8 @@ def _sequences(call: AttentionCall, wide: list[Tensor], packed: Packed) -> Itera
     ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
         query, key, value = wide[0][..., q0:q1, :], wide[1][..., k0:k1, :], wide[2][..., k0:k1, :]
-        part = check_call(query, key, value, scale=call.scale, is_causal=True, enable_gqa=True, alignment="lower_right")
+        rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+        part = check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules)
         yield part, [query, key, value]
 
 

@@ -142,7 +142,7 @@ def test_every_kernel_is_tried_whatever_became_of_the_others(card) -> None:
 
 def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
     kinds = {
-        capability: {v.kind for v in checked_variants(capability) if v.on_tensor_cores}
+        capability: {v.kind for v in checked_variants(f"sm_{capability[0]}{capability[1]}") if v.on_tensor_cores}
         for capability in ((6, 1), (7, 0), (7, 5))
     }
     assert kinds[6, 1] == set()

@@ -22,6 +22,7 @@ from pascal_attn_core.fused import prebuilt, trial
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.observe import machine
 from pascal_attn_core.routes import choose, torch_kernel
 from pascal_attn_core.runtime import Runtime, using
 
@@ -267,7 +268,7 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     ("name", "value"), [("executable", "/opt/studio/studio.exe"), ("executable", None), ("frozen", True)]
 )
 def test_a_program_that_is_not_python_is_not_started_again(trials, monkeypatch, name, value) -> None:
-    trial.ask_driver()  # starts a program, once per process
+    machine.ask_driver()  # starts a program, once per process
     monkeypatch.setattr(sys, name, value, raising=False)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert "the path of a Python interpreter is not known" in trials(trial.start_child).reason([FORWARD])
