@@ -64,7 +64,7 @@ def plan(vae: nn.Module, z: Tensor, budget: float) -> None:
         shapes_only.decode(latent)  # type: ignore[operator]
     figures = run.figures
     print(f"{list(z.shape)}, budget {budget:g} MiB: whole {whole.peak_mib:.0f} MiB; in bands "
-          f"{(figures.expected_bytes + result) / MIB:.0f} MiB, of which the result {result / MIB:.0f}; in host memory "
+          f"{figures.expected_bytes / MIB:.0f} MiB, of which the result {result / MIB:.0f}; in host memory "
           f"{figures.host_bytes / MIB:.0f}; {figures.bands} bands")  # fmt: skip
 
 
@@ -112,9 +112,10 @@ def main() -> None:
         print(f"whole: {whole_peak.peak_mib:.0f} MiB; in bands (budget {options.budget:g}): {peak.peak_mib:.0f} MiB, "
               f"of which the result {got.nbytes / MIB:.0f}; in host memory {figures.host_bytes / MIB:.0f}; "
               f"{figures.bands} bands")  # fmt: skip
-        ratio = statistics.median(one / other for one, other in zip(times, whole_times))
-        print(f"CPU time: whole {statistics.median(whole_times):.1f} s, in bands {statistics.median(times):.1f} s: "
-              f"{ratio:.2f} of it")  # fmt: skip
+        if options.rounds:
+            ratio = statistics.median(one / other for one, other in zip(times, whole_times))
+            print(f"CPU time: whole {statistics.median(whole_times):.1f} s, in bands {statistics.median(times):.1f} s: "
+                  f"{ratio:.2f} of it")  # fmt: skip
         print(f"largest difference {float((got - wanted).abs().max()):.1e} of {float(wanted.abs().max()):.2f}")
         if options.exact:
             exact = vae.double().decode(z.double()).sample  # type: ignore[operator]

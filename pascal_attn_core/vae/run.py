@@ -121,7 +121,8 @@ class Run:
             return node.value
         dim = self._dim(node, uncut)
         total = node.size(dim)
-        count = self._count(node, dim)
+        stays = node.value is None and (at_home or self.room.stays(node.nbytes))
+        count = self._count(node, dim, node.nbytes if stays else 0)
         target = node.value
         self.figures.layers += 1
         low = bands = 0
@@ -206,11 +207,10 @@ class Run:
         if not found:
             return 0
         costs = {dim: self._cost(node, dim, min(node.granule(dim), node.size(dim))) for dim in found}
-        return next((dim for dim in found if costs[dim] <= self._room_for_bands), min(found, key=lambda d: costs[d]))
+        return next((dim for dim in found if costs[dim] <= self._room_for_bands()), min(found, key=lambda d: costs[d]))
 
-    @property
-    def _room_for_bands(self) -> int:
-        return max(self.budget - self.room.held, self.budget // 4)
+    def _room_for_bands(self, kept: int = 0) -> int:
+        return max(self.budget - self.room.held - kept, self.budget // 4)
 
     def _cost(self, node: Lazy, dim: int, count: int) -> int:
         """Bytes on the device while so many elements are read, in the middle of the tensor."""
@@ -219,8 +219,12 @@ class Run:
         most, _ = node.cost(dim, low, min(low + count, node.size(dim)))
         return most
 
-    def _count(self, node: Lazy, dim: int) -> int:
-        """Elements per band: the fewest bands of equal size that fit the budget."""
+    def _count(self, node: Lazy, dim: int, kept: int) -> int:
+        """Elements per band: the fewest bands of equal size that fit the budget.
+
+        Args:
+            kept: bytes on the device that the bands are collected in; one band is its own place.
+        """
         total, unit = node.size(dim), node.granule(dim)
         if not unit or total <= unit:
             count = total
@@ -229,7 +233,8 @@ class Run:
             low, high = 1, steps  # units per band: low fits, or is all there is to take
             while low < high:
                 middle = (low + high + 1) // 2
-                if self._cost(node, dim, min(middle * unit, total)) <= self._room_for_bands:
+                beside = kept if middle < steps else 0
+                if self._cost(node, dim, min(middle * unit, total)) <= self._room_for_bands(beside):
                     low = middle
                 else:
                     high = middle - 1
@@ -237,7 +242,7 @@ class Run:
                 low = max(1, min(low, self.rows // unit))
             bands = min(max(-(-steps // low), self.least_bands), steps)
             count = -(-steps // bands) * unit
-        expected = self.room.held + self._cost(node, dim, min(count, total))
+        expected = self.room.held + (kept if count < total else 0) + self._cost(node, dim, min(count, total))
         self.figures.expected_bytes = max(self.figures.expected_bytes, expected)
         return max(count, 1)
 
