@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from .lazy import Known, Lazy, Pointwise, aten
 from .room import Queues, Room, Value
+from .windows import Moments
 
 
 class NotInBands(Exception):
@@ -71,8 +72,8 @@ class Run:
     ):
         self.device = torch.device("meta") if is_rehearsal else device
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
-        # a CPU has no other memory than the host's
         self.least_bands = least_bands
+        # a CPU has no other memory than the host's
         self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget, queues)
         self.figures = Figures()
         self._last_try: Lazy | None = None
@@ -103,35 +104,34 @@ class Run:
     def evaluate(
         self,
         node: Lazy,
-        watch: Callable[[Tensor], None] | None = None,
+        moments: Moments | None = None,
         *,
-        uncut: Collection[int] = (),
-        reads: bool = False,
         at_home: bool = False,
     ) -> Value:
         """Compute a node and keep it.
 
         Args:
-            uncut: dimensions that must not be cut.
-            reads: read it also where it is kept already.
+            moments: take in each piece, in order; a node that is kept already is read for them.
             at_home: on the device whatever its size, since it is a result.
-            watch: is shown each piece, in order.
         """
-        if node.value is not None and not reads:
+        if node.value is not None and moments is None:
             return node.value
-        dim = self._dim(node, uncut)
+        dim = self._dim(node, moments)
         total = node.size(dim)
-        stays = node.value is None and (at_home or self.room.stays(node.nbytes))
-        count = self._count(node, dim, node.nbytes if stays else 0)
+        stays = at_home or self.room.stays(node.nbytes)
+        count = self._count(node, dim, moments, node.nbytes if stays and node.value is None else 0)
         target = node.value
         self.figures.layers += 1
         low = bands = 0
+        if self.is_rehearsal:
+            target = target or self.room.place_for(node.like, dim, on_host=not stays)
+            low, bands = total, -(-total // count)
         while low < total:
             high = min(total, low + count)
             try:
                 if high < total:
                     self._read_ahead(node, dim, high, min(total, high + count))
-                target = self._band(node, dim, low, high, target, watch, at_home)
+                target = self._band(node, dim, low, high, target, moments, stays)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -158,23 +158,19 @@ class Run:
         low: int,
         high: int,
         target: Value | None,
-        watch: Callable[[Tensor], None] | None,
-        at_home: bool,
+        moments: Moments | None,
+        stays: bool,
     ) -> Value | None:
         """One range of a node. Whatever it has done when memory runs out may be done again."""
-        if self.is_rehearsal:
-            piece = node.like.narrow(dim, low, high - low) if node.like.dim() else node.like
-        else:
-            piece = node.read(dim, low, high, {})
+        piece = node.read(dim, low, high, {})
         if node.value is None:
-            stays = at_home or self.room.stays(node.nbytes)
             if stays and (low, high) == (0, node.size(dim)) and node.is_fresh and not node.may_alias:
                 target = self.room.home(piece)
             else:
                 target = target or self.room.place_for(node.like, dim, on_host=not stays)
                 target.write(dim, low, piece)
-        if watch is not None:
-            watch(piece)
+        if moments is not None:
+            moments.add(piece)
         return target
 
     def _fewer(self, node: Lazy, dim: int, count: int, error: Exception) -> int:
@@ -197,29 +193,33 @@ class Run:
             for value, *where in node.leaves(dim, low, high):
                 value.read_ahead(*where)
 
-    def _dim(self, node: Lazy, uncut: Collection[int] = ()) -> int:
+    def _dim(self, node: Lazy, moments: Moments | None) -> int:
         """The dimension to cut: rows, then frames, then columns; the first of which a band fits the budget."""
         dims = node.like.dim()
         order = (
             [dims - 2, *range(2, dims - 2), dims - 1] if dims >= 4 else sorted(range(dims), key=lambda d: -node.size(d))
         )
+        uncut = () if moments is None else moments.uncut
         found = [dim for dim in order if dim not in uncut and node.size(dim) > 1 and node.granule(dim)]
         if not found:
             return 0
-        costs = {dim: self._cost(node, dim, min(node.granule(dim), node.size(dim))) for dim in found}
+        costs = {dim: self._cost(node, dim, min(node.granule(dim), node.size(dim)), moments) for dim in found}
         return next((dim for dim in found if costs[dim] <= self._room_for_bands()), min(found, key=lambda d: costs[d]))
 
     def _room_for_bands(self, kept: int = 0) -> int:
         return max(self.budget - self.room.held - kept, self.budget // 4)
 
-    def _cost(self, node: Lazy, dim: int, count: int) -> int:
+    def _cost(self, node: Lazy, dim: int, count: int, moments: Moments | None) -> int:
         """Bytes on the device while so many elements are read, in the middle of the tensor."""
         unit = max(node.granule(dim), 1)
         low = (node.size(dim) - count) // 2 // unit * unit
-        most, _ = node.cost(dim, low, min(low + count, node.size(dim)))
-        return most
+        most, held = node.cost(dim, low, min(low + count, node.size(dim)))
+        if moments is None:
+            return most
+        elements = node.like.numel() // max(node.size(dim), 1) * count
+        return max(most, held + moments.scratch(elements, node.like.dtype))
 
-    def _count(self, node: Lazy, dim: int, kept: int) -> int:
+    def _count(self, node: Lazy, dim: int, moments: Moments | None, kept: int) -> int:
         """Elements per band: the fewest bands of equal size that fit the budget.
 
         Args:
@@ -234,7 +234,7 @@ class Run:
             while low < high:
                 middle = (low + high + 1) // 2
                 beside = kept if middle < steps else 0
-                if self._cost(node, dim, min(middle * unit, total)) <= self._room_for_bands(beside):
+                if self._cost(node, dim, min(middle * unit, total), moments) <= self._room_for_bands(beside):
                     low = middle
                 else:
                     high = middle - 1
@@ -242,7 +242,7 @@ class Run:
                 low = max(1, min(low, self.rows // unit))
             bands = min(max(-(-steps // low), self.least_bands), steps)
             count = -(-steps // bands) * unit
-        expected = self.room.held + (kept if count < total else 0) + self._cost(node, dim, min(count, total))
+        expected = self.room.held + (kept if count < total else 0) + self._cost(node, dim, min(count, total), moments)
         self.figures.expected_bytes = max(self.figures.expected_bytes, expected)
         return max(count, 1)
 

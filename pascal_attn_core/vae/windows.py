@@ -249,10 +249,18 @@ class Moments:
     ``[N, groups]``.
     """
 
+    #: dimensions that no piece may be a range of
+    uncut = (0, 1)
+
     def __init__(self, batch: int, groups: int):
         self.batch, self.groups, self.count = batch, groups, 0
         self.mean: Any = 0.0
         self.squares: Any = 0.0
+
+    @staticmethod
+    def scratch(elements: int, dtype: torch.dtype) -> int:
+        """Bytes that :meth:`add` takes for so many elements: a copy, and what torch's kernel makes of it."""
+        return 2 * elements * (8 if dtype == torch.float64 else 4)
 
     def add(self, piece: Tensor) -> None:
         """Take in a range of the elements of each channel."""
