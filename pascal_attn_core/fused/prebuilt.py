@@ -66,11 +66,15 @@ def pack_name(arch: int, variant: Variant) -> str:
 
 
 @functools.cache
+def _listed(name: str) -> dict[str, Any]:
+    path = FOLDER / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+
+
 def manifest() -> dict[str, Any]:
     """``{"nvrtc": [12, 6], "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
     empty if nothing was shipped."""
-    path = FOLDER / "manifest.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+    return _listed("manifest.json")
 
 
 def shipped_archs() -> tuple[int, ...]:
@@ -148,12 +152,10 @@ def amd_pack_name(variant: Variant) -> str:
     return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
 
 
-@functools.cache
 def amd_manifest() -> dict[str, Any]:
     """``{"clang": "16.0.6", "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
     empty if nothing was shipped."""
-    path = FOLDER / "amd.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+    return _listed("amd.json")
 
 
 def find_amd(variant: Variant) -> bytes | None:

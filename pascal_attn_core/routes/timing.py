@@ -85,7 +85,26 @@ class Kind(NamedTuple):
         )
 
 
-class Timings(TimingTable[Kind, float]):
+class _Ratios(TimingTable[Kind, float]):
+    """What our kernel takes in units of another's time, for each kind of call."""
+
+    def conditions(self) -> dict[str, str]:
+        info = self.info
+        arch = self.runtime.part(Kernels).variant_arch
+        kernels = kernels_digest(arch)
+        return {"card": info.name, "arch": arch or info.arch, "torch": torch.__version__, "kernels": kernels}
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        return Kind(**fields)
+
+    def row(self, found: float) -> dict[str, Any]:
+        return {"ratio": round(found, 4)}
+
+    def found_in(self, row: Mapping[str, Any]) -> float:
+        return float(row["ratio"])
+
+
+class Timings(_Ratios):
     """Our kernel's time in units of torch's for each kind of call. Made by ``runtime.part(Timings)``."""
 
     section = "fused_over_torch"
@@ -120,23 +139,8 @@ class Timings(TimingTable[Kind, float]):
         log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
         return our_time / its_time
 
-    def conditions(self) -> dict[str, str]:
-        info = self.info
-        arch = self.runtime.part(Kernels).variant_arch
-        kernels = kernels_digest(arch)
-        return {"card": info.name, "arch": arch or info.arch, "torch": torch.__version__, "kernels": kernels}
 
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        return Kind(**fields)
-
-    def row(self, found: float) -> dict[str, Any]:
-        return {"ratio": round(found, 4)}
-
-    def found_in(self, row: Mapping[str, Any]) -> float:
-        return float(row["ratio"])
-
-
-class PlainTimings(TimingTable[Kind, float]):
+class PlainTimings(_Ratios):
     """Our kernel's time in units of that of torch's function where torch has no fused kernel, and stores all scores,
     for each kind of call. Made by ``runtime.part(PlainTimings)``."""
 
@@ -166,18 +170,6 @@ class PlainTimings(TimingTable[Kind, float]):
                 return None
         log.info("timed once on %s: fused %.2f ms, torch's math %.2f ms for %s", self.device, our_time, its_time, kind)
         return our_time / its_time
-
-    def conditions(self) -> dict[str, str]:
-        return self.runtime.part(Timings).conditions()
-
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        return Kind(**fields)
-
-    def row(self, found: float) -> dict[str, Any]:
-        return {"ratio": round(found, 4)}
-
-    def found_in(self, row: Mapping[str, Any]) -> float:
-        return float(row["ratio"])
 
 
 class _TorchFailed(Exception):
