@@ -108,7 +108,8 @@ class Int8Patch(Patch):
 
         def undo() -> list[str]:
             settings.enabled = False  # deep copies share it
-            return group._undo_all()
+            left = group._undo_all()
+            return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
 
         super().__init__(group.name, undo, sites=len(layers))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..own_thread import in_backward
+from ..own_thread import in_backward, inputs_are_made_up
 from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
 from .product import FLOATS, way_of
 from .quantize import quantize_rows
@@ -82,6 +82,13 @@ class Layer:
         return self._module()
 
     @property
+    def weight(self) -> Int8Weight | None:
+        """The weight in 8 bits, where the module has it: hosts may replace it."""
+        module = self.module
+        weight = None if module is None else module._parameters.get("weight")
+        return weight if isinstance(weight, Int8Weight) and weight.state is self else None
+
+    @property
     def is_on(self) -> bool:
         """Whether the layer is to run in 8 bits."""
         return self.settings.enabled and self.state == INT8
@@ -100,11 +107,9 @@ class Layer:
         if module is None:
             return []
         self._unhook(module)
-        if self.state != INT8:
-            return []
-        weight = module._parameters.get("weight")
-        if not isinstance(weight, Int8Weight) or weight.state is not self:
-            return [f"the weight of {self.name} was replaced while it ran in 8 bits; it stays as it is now"]
+        weight = self.weight
+        if weight is None:
+            return [f"the weight of {self.name} was replaced meanwhile"] if self.state == INT8 else []
         self.state, self.why = FLOAT, "the patch was removed"
         if parameter is None or weight.original is None:
             module._parameters["weight"] = nn.Parameter(weight.float_matrix())
@@ -167,7 +172,7 @@ class Layer:
     def _decide(self, module: nn.Module, x: Tensor) -> None:
         settings, weight, bias = self.settings, module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        self.rotation = best_rotation(self._errors)
+        self.rotation = best_rotation(self._errors, settings.max_error)
         self.error = self._errors[self.rotation]
         self._unhook(module)
         if not self.error <= settings.max_error:
@@ -270,7 +275,9 @@ class Hook:
 
 
 def _has_numbers(x: Tensor) -> bool:
-    """Whether a tensor is one of a call that really happens, with an element at least."""
+    """Whether a tensor is one of a user's call that really happens, with an element at least."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
+        return False
+    if inputs_are_made_up():
         return False
     return not x.is_meta and x.dtype in FLOATS and x.numel() > 0

@@ -13,8 +13,8 @@ from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
-# A rotation costs time in every call: it must make the error this much smaller.
-_WORTH = 0.9
+# A rotation costs time in every call: it should make the error this much smaller.
+_WORTH = 0.75
 Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
@@ -53,10 +53,11 @@ def errors_by_rotation(x: Tensor, weight: Tensor) -> dict[int, float]:
     return {size: relative_error(rows, weight, quantize_rows(weight, size)) for size in rotations_for(weight.shape[1])}
 
 
-def best_rotation(errors: dict[int, float]) -> int:
-    """None, unless one is worth its time."""
+def best_rotation(errors: dict[int, float], max_error: float) -> int:
+    """None, unless one is worth its time, or only with it the error is within its limit."""
     size = min(errors, key=lambda size: errors[size])
-    return size if errors[size] < _WORTH * errors[0] else 0
+    is_needed = errors[size] <= max_error < errors[0]
+    return size if is_needed or errors[size] < _WORTH * errors[0] else 0
 
 
 def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:

@@ -118,13 +118,15 @@ def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
         state, _, why = why_not.partition(": ")
         weight = module._parameters.get("weight")
         return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
-    times = layer.times
+    times, state, why = layer.times, layer.state, layer.why
+    if state == INT8 and layer.weight is None:
+        state, why = FLOAT, "its weight was replaced: by a host that loads the float one for each call, say"
     return Int8ReportLine(
         name,
         kind,
         layer.shape,
-        layer.state,
-        layer.why,
+        state,
+        why,
         layer.error,
         layer.rotation,
         *layer.way,

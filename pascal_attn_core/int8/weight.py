@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from .product import int8_linear
@@ -22,19 +23,38 @@ from .quantize import Int8Matrix, quantize_rows
 Branch = Callable[[Tensor], Tensor]
 
 
+class _Rest:
+    """What of a weight is no tensor: the same object in copies, since graphs compare it with a copy that they keep."""
+
+    def __init__(self, state: Any, branch: Branch | None):
+        self.state, self.branch = state, branch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rest) and self.state is other.state and self.branch is other.branch
+
+    def __hash__(self) -> int:
+        return hash((id(self.state), id(self.branch)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
+        return self
+
+    def __reduce__(self) -> Any:  # graphs are stored by a hash of this; they do not depend on it
+        return _Rest, (None, None)
+
+
 class Int8Weight(Tensor):
     """A parameter ``[N, K]``.
 
     Attributes:
         matrix: its 8-bit integers, with their scales.
-        original: the float matrix, or None where it was given up. It may be in host memory.
+        holder: holds ``original``; aliases of the weight share it as they share the integers.
         follows: whether ``original`` moves along when the weight is moved or cast.
         state: of the layer that it belongs to; ``state.is_on`` False = the layer runs in float.
         branch: adds to the layer's result, in float: ``F.linear(x, w) + branch(x)``. None = nothing.
     """
 
     matrix: Int8Matrix
-    original: Tensor | None
+    holder: list[Tensor | None]
     follows: bool
     state: Any
     branch: Branch | None
@@ -42,7 +62,7 @@ class Int8Weight(Tensor):
     @staticmethod
     def __new__(
         cls,
-        matrix: Int8Matrix | Int8Weight,
+        matrix: Any,
         dtype: torch.dtype | None = None,
         *,
         original: Tensor | None = None,
@@ -52,19 +72,26 @@ class Int8Weight(Tensor):
         requires_grad: bool = False,
         **_: Any,
     ) -> Int8Weight:
-        # Hosts that exchange parameters make a new one of the type of the old one, from a moved copy.
+        # Hosts that exchange parameters make a new one of the type of the old one, from whatever tensor they kept.
         if isinstance(matrix, Int8Weight):
             return matrix
+        if isinstance(matrix, Tensor):
+            return nn.Parameter(matrix, requires_grad=requires_grad)  # type: ignore[return-value]
         codes = matrix.codes
         weight: Int8Weight = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype or torch.float32, device=codes.device, requires_grad=False
         )
-        weight.matrix, weight.original, weight.follows = matrix, original, follows
+        weight.matrix, weight.holder, weight.follows = matrix, [original], follows
         weight.state, weight.branch = state, branch
         return weight
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
+
+    @property
+    def original(self) -> Tensor | None:
+        """The float matrix, or None where it was given up. It may be in host memory."""
+        return self.holder[0]
 
     @property
     def runs_in_int8(self) -> bool:
@@ -93,18 +120,35 @@ class Int8Weight(Tensor):
         found = quantize_rows(values.detach().to(self.device), self.matrix.rotation)
         self.matrix.codes.copy_(found.codes)
         self.matrix.scales.copy_(found.scales)
-        if self.original is not None:
-            self.original.detach().copy_(values)
+        self._write_original(values)
+
+    def _write_original(self, values: Tensor) -> None:
+        old = self.original
+        if old is not None:  # copies of the weight may share the tensor
+            self.holder[0] = values.detach().to(old.device, old.dtype, copy=True)
+
+    def _set_data(self, values: Tensor) -> None:
+        """``weight.data = values``."""
+        if not isinstance(values, Int8Weight):
+            self.write(values)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_DATA(self, values)
+        self.matrix, self.holder, self.follows = values.matrix, values.holder, values.follows
 
     # ---- what torch asks of a tensor that holds tensors ----
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["codes", "scales"], (self.matrix.rotation, self.dtype, self.state, self.branch)
+        # A graph is made for a layer that runs in 8 bits, or for one that does not.
+        inner = ["codes", "scales"] if self.runs_in_int8 else ["codes", "scales", "original"]
+        return inner, (self.matrix.rotation, self.dtype, self.runs_in_int8, _Rest(self.state, self.branch))
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Int8Weight:
-        rotation, dtype, state, branch = context
-        return Int8Weight(Int8Matrix(inner["codes"], inner["scales"], rotation), dtype, state=state, branch=branch)
+        rotation, dtype, _, rest = context
+        matrix = Int8Matrix(inner["codes"], inner["scales"], rotation)
+        original = inner.get("original")
+        return Int8Weight(matrix, dtype, original=original, state=rest.state, branch=rest.branch)
 
     @property
     def codes(self) -> Tensor:
@@ -135,7 +179,10 @@ class Int8Weight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return _linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        if func == _SET_DATA and isinstance(args[0], Int8Weight):
+            return args[0]._set_data(args[1])
+        with torch._C.DisableTorchFunctionSubclass():  # results are what they are, not another of us
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -145,10 +192,11 @@ class Int8Weight(Tensor):
             return mapped(func, *args, **kwargs)
         written = _written(func, args)
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
         if written is None:
-            return out
-        written.write(plain_args[0])
+            return func(*plain_args, **plain_kwargs)
+        values = plain_args[0].clone()  # it may be the original itself, which copies of the weight share
+        func(values, *plain_args[1:], **plain_kwargs)
+        written.write(values)
         return written
 
 
@@ -162,7 +210,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if weight.runs_in_int8:
         bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
         out = int8_linear(x, _on(weight.matrix, x.device), bias)
-        if weight.state is not None:
+        if weight.state is not None and not torch.compiler.is_compiling():
             weight.state.saw(x, weight, out)
     else:
         out = F.linear(x, weight.float_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
@@ -179,7 +227,7 @@ def _on(matrix: Int8Matrix, device: torch.device) -> Int8Matrix:
 def _is_ordinary(x: Any) -> bool:
     """Whether a tensor's numbers are just numbers; others may mean something else to whoever made them."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 and (
-        type(x) in (Tensor, nn.Parameter) or torch.compiler.is_compiling()
+        type(x) in (Tensor, nn.Parameter, FakeTensor) or torch.compiler.is_compiling()
     )  # fmt: skip
 
 
@@ -206,6 +254,13 @@ def _each(func: Any, weight: Int8Weight, *args: Any, **kwargs: Any) -> Int8Weigh
     if original is not None and weight.follows:
         original = func(original.detach(), *args, **kwargs)
     return weight.like(matrix, original=original)
+
+
+def _alias(func: Any, weight: Int8Weight) -> Int8Weight:
+    codes, scales, rotation = weight.matrix
+    alias = weight.like(Int8Matrix(func(codes), func(scales), rotation))
+    alias.holder = weight.holder
+    return alias
 
 
 def _moved(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
@@ -237,14 +292,15 @@ def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False
         return target
     for mine, other in zip(target.matrix[:2], source.matrix[:2]):
         mine.copy_(other, non_blocking=non_blocking)
-    if target.original is not None:
-        target.original.detach().copy_(source.float_matrix())
+    target._write_original(source.float_matrix())
     return target
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ATEN = torch.ops.aten
 _MAPPED: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._pin_memory.default), _each),
+    **dict.fromkeys((_ATEN.detach.default, _ATEN.alias.default), _alias),
+    **dict.fromkeys((_ATEN.clone.default, _ATEN._pin_memory.default), _each),
     _ATEN._to_copy.default: _moved,
     _ATEN.empty_like.default: _empty_like,
     _ATEN.copy_.default: _copy,
