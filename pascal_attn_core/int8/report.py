@@ -119,7 +119,7 @@ def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
         weight = module._parameters.get("weight")
         return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
     times, state, why = layer.times, layer.state, layer.why
-    if state == INT8 and layer.weight is None:
+    if layer.was_replaced:
         state, why = FLOAT, "its weight was replaced: by a host that loads the float one for each call, say"
     return Int8ReportLine(
         name,
