@@ -72,8 +72,10 @@ def quantize_rows(x: Tensor, rotation: int = 0) -> Int8Matrix:
     Extra memory: some 64 MiB of float32 beside the result, whatever the size.
 
     Raises:
-        ValueError: see :func:`check_rotation`.
+        ValueError: another shape, or see :func:`check_rotation`.
     """
+    if x.dim() != 2 or not x.shape[1]:
+        raise ValueError(f"x must be [rows, columns] with a column at least, got {list(x.shape)}")
     check_rotation(rotation, x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
