@@ -180,8 +180,8 @@ class Layer:
                 self._decide(module, seen, self._exact(module, seen.device))
 
     def _decide(self, module: nn.Module, x: Tensor, exact: Tensor) -> None:
-        settings, bias = self.settings, module._parameters.get("bias")
-        bias = None if bias is None else bias.to(x.device)
+        settings, parameter = self.settings, module._parameters.get("bias")
+        bias = None if parameter is None else parameter.to(x.device)
         self.rotation = best_rotation(self._errors, settings.max_error)
         self.error = self._errors[self.rotation]
         self._unhook(module)

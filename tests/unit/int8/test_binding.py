@@ -359,3 +359,44 @@ def test_before_a_run_the_preview_says_what_it_is_about() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="weights must be host or keep"):
         Int8Binding(weights="free")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_blocks.1.0.emb_layers.1",  # ComfyUI's UNets
+        "time_embed.0",
+        "label_emb.0.0",
+        "time_projection.1",  # Wan
+        "distilled_guidance_layer.layers.0.in_layer",  # Chroma
+        "double_blocks.0.img_mod.lin",  # Flux
+        "joint_blocks.0.x_block.adaLN_modulation.1",  # SD3
+    ],
+)
+def test_layers_that_set_the_timestep_are_left_under_comfyuis_names_too(name: str) -> None:
+    model: nn.Module = nn.Linear(64, 64)
+    for part in reversed(name.split(".")):
+        model = nn.ModuleDict({part: model})
+    (line,) = Int8Binding().preview(model).lines
+    assert (line.name, line.state) == (name, "left")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_blocks.4.1.transformer_blocks.0.attn1.to_q",
+        "middle_block.1.transformer_blocks.0.ff.net.0.proj",
+        "double_blocks.0.img_attn.qkv",
+        "double_blocks.0.txt_mlp.0",
+        "single_blocks.3.linear2",
+        "joint_blocks.0.context_block.mlp.fc1",
+        "blocks.0.cross_attn.k_img",
+        "layers.5.feed_forward.w1",
+    ],
+)
+def test_layers_of_the_repeated_blocks_are_taken(name: str) -> None:
+    model: nn.Module = nn.Linear(64, 64)
+    for part in reversed(name.split(".")):
+        model = nn.ModuleDict({part: model})
+    (line,) = Int8Binding().preview(model).lines
+    assert (line.name, line.state) == (name, "waiting")
