@@ -167,7 +167,10 @@ class Int8Binding:
             module = model.get_submodule(name)
             layer = None if why_not else self._layers.get(module)
             line = report_line(Found(name, module, why_not), layer)
-            lines.append(line if layer is None else line._replace(calls=layer.calls - layer.calls_before))
+            if layer is not None:
+                note = layer.source.note if line.state == INT8 else ""
+                line = line._replace(calls=layer.calls - layer.calls_before, why=line.why or note)
+            lines.append(line)
         return Int8Report(lines, self.settings.max_error, self.settings.weights)
 
     def preview(self, model: nn.Module) -> Int8Report:

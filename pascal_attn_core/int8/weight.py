@@ -204,6 +204,9 @@ class Int8Weight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _views_an_ordinary_one(func, args):
+            with torch.inference_mode(False), torch.no_grad():  # a view of it must be one too
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         mapped = _MAPPED.get(func)
         if mapped is not None and isinstance(args[0], Int8Weight):
             return mapped(func, *args, **kwargs)
@@ -243,6 +246,12 @@ def _is_ordinary(x: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.float_matrix() if isinstance(value, Int8Weight) else value
+
+
+def _views_an_ordinary_one(func: Any, args: Any) -> bool:
+    """Whether the result is a view of a weight that was not made in inference mode."""
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return is_view and bool(args) and isinstance(args[0], Int8Weight) and not args[0].is_inference()
 
 
 def _written(func: Any, args: Any) -> Int8Weight | None:

@@ -400,3 +400,19 @@ def test_layers_of_the_repeated_blocks_are_taken(name: str) -> None:
         model = nn.ModuleDict({part: model})
     (line,) = Int8Binding().preview(model).lines
     assert (line.name, line.state) == (name, "waiting")
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_weight_can_be_viewed_and_copied_in_and_out_of_inference_mode(made: bool, used: bool) -> None:
+    with torch.inference_mode(made):
+        values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        weight = nn.Parameter(Int8Weight(quantize_rows(values)), requires_grad=False)
+    matrix = weight.matrix.float()
+    with torch.inference_mode(used):
+        for same in (weight.detach(), weight.data, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight)):
+            assert isinstance(same, Int8Weight)
+            assert torch.equal(same.matrix.codes, weight.matrix.codes)
+        assert torch.equal(weight[:2], matrix[:2])
+        assert torch.equal(weight.t(), matrix.t())
+        assert torch.equal(weight + 0, matrix)
