@@ -6,7 +6,7 @@ from typing import Any
 
 from ..pascal_attn_core.int8.report import Int8Report
 from .attention_patch import name_of_model
-from .comfy import host, inputs, int8
+from .comfy import host, inputs, int8, kitchen
 from .comfy.injection import install, network_of
 
 
@@ -48,6 +48,10 @@ class PascalInt8Linear:
             "What becomes of the float weights while the model is loaded. host: they move to main memory, and the card "
             "has room for more. keep: they stay on the card; loading is quicker."
         )
+        files = (
+            "Files whose layers are in int8 already. auto: on NVIDIA cards below compute capability 7.5, where ComfyUI "
+            "has no kernel for them, this package computes them. always: on every device. off: ComfyUI does."
+        )
         more = inputs.ADVANCED
         return {
             "required": {
@@ -56,6 +60,7 @@ class PascalInt8Linear:
                 "include": ("STRING", {"default": "", "tooltip": include, **more}),
                 "exclude": ("STRING", {"default": "", "tooltip": exclude, **more}),
                 "weights": (["host", "keep"], {"default": "host", "tooltip": weights, **more}),
+                "int8_files": (list(kitchen.CHOICES), {"default": "auto", "tooltip": files, **more}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -67,6 +72,7 @@ class PascalInt8Linear:
         include: str,
         exclude: str,
         weights: str,
+        int8_files: str = "auto",
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
         """A clone of ``model`` whose linear layers run in 8 bits, and what can be said of each before a run."""
@@ -74,11 +80,14 @@ class PascalInt8Linear:
         options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
         binding = int8.binding_for(network_of(patched), options)
         settings = f"error at most {max_error:.1%}, weights {weights}"
-        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id)
+        files = int8.Files(patched, int8_files)
+        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files)
         install(patched, layers)
+        kitchen.install(patched, files.served)
         report = binding.report(network_of(patched))
-        host.say(status(report, layers.subject, settings), unique_id)
-        return patched, report.text()
+        parts = [status(report, layers.subject, settings), files.text()]
+        host.say("; ".join(filter(None, parts)), unique_id)
+        return patched, "\n".join(filter(None, [report.text(), files.text()]))
 
 
 def status(report: Int8Report, subject: str, settings: str) -> str:

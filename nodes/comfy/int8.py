@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ...pascal_attn_core.int8.binding import Int8Binding
-from ...pascal_attn_core.int8.report import Int8Report, Int8ReportLine
+from ...pascal_attn_core.int8.report import WAYS, Int8Report, Int8ReportLine
 from ..engine.runs import Run
-from . import host
+from . import host, kitchen
 from .injection import Injection, network_of
 from .weights import LoadedWeight
 
@@ -52,11 +52,40 @@ class _Part:
         return f".{self.text}." in f".{name}."
 
 
+class Files:
+    """Int8 layers that the model's file brings.
+
+    Attributes:
+        layers: how many.
+        why_not: why ComfyUI computes them itself; "" = it does not.
+        served: what computes them, or None.
+    """
+
+    def __init__(self, patcher: Any, choice: str):
+        self.layers = kitchen.int8_layers(network_of(patcher))
+        self.why_not = kitchen.why_not(patcher.load_device, choice) if self.layers else "none"
+        self.served = None if self.why_not else kitchen.Served()
+
+    def text(self) -> str:
+        """One sentence; "" without such layers."""
+        if not self.layers:
+            return ""
+        text = f"{self.layers} linear layers are in int8 in the model's file"
+        if self.served is None:
+            return f"{text}; ComfyUI computes them: {self.why_not}"
+        done = f"{self.served.calls} calls by {WAYS[self.served.way]}" if self.served.calls else "no call yet"
+        return f"{text}, computed here: {done}"
+
+
 class Int8Layers(Injection):
     """The layers of one node."""
 
     key, part = f"{host.KEY}_int8", "int8"
     binding: Int8Binding
+
+    def __init__(self, binding: Int8Binding, subject: str, settings: str, unique_id: str | None, files: Files):
+        super().__init__(binding, subject, settings, unique_id)
+        self.files = files
 
     def attach(self, patcher: Any) -> None:
         network = network_of(patcher)
@@ -64,22 +93,26 @@ class Int8Layers(Injection):
 
     def begin(self) -> None:
         self.binding.restart()
+        if self.files.served is not None:
+            self.files.served.calls = 0
 
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(network_of(patcher))
-        run.note(report.sentence())
+        sentences = [report.sentence(), self.files.text()]
+        for sentence in filter(None, sentences if report.count("int8") else reversed(sentences)):
+            run.note(sentence)
         for sentence in report.text().splitlines()[1:]:
             run.note(sentence.strip())
-        for sentence in warnings_of(report):
+        for sentence in warnings_of(report, is_file_in_int8=bool(self.files.layers)):
             if run.warn(sentence):
                 log.warning("pascal_attn: %s: %s", self.subject, sentence)
 
 
-def warnings_of(report: Int8Report) -> list[str]:
+def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
     """What a user must not miss."""
     found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if _went_back(line)]
     on = report.of("int8")
-    if not on:
+    if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
         found.append(f"no linear layer runs in int8: {'; '.join(reasons[:3]) or 'none was found'}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]

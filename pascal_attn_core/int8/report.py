@@ -106,7 +106,7 @@ class Int8Report:
             first, more = lines[0], f" and {len(lines) - 1} more" if len(lines) > 1 else ""
             rows.append(f"  {first.name or '(the model)'}{more} ({first.kind}): {first.state}{_facts(first)}")
         ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
-        rows += [f"  computed by {_WAYS[way]}: {why}" for way, why in sorted(ways) if way]
+        rows += [f"  computed by {WAYS[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
 
 
@@ -155,4 +155,8 @@ _WEIGHTS = {
     "host": ", the float ones in host memory",
     "free": ", the float ones given up",
 }
-_WAYS = {"int_mm": "torch._int_mm", "float": "weights expanded to float, which saves no time"}
+WAYS = {
+    "kernel": "the int8 kernel",
+    "int_mm": "torch._int_mm",
+    "float": "weights expanded to float, which saves no time",
+}

@@ -23,8 +23,12 @@ NEAR = 0.05  # of the result's size: what a hundred layers that err by 1 % each 
 __all__ = ["run_checks"]
 
 
-def patched(model, max_error=0.05, include="", exclude="", weights="host"):
-    return NODE().patch(model, max_error, include, exclude, weights, "1")[0]
+def node(model, max_error=0.05, include="", exclude="", weights="host", int8_files="auto"):
+    return NODE().patch(model, max_error, include, exclude, weights, int8_files, "1")
+
+
+def patched(*args, **options):
+    return node(*args, **options)[0]
 
 
 def network(model):
@@ -335,7 +339,7 @@ def float8_weights_are_left_and_said():
     path = str(TINY_MODELS / "diffusion_models" / "tiny_wan_t2v.safetensors")
     base = comfy.sd.load_diffusion_model(path, model_options={"dtype": torch.float8_e4m3fn})
     stock = sample(base)
-    model, text = NODE().patch(base, 0.05, "", "", "host", "1")
+    model, text = node(base)
     assert "its weight is float8_e4m3fn" in text, text
     with runs() as found:
         assert torch.equal(sample(model), stock)
@@ -520,7 +524,7 @@ def a_copy_for_another_device_has_layers_of_its_own():
 @check
 def the_record_and_the_text_say_what_happened():
     base, _ = wan()
-    model, text = NODE().patch(base, 0.05, "", "", "host", "1")
+    model, text = node(base)
     assert "0 of 20 linear layers in int8; 20 not measured yet" in text, text
     with runs() as found, log_lines() as lines:
         sample(model)
@@ -529,7 +533,7 @@ def the_record_and_the_text_say_what_happened():
     assert "the float ones in host memory" in run.notes[0], run.notes
     assert sum("256 -> 512, error" in note for note in run.notes) == 2, run.notes
     assert any("20 of 20 linear layers in int8" in line for line in lines), lines
-    text = NODE().patch(base, 0.05, "", "", "host", "1")[1]
+    text = node(base)[1]
     assert "20 of 20 linear layers in int8, not exact" in text, text
     assert NODE.DESCRIPTION.startswith(
         "Not exact: typical relative error per layer about 1 %, measured on your model in the report."
