@@ -17,7 +17,7 @@ from .quantize import MOST_COLUMNS
 _SENSITIVE = re.compile(
     r"(?:^|[._])(?:time|timestep|t|guidance|vector|context|caption|label|pos|patch|x|y|img|txt)_?(?:emb|embed|embedder|"
     r"embedding|embeddings|in)(?:[._]|$)|embed|modulation|(?:^|[._])mod(?:[._]|$)|adaln|ada_?norm|(?:^|[._])norm|"
-    r"router|(?:^|\.)gate$|lora_|(?:^|\.)(?:final_layer|proj_out|lm_head|head)(?:\.|$)"
+    r"router|(?:^|\.)gate$|lora_"
 )
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 _LEAST_NUMBERS = 64 * 64
