@@ -98,7 +98,7 @@ MUTANTS = {
     ),
     "first_tile_ignored": Mutant("forward.cu", "at.row0 = (tile + p.first_tile) * PA_BR;", "at.row0 = tile * PA_BR;"),
     "first_batch_ignored": Mutant("forward.cu", "at.b = blockIdx.z + p.first_batch;", "at.b = blockIdx.z;"),
-    "bfloat_truncated": Mutant("common.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
+    "bfloat_truncated": Mutant("elements.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
     "v_row_past_the_end": Mutant("product.cuh", "first + row < rows ?", "first + row <= rows ?"),
     "one_head_of_a_group": Mutant("grad_key_value.cu", "h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
     "delta_takes_the_sign_of_lse": Mutant("grad_query.cu", "sum - (p.grad_lse", "sum + (p.grad_lse"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import amd_geometry
 from .amd_code import renamed
+from .compilation import Compilation
 from .source import DTYPES, HEAD_DIMS, Variant, digest
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
@@ -60,9 +61,9 @@ def all_variants(capability: tuple[int, int] | None = None) -> list[Variant]:
     return [variant for variant in found if capability is None or variant.runs_on(capability)]
 
 
-def pack_name(arch: int, variant: Variant) -> str:
+def pack_name(arch: int, variant: Compilation) -> str:
     """Of the pack that holds a variant."""
-    return f"sm_{arch}-{variant.head_dim}{'-tensor' if variant.on_tensor_cores else ''}.xz"
+    return f"sm_{arch}-{variant.pack}.xz"
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def variants_for(arch: str) -> list[Variant]:
     return [replace(variant, arch=arch) for variant in amd_variants(amd_geometry.base(arch))]
 
 
-def best_arch(arch: str, variant: Variant | None = None) -> int | None:
+def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
     """The architecture of NVIDIA's that ships (for a variant: with it) and runs on devices of ``arch``, "sm_61": the
     same major version, a minor one that is not newer."""
     major, minor = divmod(int(arch.removeprefix("sm_")), 10)
@@ -111,15 +112,15 @@ def best_arch(arch: str, variant: Variant | None = None) -> int | None:
     return max(archs, default=None)
 
 
-def find(variant: Variant, arch: str) -> bytes | None:
+def find(variant: Compilation, arch: str) -> bytes | None:
     """The shipped machine code of a variant that runs on devices of this architecture, or None."""
     if variant.arch:
-        return find_amd(variant)
+        return find_amd(variant) if isinstance(variant, Variant) else None
     best = best_arch(arch, variant)
     return None if best is None else load(variant, best)
 
 
-def load(variant: Variant, arch: int) -> bytes | None:
+def load(variant: Compilation, arch: int) -> bytes | None:
     """The shipped cubin, or None: there is none, or it was made from another source."""
     if manifest()["digests"].get(variant.name) != digest(variant):
         return None
