@@ -24,7 +24,8 @@ ACTIVATIONS = {
 }
 _BIASES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _SLICE_BYTES = 64 << 20  # of x in 8 bits
-_MOST_WARPS, _PIECE = 8, 256  # MOST_WARPS and PIECE of the text
+_MOST_WARPS, _PIECE, _KEPT = 8, 256, 4  # MOST_WARPS, PIECE and KEPT of the text
+_MANY_ROWS = 512  # that fill a device with one warp for several pieces of each
 # Rows of x up to which the kernels for few of them take a call: beyond, the weight is read too often.
 _FEW, _SOME = 4, 32
 # Of a small tile in units of a large one's: it reads twice as much of shared memory and of the factors.
@@ -86,7 +87,7 @@ def product_of(rows: int, cols: int, num_sms: int) -> str:
         tile = TILES[name]
         return -(-(-(-rows // tile.rows) * -(-cols // tile.cols)) // num_sms) * tile.rows * tile.cols
 
-    return "pa_linear" if time("pa_linear") * _SMALL_SPEED <= time("pa_linear_small") else "pa_linear_small"
+    return "pa_linear" if time("pa_linear") * _SMALL_SPEED < time("pa_linear_small") else "pa_linear_small"
 
 
 def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) -> list[Launch]:
@@ -118,7 +119,8 @@ def _quantize(call: LinearCall, codes: Tensor, scales: Tensor) -> Launch:
     x, (variant, _) = call.x, variants_of(call.x.dtype, call.out.dtype)
     rows, columns = x.shape
     row_stride = x.stride(0) if rows > 1 else 0
-    warps = max(1, min(_MOST_WARPS, -(-columns // (2 * _PIECE))))
+    pieces = _KEPT if rows >= _MANY_ROWS else 1  # of a warp
+    warps = max(1, min(_MOST_WARPS, -(-columns // (pieces * _PIECE))))
     params = QuantizeRows(
         x=x.data_ptr(),
         words=codes.data_ptr(),

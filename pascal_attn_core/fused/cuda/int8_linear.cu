@@ -18,6 +18,13 @@
 #define LEAST_SCALE 1e-30f
 #define LARGEST_CODE 127.f
 
+// What is derived from an opaque pointer is not computed anew from what the pointer was made of.
+#ifdef PA_CPU_EMU
+#define OPAQUE_POINTER(x)
+#else
+#define OPAQUE_POINTER(x) asm volatile("" : "+l"(x))
+#endif
+
 INLINE int least(int a, int b) { return a < b ? a : b; }
 
 // ---- rows of x ------------------------------------------------------------------------------------------------------
@@ -82,59 +89,74 @@ INLINE void rotate(float (&v)[2][4], int rotation) {
     }
 }
 
-// Words of a piece. No NaN and no infinity is in it.
-INLINE void store_piece(int* words, const float (&v)[2][4], float scale, int first, int row_words, int lane) {
+// The largest magnitude of a piece and of `most`, as bits.
+INLINE u32 largest_of(const float (&v)[2][4], u32 most) {
+    FOR(j, 2) FOR(i, 4) {
+        const u32 bits = float_to_bits(v[j][i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+// x / s, rounded correctly, where that is at least 1/2: with r = 1 / s rounded correctly and q within one unit in the last
+// place, q + (x - q s) r rounded once is (Markstein, IBM J. Res. Dev. 34, 1990). Of less, only that it is less.
+INLINE float quotient(float x, float s, float r) {
+    float q = __fmul_rn(x, r);
+    q = fmaf(fmaf(-q, s, x), r, q);
+    return fmaf(fmaf(-q, s, x), r, q);
+}
+
+// Words of a piece; zero where its row holds a NaN or an infinity.
+INLINE void store_piece(int* words, const float (&v)[2][4], float scale, float inverse, bool is_finite, int first,
+                        int row_words, int lane) {
     FOR(j, 2) {
         const int w = first / 4 + 32 * j + lane;
         u32 word = 0;
-        FOR(i, 4) word |= ((u32)__float2int_rn(__fdiv_rn(v[j][i], scale)) & 0xffu) << (8 * i);
-        if (w < row_words) words[w] = (int)word;
+        FOR(i, 4) word |= ((u32)__float2int_rn(quotient(v[j][i], scale, inverse)) & 0xffu) << (8 * i);
+        if (w < row_words) words[w] = is_finite ? (int)word : 0;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) pa_linear_quantize(const QuantizeRows p) {
     __shared__ u32 of_warps[MOST_WARPS];
     const i64 row = blockIdx.x;
-    const T* const x = p.x + row * p.row_stride;
-    int* const words = p.words + row * p.row_words;
+    const T* x = p.x + row * p.row_stride;
+    int* words = p.words + row * p.row_words;
+    OPAQUE_POINTER(x);
+    OPAQUE_POINTER(words);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, round = p.warps * KEPT * PIECE;
-    float v[KEPT][2][4];
+    const bool is_long = round < p.columns;  // such a row is read twice
+    float v[KEPT][2][4], scale = 1.f, inverse = 1.f;
     u32 most = 0;  // of the magnitudes, as bits: those of a NaN are the largest
+    bool is_finite = true;
 #pragma unroll 1
-    for (int first = 0; first < p.columns; first += round)
-        FOR(k, KEPT) {
-            const int at = first + (k * p.warps + warp) * PIECE;
-            if (at >= p.columns) continue;
-            load_piece(v[k], p, x, at, lane);
-            rotate(v[k], p.rotation);
-            FOR(j, 2) FOR(i, 4) {
-                const u32 bits = float_to_bits(v[k][j][i]) & 0x7fffffffu;
-                most = bits > most ? bits : most;
+    for (int pass = 0;; ++pass) {  // the maximum, then the codes
+#pragma unroll 1
+        for (int first = 0; first < p.columns; first += round)
+            FOR(k, KEPT) {
+                const int at = first + (k * p.warps + warp) * PIECE;
+                if (at >= p.columns) continue;
+                if (pass == 0 || is_long) {
+                    load_piece(v[k], p, x, at, lane);
+                    rotate(v[k], p.rotation);
+                }
+                if (pass == 0) most = largest_of(v[k], most);
+                else store_piece(words, v[k], scale, inverse, is_finite, at, p.row_words, lane);
             }
+        if (pass) return;
+        for (int s = 16; s; s >>= 1) {
+            const u32 other = __shfl_xor_sync(FULL_WARP, most, s);
+            most = other > most ? other : most;
         }
-    for (int s = 16; s; s >>= 1) {
-        const u32 other = __shfl_xor_sync(FULL_WARP, most, s);
-        most = other > most ? other : most;
+        if (lane == 0) of_warps[warp] = most;
+        __syncthreads();
+        for (int w = 0; w < p.warps; ++w) most = of_warps[w] > most ? of_warps[w] : most;
+        is_finite = most < 0x7f800000u;
+        scale = __fdiv_rn(bits_to_float(most), LARGEST_CODE);
+        if (scale < LEAST_SCALE) scale = LEAST_SCALE;
+        inverse = __frcp_rn(scale);
+        if (threadIdx.x == 0) p.scales[row] = scale;
     }
-    if (lane == 0) of_warps[warp] = most;
-    __syncthreads();
-    for (int w = 0; w < p.warps; ++w) most = of_warps[w] > most ? of_warps[w] : most;
-    float scale = __fdiv_rn(bits_to_float(most), LARGEST_CODE);
-    if (scale < LEAST_SCALE) scale = LEAST_SCALE;
-    if (threadIdx.x == 0) p.scales[row] = scale;
-    const bool is_finite = most < 0x7f800000u;
-#pragma unroll 1
-    for (int first = 0; first < p.columns; first += round)
-        FOR(k, KEPT) {
-            const int at = first + (k * p.warps + warp) * PIECE;
-            if (at >= p.columns) continue;
-            if (round < p.columns) {  // a long row is read twice
-                load_piece(v[k], p, x, at, lane);
-                rotate(v[k], p.rotation);
-            }
-            if (!is_finite) FOR(j, 2) FOR(i, 4) v[k][j][i] = 0.f;
-            store_piece(words, v[k], is_finite ? scale : 1.f, at, p.row_words, lane);
-        }
 }
 
 // ---- products -------------------------------------------------------------------------------------------------------
@@ -231,7 +253,8 @@ INLINE void store_outputs(const Linear& p, T* out, int n, const float (&y)[4]) {
     }
 }
 
-// The outputs of a thread, row by row. The sums of each row move to the first place: one copy of this code, not eight.
+// The outputs of a thread, row by row and four at a time. The sums of each row move to the first place: one copy of this
+// code, not sixteen.
 template <int BR, int BC>
 INLINE void finish(const Linear& p, int (&sums)[8][8], int row0, int n0, const Tile<BR, BC>& t) {
     float scale[8], bias[8];
@@ -248,14 +271,14 @@ INLINE void finish(const Linear& p, int (&sums)[8][8], int row0, int n0, const T
             T* const out = p.out + (i64)row * p.cols;
             float y[2][4];
             FOR(h, 2) FOR(j, 4) y[h][j] = scaled(p, sums[0][4 * h + j], x_scale, scale[4 * h + j], bias[4 * h + j]);
-            if (p.is_gated) {
-                FOR(j, 4) y[0][j] *= activated(y[1][j], p.activation);
-                store_outputs(p, out, n0 + t.tx * 4, y[0]);
-            } else {
-                FOR(h, 2) {
-                    if (p.activation) FOR(j, 4) y[h][j] = activated(y[h][j], p.activation);
-                    store_outputs(p, out, n0 + t.tx * 4 + h * (BC / 2), y[h]);
+#pragma unroll 1
+            for (int h = 0; h < (p.is_gated ? 1 : 2); ++h) {
+                float found[4];
+                FOR(j, 4) {
+                    found[j] = activated(h || p.is_gated ? y[1][j] : y[0][j], p.activation);
+                    if (p.is_gated) found[j] *= y[0][j];
                 }
+                store_outputs(p, out, n0 + t.tx * 4 + h * (BC / 2), found);
             }
         }
         FOR(r, 7) FOR(j, 8) sums[r][j] = sums[r + 1][j];
@@ -382,14 +405,11 @@ INLINE void multiply_few(const Linear& p, int4 (&xs)[2][ROWS][32]) {
     const int row = row0 + lane / EACH, r = lane % EACH, n = n0 + r;
     if (lane >= ROWS * EACH || r >= outputs || row >= p.rows || n >= p.cols) return;
     const float x_scale = p.x_scales[row];
-    float y = scaled(p, sum, x_scale, p.scales[(i64)n * p.scale_step], bias_of(p, n));
-    if (p.is_gated) {
-        const i64 of_gate = (i64)n + p.cols;
-        y *= activated(scaled(p, gate, x_scale, p.scales[of_gate * p.scale_step], bias_of(p, of_gate)), p.activation);
-    } else {
-        y = activated(y, p.activation);
-    }
-    p.out[(i64)row * p.cols + n] = to_storage(y);
+    const i64 gate_row = (i64)n + (p.is_gated ? p.cols : 0);
+    const float value = scaled(p, sum, x_scale, p.scales[(i64)n * p.scale_step], bias_of(p, n));
+    float y = p.is_gated ? scaled(p, gate, x_scale, p.scales[gate_row * p.scale_step], bias_of(p, gate_row)) : value;
+    y = activated(y, p.activation);
+    p.out[(i64)row * p.cols + n] = to_storage(p.is_gated ? value * y : y);
 }
 
 #define PA_FEW(name, ROWS, EACH)                                                                            \
