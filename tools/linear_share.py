@@ -33,19 +33,22 @@ class LinearShare(NamedTuple):
     rotated: float
 
 
-def linear_share(library: Nvrtc, columns: int, rows_of_weight: int, dtype: int = 1) -> LinearShare:
+def linear_share(
+    library: Nvrtc, columns: int, rows_of_weight: int, dtype: int = 1, chunk_words: int = CHUNK_WORDS
+) -> LinearShare:
     """Of a layer with whole tiles.
 
     Args:
-        columns: K; rows_of_weight: N. dtype: PA_DTYPE.
+        columns: K; rows_of_weight: N.
+        dtype: PA_DTYPE; chunk_words: CHUNK of the text.
     Raises:
         ValueError: the loops found are not those that the source has.
     """
     tile = TILES["pa_linear"]
     plain, turned = (_compiled(library, dtype, rotation) for rotation in (0, 256))
-    chunks = columns // (4 * CHUNK_WORDS)
+    chunks = columns // (4 * chunk_words)
     issued, loop = _product(decode(plain["pa_linear"]), chunks)
-    per_chunk = tile.rows * tile.cols // tile.threads * CHUNK_WORDS
+    per_chunk = tile.rows * tile.cols // tile.threads * chunk_words
     if loop.count("IDP") != per_chunk:
         raise ValueError(f"found {loop.count('IDP')} dp4a in the loop, want {per_chunk}")
     needed = per_chunk * chunks

@@ -40,6 +40,11 @@ class Compilation(ABC):
         return 0
 
     @property
+    def on_tensor_cores(self) -> bool:
+        """Whether it multiplies there."""
+        return False
+
+    @property
     def is_small(self) -> bool:
         """Whether the tiles of a launch must stay together: its grid is not only tiles."""
         return False

@@ -33,7 +33,7 @@ from ..storage import name_for, read_object, write_object
 from . import prebuilt, verify
 from .compilation import Compilation
 from .kernels import Kernels, KernelUnavailable
-from .source import from_row, kernels_digest
+from .source import Variant, from_row, kernels_digest
 
 log = logging.getLogger("pascal_attn")
 SECONDS = 90.0  # from the start of the child, most of which it imports torch for
@@ -182,7 +182,8 @@ class Trials:
 
     def others(self) -> Sequence[Compilation]:
         """What the first child tries beside the variants that a call waits for."""
-        return prebuilt.variants_for(self.runtime.part(Kernels).arch)
+        shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
+        return [variant for variant in shipped if isinstance(variant, Variant)]
 
     def kernels_digest(self) -> str:
         """Hash of the kernels that a verdict is about."""
