@@ -22,6 +22,7 @@ from pascal_attn_core.fused.gpu_runtime import GpuRuntime
 from pascal_attn_core.fused.hip_runtime import HipRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.linear import LinearTrials
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
 from pascal_attn_core.routes.timing import PlainTimings, TensorTimings, Times, Timings
@@ -97,6 +98,12 @@ class UncheckedKernels(CardKernels):
 
 class Trusted(Trials):
     """A card on which every kernel has had its trial."""
+
+    is_trusted = True
+
+
+class TrustedLinear(LinearTrials):
+    """The same for the kernels of linear layers."""
 
     is_trusted = True
 
@@ -219,6 +226,7 @@ def _card(
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,
         Trials: Trusted,
+        LinearTrials: TrustedLinear,
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)
