@@ -197,7 +197,8 @@ def test_offsets_are_64_bit_numbers() -> None:
     x = memory.as_strided((2, 64), (far, 1))
     x.copy_(torch.randn(2, 64))
     _check(_call(x, _weight(9, 64)))
-    codes = address_space(20 << 27, torch.int8).view(20 << 10, MOST_COLUMNS)  # 2.5 GiB
+    rows = (1 << 16) + 200  # more than 2**31 words
+    codes = address_space(rows * MOST_COLUMNS, torch.int8).view(rows, MOST_COLUMNS)
     codes[[0, 17000, -1], :40] = torch.randint(-127, 128, (3, 40)).to(torch.int8)
     out = torch.full((2, codes.shape[0]), float("nan"))
     call = LinearCall(torch.randn(2, MOST_COLUMNS), Int8Matrix(codes, torch.ones(1)), None, "none", out)
