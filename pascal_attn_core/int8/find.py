@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..selectors import matches, selectors
-from .product import FLOATS
 from .quantize import MOST_COLUMNS
+from .ways import FLOATS
 
 # What sets the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..own_thread import in_backward, inputs_are_made_up
 from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
-from .product import FLOATS, way_of
-from .quantize import quantize_rows
+from .quantize import Int8Matrix, quantize_rows
+from .ways import FLOATS, Call, Way, way_of
 from .weight import Int8Weight
 
 log = logging.getLogger("pascal_attn")
@@ -56,7 +56,7 @@ class Layer:
         error: relative error on the inputs that it was measured with, the largest of all checks; None = not measured.
         rotation: see :mod:`.quantize`.
         times: of the call that it was decided with; None = not timed.
-        way: what computes it, see :data:`.product.WAYS`, and why nothing faster does.
+        way: what computes it, see :data:`.ways.WAYS`, and why nothing faster does.
         float_bytes, int8_bytes: of its weight.
         calls: in 8 bits, so far.
     """
@@ -69,7 +69,7 @@ class Layer:
         self.shape = tuple(weight.shape)
         self.float_bytes, self.int8_bytes = weight.numel() * weight.element_size(), 0
         self.state, self.why, self.error = WAITING, "not called yet", None
-        self.rotation, self.way, self.calls = 0, ("", ""), 0
+        self.rotation, self.way, self.calls = 0, Way("", ""), 0
         self.times: Times | None = None
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._parameter: nn.Parameter | None = None  # what was there before us
@@ -180,7 +180,7 @@ class Layer:
             return
         matrix = quantize_rows(weight.detach(), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
-        self.way = way_of(x, matrix)
+        self.way = _way(x, matrix)
         kind = (tuple(x.shape), self.shape, x.dtype, weight.dtype, x.device, self.rotation)
         if kind not in settings.times:
             settings.times[kind] = times_of(x, weight.detach(), bias, matrix, settings.clock)
@@ -272,6 +272,12 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
+
+
+def _way(x: Tensor, matrix: Int8Matrix) -> Way:
+    """What computes the product with an input like ``x``."""
+    flat = x.reshape(-1, x.shape[-1])
+    return way_of(Call(flat, matrix, None, "none", flat.new_empty(flat.shape[0], matrix.codes.shape[0])))
 
 
 def _has_numbers(x: Tensor) -> bool:

@@ -1,14 +1,7 @@
-"""``act(x W^T + bias)`` with W in 8 bits and x rounded to 8 bits row by row.
+"""``act(x W^T + bias)`` with W in 8 bits and x rounded to 8 bits row by row. What computes it: :mod:`.ways`.
 
-Three ways, the first that can run:
-
-- ``kernel``: this package's, by dp4a (NVIDIA of compute capability 6.1, and 7.0 or newer).
-- ``int_mm``: :func:`torch._int_mm` on slices of rows, so that its 32-bit integers never exist as a whole.
-- ``float``: W is expanded, some rows at a time, and multiplied in float; x is not rounded. It needs no more memory, but
-  saves no time.
-
-With ``acc`` the exact integer sums, the first two give ``float(acc) * (x_scale * w_scale) + bias`` in float32, each
-step rounded on its own, then the activation, then one rounding to the output's dtype.
+With ``acc`` the exact integer sums, all but the way ``float`` give ``float(acc) * (x_scale * w_scale) + bias`` in
+float32, each step rounded on its own, then the activation, then one rounding to the output's dtype.
 """
 
 from __future__ import annotations
@@ -16,20 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import MIB
-from .quantize import MOST_COLUMNS, Int8Matrix, check_rotation, quantize_rows
-
-# Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).
-GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
-ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-WAYS = ("kernel", "int_mm", "float")
-# Of one slice of the work: what is in a CPU's caches is read once; a GPU wants long ones.
-_SLICE_BYTES = {"cpu": 16 * MIB}
-_MOST_SLICE_BYTES = 128 * MIB
+from .quantize import MOST_COLUMNS, Int8Matrix, check_rotation
+from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, Call, activated, expanded, row_slices, run
 
 
 def int8_linear(
@@ -64,34 +47,6 @@ def int8_linear(
         sums = _op(x, weight.codes, weight.scales, bias, weight.rotation, "none", torch.float32, way)
         return activated(sums, activation).to(out_dtype)
     return _op(x, weight.codes, weight.scales, bias, weight.rotation, activation, out_dtype, way)
-
-
-def activated(sums: Tensor, activation: str) -> Tensor:
-    """``sums`` ``[..., N]`` or ``[..., 2 N]`` -> ``[..., N]``."""
-    if activation in GATED:
-        value, gate = sums.chunk(2, dim=-1)
-        return value * activated(gate, GATED[activation])
-    if activation == "none":
-        return sums
-    if activation == "silu":
-        return F.silu(sums)
-    return F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def way_of(x: Tensor, weight: Int8Matrix) -> tuple[str, str]:
-    """Which of WAYS a call takes, and why none before it: ``("int_mm", "the int8 kernel needs a GPU ...")``."""
-    reasons: list[str] = []
-    for way, why_not in _WHY_NOT.items():
-        reason = why_not(x, weight)
-        if not reason:
-            return way, "; ".join(reasons)
-        reasons.append(reason)
-    raise AssertionError("a weight can always be expanded")
-
-
-def ways_of(x: Tensor, weight: Int8Matrix) -> list[str]:
-    """Those of WAYS that can run."""
-    return [way for way, why_not in _WHY_NOT.items() if not why_not(x, weight)]
 
 
 def _check(
@@ -145,11 +100,7 @@ def _op(
     out = x.new_empty((*x.shape[:-1], rows), dtype=out_dtype)
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] and rows:
-        if way == "auto":
-            way, _ = way_of(flat, weight)
-        elif reason := _WHY_NOT[way](flat, weight):
-            raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
-        _RUN[way](flat, weight, bias, activation, out.view(-1, rows))
+        run(Call(flat, weight, bias, activation, out.view(-1, rows)), way)
     return out
 
 
@@ -174,8 +125,8 @@ def _backward_op(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dty
     weight = Int8Matrix(codes, scales, rotation)
     flat = grad.reshape(-1, grad.shape[-1])
     out = torch.zeros(flat.shape[0], codes.shape[1], dtype=torch.float32, device=grad.device)
-    for rows in _row_slices(weight, codes.shape[0]):
-        part = _expanded(weight, rows, grad.dtype)
+    for rows in row_slices(weight, codes.shape[0]):
+        part = expanded(weight, rows, grad.dtype)
         out += flat[:, rows] @ part
     return out.to(dtype).view(*grad.shape[:-1], codes.shape[1])
 
@@ -202,76 +153,3 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _op.register_autograd(_gradients, setup_context=_save)
-
-
-# ---- the ways --------------------------------------------------------------------------------------------------------
-
-
-def _why_no_kernel(x: Tensor, weight: Int8Matrix) -> str:
-    return "the int8 kernel needs an NVIDIA GPU with dp4a"
-
-
-def _why_no_int_mm(x: Tensor, weight: Int8Matrix) -> str:
-    if x.device.type == "cpu":
-        return ""
-    if x.device.type != "cuda" or torch.version.hip:
-        return f"torch._int_mm is not there on {x.device.type}"
-    if weight.codes.shape[0] % 8 or weight.codes.shape[1] % 8:
-        return f"torch._int_mm needs sizes that are multiples of 8, got {list(weight.codes.shape)}"
-    return ""
-
-
-def _why_no_float(x: Tensor, weight: Int8Matrix) -> str:
-    return ""
-
-
-def by_int_mm(x: Tensor, weight: Int8Matrix, bias: Tensor | None, activation: str, out: Tensor) -> None:
-    """x ``[M, K]`` -> out ``[M, N]``, some rows of x at a time."""
-    codes = weight.codes.t()
-    wide = None if bias is None else bias.float()
-    rows, columns = weight.codes.shape
-    # Integers, floats and the activation's result; of x a float32 copy or four, while it is rotated, and its codes.
-    step = max(32, _slice_bytes(x.device) // (12 * rows + (17 if weight.rotation else 9) * columns))
-    for start in range(0, x.shape[0], step):
-        part = quantize_rows(x[start : start + step], weight.rotation)
-        count, rounded = part.codes.shape[0], part.codes
-        if x.is_cuda and count <= 16:  # cuBLAS wants more rows
-            rounded = F.pad(rounded, (0, 0, 0, 32 - count))
-        sums = torch._int_mm(rounded, codes)[:count].float()
-        sums.mul_(part.scales[:, None] * weight.scales)
-        if wide is not None:
-            sums.add_(wide)
-        out[start : start + step] = activated(sums, activation)
-
-
-def by_float(x: Tensor, weight: Int8Matrix, bias: Tensor | None, activation: str, out: Tensor) -> None:
-    """x ``[M, K]`` -> out ``[M, N]``, some rows of the weight at a time."""
-    gates = out.shape[1]  # where the gates begin
-    for rows in _row_slices(weight, out.shape[1]):
-        parts = [rows, slice(rows.start + gates, rows.stop + gates)] if activation in GATED else [rows]
-        wide = torch.cat([_expanded(weight, part, x.dtype) for part in parts])
-        added = None if bias is None else torch.cat([bias[part] for part in parts]).to(x.dtype)
-        step = max(32, _slice_bytes(x.device) // (12 * wide.shape[0]))
-        for start in range(0, x.shape[0], step):
-            sums = F.linear(x[start : start + step], wide, added).float()
-            out[start : start + step, rows] = activated(sums, activation)
-
-
-def _slice_bytes(device: torch.device) -> int:
-    return _SLICE_BYTES.get(device.type, _MOST_SLICE_BYTES)
-
-
-def _row_slices(weight: Int8Matrix, rows: int) -> list[slice]:
-    """The first ``rows`` of a weight in slices."""
-    # In float32, while it is rotated, and in x's dtype.
-    step = max(1, _slice_bytes(weight.codes.device) // ((20 if weight.rotation else 8) * weight.codes.shape[1]))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _expanded(weight: Int8Matrix, rows: slice, dtype: torch.dtype) -> Tensor:
-    scales = weight.scales if weight.scales.numel() == 1 else weight.scales[rows]
-    return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)
-
-
-_WHY_NOT = {"kernel": _why_no_kernel, "int_mm": _why_no_int_mm, "float": _why_no_float}
-_RUN = {"int_mm": by_int_mm, "float": by_float}

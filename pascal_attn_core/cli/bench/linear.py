@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
-from ...int8.product import way_of, ways_of
+from ...int8.ways import Call, way_of, ways_of
 from ...observe.memory import measure
 from ..tables import print_table
 from .clock import Clock
@@ -153,9 +153,10 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[_Way]:
         ways.append(_Way(name, functools.partial(F.linear, *given), given[1].numel() * given[1].element_size()))
     matrix = quantize_rows(weight)
     size = matrix.codes.numel() + 4 * matrix.scales.numel()
-    chosen, _ = way_of(x, matrix)
+    call = Call(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
+    chosen = way_of(call).name
     ways.append(_Way("int8", lambda: int8_linear(x, matrix, bias), size, chosen))
-    for name in ways_of(x, matrix):
+    for name in ways_of(call):
         if name != chosen:
             ways.append(_Way(f"int8 by {name}", functools.partial(int8_linear, x, matrix, bias, way=name), size))
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)
