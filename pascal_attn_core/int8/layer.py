@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from .weight import Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
+_MOST_FAILURES = 3  # for lack of memory
 WAITING, INT8, FLOAT = "waiting", "int8", "float"
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(eq=False)
@@ -73,7 +80,8 @@ class Layer:
         self.times: Times | None = None
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._parameter: nn.Parameter | None = None  # what was there before us
-        self._seen: Tensor | None = None  # the last inputs that were collected
+        self._seen: _Kind | None = None  # the last inputs that were collected
+        self._failures = 0
 
     error: float | None
 
@@ -132,11 +140,18 @@ class Layer:
         with self.settings.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if self.state != WAITING:
                 return
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):  # the weight must be usable outside of it
-                    self._measure(module, x.clone())
-            else:
-                self._measure(module, x)
+            try:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False):  # the weight must be usable outside of it
+                        self._measure(module, x.clone())
+                else:
+                    self._measure(module, x)
+            except torch.OutOfMemoryError:
+                self._failures += 1
+                self.why = "there was no memory to measure it"
+                if self._failures == _MOST_FAILURES:
+                    self.state = FLOAT
+                    self._unhook(module)
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
         weight = module._parameters.get("weight")
@@ -158,7 +173,7 @@ class Layer:
         for size, error in errors_by_rotation(x, weight.detach()).items():
             self._errors[size] = max(error, self._errors.get(size, 0.0))
         if self.settings.gathers:
-            self._seen = x.detach()
+            self._seen = _Kind(tuple(x.shape), x.dtype, x.device)
         else:
             self._decide(module, x)
 
@@ -167,9 +182,10 @@ class Layer:
         module, seen, self._seen = self.module, self._seen, None
         if module is not None and seen is not None and self.state == WAITING:
             with self.settings.lock, torch.no_grad():
-                self._decide(module, seen)
+                self._decide(module, torch.randn(seen.shape, device=seen.device).to(seen.dtype))
 
     def _decide(self, module: nn.Module, x: Tensor) -> None:
+        """By the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
         settings, weight, bias = self.settings, module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         self.rotation = best_rotation(self._errors, settings.max_error)
@@ -181,7 +197,7 @@ class Layer:
         matrix = quantize_rows(weight.detach(), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.way = _way(x, matrix)
-        kind = (tuple(x.shape), self.shape, x.dtype, weight.dtype, x.device, self.rotation)
+        kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, weight.dtype, self.rotation
         if kind not in settings.times:
             settings.times[kind] = times_of(x, weight.detach(), bias, matrix, settings.clock)
         self.times = settings.times[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +209,14 @@ def test_offloaded_before_it_waits_and_says_why(unet: nn.Module) -> None:
     assert {line.why for line in patch.report().of("waiting")} == {
         "its weight is not there when it is called: a hook loads it"
     }
+
+
+def test_saved_models_have_float_weights(unet: nn.Module, tmp_path: Path) -> None:
+    expected = run(unet)
+    patch_linear_int8(unet)
+    run(unet)
+    unet.save_pretrained(tmp_path)
+    assert torch.equal(run(type(unet).from_pretrained(tmp_path)), expected)
 
 
 def test_a_language_model_generates() -> None:
