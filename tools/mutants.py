@@ -175,7 +175,7 @@ MUTANTS = {
     "linear_last_word_of_a_row": _linear("least(w + 3, p.words - 1)", "least(w + 3, p.words - 2)"),
     "linear_int32_offset": _linear("(i64)weight_row(p, n0, r, EACH) * p.words", "weight_row(p, n0, r, EACH) * p.words"),
     "linear_int32_row_of_x": _linear("const i64 row = blockIdx.x;", "const int row = blockIdx.x * (int)p.row_stride;"),
-    "linear_infinity_is_a_number": _linear("most < 0x7f800000u", "most <= 0x7f800000u"),
+    "linear_nan_is_no_maximum": _linear("bits > most ? bits", "bits > most && bits <= 0x7f800000u ? bits"),
     "linear_codes_by_the_reciprocal": _linear(
         "    q = fmaf(fmaf(-q, s, x), r, q);\n    return fmaf(", "    return q; fmaf("
     ),

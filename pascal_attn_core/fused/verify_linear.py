@@ -76,7 +76,7 @@ def expected(call: LinearCall) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    four = (torch.ones(4, 4, device="cpu") - 2 * torch.eye(4, device="cpu").flip(0)) / 2
+    four = 0.5 - torch.eye(4, dtype=torch.float32, device="cpu").flip(0)
     found = four
     while found.shape[0] < size:
         found = torch.kron(found, four)

@@ -106,14 +106,14 @@ INLINE float quotient(float x, float s, float r) {
     return fmaf(fmaf(-q, s, x), r, q);
 }
 
-// Words of a piece; zero where its row holds a NaN or an infinity.
-INLINE void store_piece(int* words, const float (&v)[2][4], float scale, float inverse, bool is_finite, int first,
-                        int row_words, int lane) {
+// Words of a piece. Where its row holds a NaN or an infinity, all quotients are NaN, which is converted to zero.
+INLINE void store_piece(int* words, const float (&v)[2][4], float scale, float inverse, int first, int row_words,
+                        int lane) {
     FOR(j, 2) {
         const int w = first / 4 + 32 * j + lane;
         u32 word = 0;
         FOR(i, 4) word |= ((u32)__float2int_rn(quotient(v[j][i], scale, inverse)) & 0xffu) << (8 * i);
-        if (w < row_words) words[w] = is_finite ? (int)word : 0;
+        if (w < row_words) words[w] = (int)word;
     }
 }
 
@@ -128,7 +128,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) pa_linear_quantize
     const bool is_long = round < p.columns;  // such a row is read twice
     float v[KEPT][2][4], scale = 1.f, inverse = 1.f;
     u32 most = 0;  // of the magnitudes, as bits: those of a NaN are the largest
-    bool is_finite = true;
 #pragma unroll 1
     for (int pass = 0;; ++pass) {  // the maximum, then the codes
 #pragma unroll 1
@@ -141,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) pa_linear_quantize
                     rotate(v[k], p.rotation);
                 }
                 if (pass == 0) most = largest_of(v[k], most);
-                else store_piece(words, v[k], scale, inverse, is_finite, at, p.row_words, lane);
+                else store_piece(words, v[k], scale, inverse, at, p.row_words, lane);
             }
         if (pass) return;
         for (int s = 16; s; s >>= 1) {
@@ -151,7 +150,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) pa_linear_quantize
         if (lane == 0) of_warps[warp] = most;
         __syncthreads();
         for (int w = 0; w < p.warps; ++w) most = of_warps[w] > most ? of_warps[w] : most;
-        is_finite = most < 0x7f800000u;
         scale = __fdiv_rn(bits_to_float(most), LARGEST_CODE);
         if (scale < LEAST_SCALE) scale = LEAST_SCALE;
         inverse = __frcp_rn(scale);

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,32 @@ def test_other_types_of_x_and_of_the_output_take_a_kernel_of_each() -> None:
         run_linear(call)
         assert torch.equal(call.out, _expected(call))
         assert {variant.dtype for variant in kernels._checked} == {"float16", "float32"}
+
+
+class _DefaultDtype:
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.before = dtype, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.inference_mode, torch.no_grad, lambda: _DefaultDtype(torch.float64), lambda: _DefaultDtype(torch.float16),
+     lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["inference", "no_grad", "float64", "float16", "meta", "autocast"],
+)  # fmt: skip
+def test_the_first_layer_may_be_run_in_any_mode(mode: Any) -> None:
+    call = _call()
+    with fresh_card(StandIn(execute=execute)) as kernels:
+        with mode():
+            run_linear(call)
+        assert kernels._checked == {FLOAT16}
+    assert torch.equal(call.out, _expected(call))
 
 
 def test_no_rows_and_no_columns_are_no_launch() -> None:

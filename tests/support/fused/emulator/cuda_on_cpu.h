@@ -251,7 +251,7 @@ static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
     return sum;
 }
-static inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+static inline int __float2int_rn(float x) { return x == x ? (int)nearbyintf(x) : 0; }
 // Each rounded on its own, as everything is here: built with -ffp-contract=off.
 static inline float __int2float_rn(int x) { return (float)x; }
 static inline float __fadd_rn(float x, float y) { return x + y; }
