@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.product import int8_linear as product
-from ...pascal_attn_core.int8.product import way_of
 from ...pascal_attn_core.int8.quantize import Int8Matrix
+from ...pascal_attn_core.int8.ways import Call, way_of
 from .host import KEY
 
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
@@ -38,7 +38,7 @@ def registry_of_host() -> Any | None:
         import comfy_kitchen
     except ImportError:
         return None
-    registry = getattr(comfy_kitchen, "registry", None)
+    registry: Any = getattr(comfy_kitchen, "registry", None)
     if not hasattr(registry, "use_backend") or not hasattr(registry, "get_constraints"):
         return None
     return registry if registry.get_constraints("eager", FUNCTION) is not None else None
@@ -53,8 +53,10 @@ def int8_layers(model: nn.Module) -> int:
 def why_not(device: torch.device, choice: str) -> str:
     """Why our product does not take the int8 layers of a file on this device; "" = it does."""
     registry = registry_of_host()
-    if choice == "off" or registry is None:
-        return "int8_files is off" if registry is not None else "this ComfyUI has no comfy_kitchen with int8 layers"
+    if registry is None:
+        return "this ComfyUI has no comfy_kitchen with int8 layers"
+    if choice == "off":
+        return "int8_files is off"
     if choice == "always":
         return ""
     if device.type != "cuda" or torch.version.hip:
@@ -70,7 +72,7 @@ class Served:
 
     Attributes:
         calls: of int8 layers since the count was reset.
-        way: what computed the last of them, see :data:`product.WAYS`.
+        way: what computed the first of them, see :data:`.ways.WAYS`.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,9 @@ class Served:
 
     def saw(self, x: Tensor, matrix: Int8Matrix) -> None:
         self.calls += 1
-        self.way = way_of(x, matrix)[0]
+        if not self.way:
+            flat = x.reshape(-1, x.shape[-1])
+            self.way = way_of(Call(flat, matrix, None, "none", flat.new_empty(len(flat), len(matrix.codes)))).name
 
 
 class _Local(threading.local):

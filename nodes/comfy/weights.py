@@ -124,7 +124,7 @@ def plain_adapters(patches: list[Any], shape: tuple[int, ...]) -> tuple[list[Ada
     found: list[Adapter] = []
     for strength, value, strength_model, offset, function in patches:
         kind = _kind_of(value)
-        weights = getattr(value, "weights", ())
+        weights: Any = getattr(value, "weights", ())
         if not isinstance(value, weight_adapter.LoRAAdapter) or len(weights) != 6:
             return [], kind
         up, down, alpha, mid, dora, reshape = weights

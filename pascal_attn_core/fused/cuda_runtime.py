@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from ..device import DeviceInfo
 from ..observe.machine import ask_driver
 from . import nvrtc
+from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, GpuRuntime, driver_error
 from .params import Params
-from .source import Variant, source
+from .source import source
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -148,7 +149,7 @@ class CudaRuntime(GpuRuntime):
         compiler = self.find_compiler(_number(arch))
         return None if compiler is None else compiler.version
 
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         compiler = self.find_compiler(_number(arch))
         if compiler is None:
             raise CompileError(self.no_compiler(arch))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..device import DeviceInfo
+from .compilation import Compilation
 from .params import Params
-from .source import Variant
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
@@ -138,7 +138,7 @@ class GpuRuntime(ABC):
         """Of a compiler on this machine that compiles for an architecture; None = there is none."""
 
     @abstractmethod
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         """Machine code of a variant.
 
         Raises:

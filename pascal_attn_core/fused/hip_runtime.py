@@ -14,9 +14,10 @@ from ..device import DeviceInfo
 from . import hip_libraries, hiprtc
 from .amd_code import renamed
 from .amd_geometry import LDS_BYTES, OPTIONS, compile_target, kernel_arch, target
+from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
 from .params import Params
-from .source import Variant, source
+from .source import source
 
 _RELAXED_CAPTURE = 2  # hipStreamCaptureModeRelaxed
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
@@ -179,7 +180,7 @@ class HipRuntime(GpuRuntime):
         compiler = self.find_compiler()
         return None if compiler is None else compiler.version
 
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         compiler = self.find_compiler()
         if compiler is None:
             raise CompileError(self.no_compiler(arch))

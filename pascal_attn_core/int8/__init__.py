@@ -20,9 +20,10 @@ from ..patching import Patch, PatchGroup
 from ..routes.timing_table import median_times
 from .find import Found, find_linear
 from .layer import WEIGHTS, Layer, Settings
-from .product import ACTIVATIONS, int8_linear
+from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows, rotate
 from .report import Int8Report, Int8ReportLine, report_line
+from .ways import ACTIVATIONS
 from .weight import Int8Weight
 
 __all__ = [

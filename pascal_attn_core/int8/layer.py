@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..own_thread import in_backward, inputs_are_made_up
 from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
-from .product import FLOATS, way_of
 from .quantize import Int8Matrix, quantize_rows
+from .ways import FLOATS, Call, Way, way_of
 from .weight import Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
+_MOST_FAILURES = 3  # for lack of memory
 WAITING, INT8, FLOAT = "waiting", "int8", "float"
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(eq=False)
@@ -56,7 +63,7 @@ class Layer:
         error: relative error on the inputs that it was measured with, the largest of all checks; None = not measured.
         rotation: see :mod:`.quantize`.
         times: of the call that it was decided with; None = not timed.
-        way: what computes it, see :data:`.product.WAYS`, and why nothing faster does.
+        way: what computes it, see :data:`.ways.WAYS`, and why nothing faster does.
         float_bytes, int8_bytes: of its weight.
         calls: in 8 bits, so far.
     """
@@ -69,11 +76,12 @@ class Layer:
         self.shape = tuple(weight.shape)
         self.float_bytes, self.int8_bytes = weight.numel() * weight.element_size(), 0
         self.state, self.why, self.error = WAITING, "not called yet", None
-        self.rotation, self.way, self.calls = 0, ("", ""), 0
+        self.rotation, self.way, self.calls = 0, Way("", ""), 0
         self.times: Times | None = None
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._parameter: nn.Parameter | None = None  # what was there before us
-        self._seen: Tensor | None = None  # the last inputs that were collected
+        self._seen: _Kind | None = None  # the last inputs that were collected
+        self._failures = 0
 
     error: float | None
 
@@ -137,11 +145,18 @@ class Layer:
         with self.settings.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if self.state != WAITING:
                 return
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):  # the weight must be usable outside of it
-                    self._measure(module, x.clone())
-            else:
-                self._measure(module, x)
+            try:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False):  # the weight must be usable outside of it
+                        self._measure(module, x.clone())
+                else:
+                    self._measure(module, x)
+            except torch.OutOfMemoryError:
+                self._failures += 1
+                self.why = "there was no memory to measure it"
+                if self._failures == _MOST_FAILURES:
+                    self.state = FLOAT
+                    self._unhook(module)
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
         weight = module._parameters.get("weight")
@@ -162,7 +177,7 @@ class Layer:
         for size, error in errors_by_rotation(x, exact).items():
             self._errors[size] = max(error, self._errors.get(size, 0.0))
         if self.settings.gathers:
-            self._seen = x.detach()
+            self._seen = _Kind(tuple(x.shape), x.dtype, x.device)
         else:
             self._decide(module, x, exact)
 
@@ -177,24 +192,27 @@ class Layer:
         module, seen, self._seen = self.module, self._seen, None
         if module is not None and seen is not None and self.state == WAITING:
             with self.settings.lock, torch.no_grad():
-                self._decide(module, seen, self._exact(module, seen.device))
+                x = torch.randn(seen.shape, device=seen.device).to(seen.dtype)
+                self._decide(module, x, self._exact(module, x.device))
 
     def _decide(self, module: nn.Module, x: Tensor, exact: Tensor) -> None:
+        """By the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
         settings, parameter = self.settings, module._parameters.get("bias")
         bias = None if parameter is None else parameter.to(x.device)
         self.rotation = best_rotation(self._errors, settings.max_error)
         self.error = self._errors[self.rotation]
-        self._unhook(module)
         if not self.error <= settings.max_error:
+            self._unhook(module)
             self.state, self.why = FLOAT, f"its error {self.error:.2%} is above {settings.max_error:.2%}"
             return
         matrix = quantize_rows(exact, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
-        self.way = way_of(x, matrix)
-        kind = (tuple(x.shape), self.shape, x.dtype, exact.dtype, x.device, self.rotation)
+        self.way = _way(x, matrix)
+        kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, exact.dtype, self.rotation
         if kind not in settings.times:
             settings.times[kind] = times_of(x, exact, bias, matrix, settings.clock)
         self.times = settings.times[kind]
+        self._unhook(module)
         self._replace(module, matrix)
         self.state, self.why = INT8, ""
 
@@ -287,6 +305,12 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
+
+
+def _way(x: Tensor, matrix: Int8Matrix) -> Way:
+    """What computes the product with an input like ``x``."""
+    flat = x.reshape(-1, x.shape[-1])
+    return way_of(Call(flat, matrix, None, "none", flat.new_empty(flat.shape[0], matrix.codes.shape[0])))
 
 
 def _has_numbers(x: Tensor) -> bool:

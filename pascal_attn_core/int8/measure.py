@@ -13,6 +13,7 @@ from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
+_SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
 Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
@@ -39,9 +40,16 @@ def sample_of(x: Tensor) -> Tensor:
 def relative_error(rows: Tensor, weight: Tensor, matrix: Int8Matrix) -> float:
     """``|y8 - y| / |y|`` (root of the sum of squares) of the product of ``rows`` ``[M, K]`` with ``weight`` ``[N, K]``
     and with that weight in 8 bits, both in float32; 0 where both are zero. inf or NaN in either make it inf."""
-    exact = F.linear(rows.float(), weight.float())
     rounded = int8_linear(rows, matrix, out_dtype=torch.float32)
-    difference, size = (rounded - exact).norm().item(), exact.norm().item()
+    wide, squares = rows.float(), torch.zeros(2, dtype=torch.float64, device=rows.device)
+    step = max(1, _SLICE_NUMBERS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        exact = F.linear(wide, weight[start : start + step].float())
+        found = rounded[:, start : start + step]
+        squares += torch.stack(
+            [(found - exact).square().sum(dtype=torch.float64), exact.square().sum(dtype=torch.float64)]
+        )
+    difference, size = squares.sqrt().tolist()
     if not (difference < float("inf") and size < float("inf")):
         return float("inf")
     return difference / size if size else (0.0 if difference == 0 else float("inf"))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core import patch_ffn
 from pascal_attn_core.int8 import Int8Patch, Int8Weight, patch_linear_int8, quantize_rows
+from pascal_attn_core.int8 import layer as layers
 from pascal_attn_core.int8.layer import WEIGHTS
 from pascal_attn_core.int8.measure import best_rotation, relative_error
 
@@ -219,6 +220,37 @@ def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model)
     patch.remove()
     patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=lambda model: layer(plain))
     assert states(patch) == {"blocks.0.attn.to_q": "int8", "blocks.1.attn.to_q": "waiting"}
+
+
+def test_without_memory_to_measure_a_layer_stays_in_float(
+    model: Model, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, layer = model(x), model.blocks[0].ff[0]
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    real, calls = layers.errors_by_rotation, []
+
+    def short(*arguments: Tensor) -> dict[int, float]:
+        calls.append(arguments)
+        if len(calls) < limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(layers, "errors_by_rotation", short)
+    limit = 3
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    assert patch.report().lines[0].why == "there was no memory to measure it"
+    assert not torch.equal(model(x), expected)
+    assert in_int8(patch) == ["blocks.0.ff.0"]
+    patch.remove()
+    calls.clear()
+    limit = 100
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    for _ in range(5):
+        assert torch.equal(model(x), expected)
+    assert len(calls) == 3
+    assert states(patch) == {"blocks.0.ff.0": "float"}
+    assert not layer._forward_pre_hooks
 
 
 def test_an_error_during_calibration_leaves_the_model_as_it_was(model: Model, x: Tensor) -> None:

@@ -59,9 +59,7 @@ def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
     """Link -> node and output that it comes from, past the bypassed nodes."""
     found = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
-    past = {
-        str(node["id"]): found[node["inputs"][0]["link"]] for node in workflow["nodes"] if node["mode"] == BYPASSED
-    }
+    past = {str(node["id"]): found[node["inputs"][0]["link"]] for node in workflow["nodes"] if node["mode"] == BYPASSED}
     return {link: past.get(source[0], source) for link, source in found.items()}
 
 
