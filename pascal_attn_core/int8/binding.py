@@ -66,8 +66,8 @@ class Source:
 class Room:
     """Bytes on a device that int8 weights may take whose float weights are elsewhere: what others have made free."""
 
-    def __init__(self, spare_bytes: int = 0):
-        self.bytes = spare_bytes
+    def __init__(self, size: int = 0):
+        self.bytes = size
 
     def take(self, size: int) -> bool:
         """Whether there is room for ``size`` bytes; if so, it is taken."""
@@ -104,19 +104,18 @@ class Int8Binding:
         self._layers: weakref.WeakKeyDictionary[nn.Module, BoundLayer] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    def attach(
-        self, model: nn.Module, source_of: Callable[[str, nn.Module], Source] | None = None, spare_bytes: int = 0
-    ) -> int:
+    def attach(self, model: nn.Module, source_of: Callable[[str, nn.Module], Source] | None = None) -> int:
         """Let the linear layers of ``model`` run in 8 bits; returns how many of them can. A second call looks at the
         sources again.
 
         Args:
             source_of: where the weight of the layer with this qualified name is; None = in its parameter.
-            spare_bytes: on the device, for int8 weights whose float weights are in host memory; the room that other
-                float weights have left comes on top. Those that find none are copied to the device in each call.
+
+        Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
+        float weights have made room there, and are copied to it in each call otherwise.
         """
         take_off(model)
-        room = Room(spare_bytes)
+        room = Room()
         with self.settings.lock, _ordinary_tensors():
             try:
                 entering = self._look(model, source_of or (lambda name, module: Source()), room)

@@ -423,6 +423,30 @@ def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
 
 
 @check
+def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
+    base, stock = wan()
+    if not hasattr(base, "cached_patcher_init"):
+        raise Skip("this host has no dynamic loading")
+    kind = type(base)
+    with replaced(kind, "is_dynamic", lambda self: self.model is base.model):
+        model, again = patched(base), patched(load_lora(base, "lora_wan_t2v"))
+        assert model.model is not base.model
+        assert again.model is model.model, "once, and no more"
+        assert patched(base, include="nothing").model is base.model
+        unknown = base.clone()
+        unknown.cached_patcher_init = None
+        patched(unknown)  # the other model is known already
+        stranger = load_model("wan_t2v")
+        stranger.cached_patcher_init = None
+        with replaced(kind, "is_dynamic", lambda self: True):
+            error = raises(RuntimeError, lambda: patched(stranger))
+        assert "--disable-dynamic-vram" in str(error), error
+    near(sample(model), stock)
+    near(sample(again), sample(load_lora(base, "lora_wan_t2v")))
+    assert torch.equal(sample(base), stock)
+
+
+@check
 def a_clone_that_is_collected_while_live_leaves_nothing():
     base, stock = wan()
     model = patched(base)
