@@ -16,7 +16,8 @@ from .ways import FLOATS
 # What sets the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
     r"(?:^|[._])(?:time|timestep|t|guidance|vector|context|caption|label|pos|patch|x|y|img|txt)_?(?:emb|embed|embedder|"
-    r"embedding|embeddings|in)(?:[._]|$)|embed|modulation|(?:^|[._])mod(?:[._]|$)|adaln|ada_?norm|(?:^|[._])norm|"
+    r"embedding|embeddings|in)(?:[._]|$)|embed|emb_layers|time_proj|distilled_guidance|modulation|"
+    r"(?:^|[._])mod(?:[._]|$)|adaln|ada_?norm|(?:^|[._])norm|"
     r"router|(?:^|\.)gate$|lora_"
 )
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+(?:\.|$)")

@@ -101,6 +101,11 @@ class Layer:
         """Whether the layer is to run in 8 bits."""
         return self.settings.enabled and self.state == INT8
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether somebody else has put another weight in the place of the one in 8 bits."""
+        return self.state == INT8 and self.weight is None
+
     # ---- in and out ----
 
     def attach(self) -> None:
@@ -168,44 +173,52 @@ class Layer:
         return ""
 
     def _measure(self, module: nn.Module, x: Tensor) -> None:
-        weight = module._parameters["weight"]
-        assert weight is not None
-        for size, error in errors_by_rotation(x, weight.detach()).items():
+        exact = self._exact(module, x.device)
+        for size, error in errors_by_rotation(x, exact).items():
             self._errors[size] = max(error, self._errors.get(size, 0.0))
         if self.settings.gathers:
             self._seen = _Kind(tuple(x.shape), x.dtype, x.device)
         else:
-            self._decide(module, x)
+            self._decide(module, x, exact)
+
+    def _exact(self, module: nn.Module, device: torch.device) -> Tensor:
+        """The float matrix that is rounded, on the device of the inputs."""
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return weight.detach()
 
     def decide(self) -> None:
         """Inputs have been collected: decide with them. Without any, the layer waits on."""
         module, seen, self._seen = self.module, self._seen, None
         if module is not None and seen is not None and self.state == WAITING:
             with self.settings.lock, torch.no_grad():
-                self._decide(module, torch.randn(seen.shape, device=seen.device).to(seen.dtype))
+                x = torch.randn(seen.shape, device=seen.device).to(seen.dtype)
+                self._decide(module, x, self._exact(module, x.device))
 
-    def _decide(self, module: nn.Module, x: Tensor) -> None:
+    def _decide(self, module: nn.Module, x: Tensor, exact: Tensor) -> None:
         """By the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
-        settings, weight, bias = self.settings, module._parameters["weight"], module._parameters.get("bias")
-        assert weight is not None
+        settings, parameter = self.settings, module._parameters.get("bias")
+        bias = None if parameter is None else parameter.to(x.device)
         self.rotation = best_rotation(self._errors, settings.max_error)
         self.error = self._errors[self.rotation]
-        self._unhook(module)
         if not self.error <= settings.max_error:
+            self._unhook(module)
             self.state, self.why = FLOAT, f"its error {self.error:.2%} is above {settings.max_error:.2%}"
             return
-        matrix = quantize_rows(weight.detach(), self.rotation)
+        matrix = quantize_rows(exact, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.way = _way(x, matrix)
-        kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, weight.dtype, self.rotation
+        kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, exact.dtype, self.rotation
         if kind not in settings.times:
-            settings.times[kind] = times_of(x, weight.detach(), bias, matrix, settings.clock)
+            settings.times[kind] = times_of(x, exact, bias, matrix, settings.clock)
         self.times = settings.times[kind]
-        self._replace(module, weight, matrix)
+        self._unhook(module)
+        self._replace(module, matrix)
         self.state, self.why = INT8, ""
 
-    def _replace(self, module: nn.Module, weight: nn.Parameter, matrix: Any) -> None:
-        keeps = self.settings.weights
+    def _replace(self, module: nn.Module, matrix: Int8Matrix) -> None:
+        keeps, weight = self.settings.weights, module._parameters["weight"]
+        assert weight is not None
         original: Tensor | None = None
         if keeps == "keep":
             self._parameter = weight
@@ -219,11 +232,15 @@ class Layer:
         module._parameters["weight"] = nn.Parameter(new, requires_grad=False)
         module._register_state_dict_hook(Hook(self, "saving"))
 
-    def _unhook(self, module: nn.Module) -> None:
+    def _unhook(self, module: nn.Module) -> bool:
+        """Take our hooks off; whether there were any."""
+        had_any = False
         for hooks in (module._forward_pre_hooks, module._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.layer is self]:
+                had_any = True
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        return had_any
 
     def saving(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """A state dict holds the float weight, under its own name."""
@@ -244,8 +261,8 @@ class Layer:
             self._check(sample_of(x), weight)
 
     def _check(self, rows: Tensor, weight: Int8Weight) -> None:
-        exact = weight.float_matrix().to(rows.device)
-        error = relative_error(rows, exact, weight.matrix)
+        exact = weight.own_matrix().to(rows.device)
+        error = relative_error(rows, exact, weight.matrix_on(rows.device))
         if weight.original is None:  # then only what rounding the input costs is left to see
             assert self.error is not None
             error = max(error, self.error)

@@ -106,7 +106,7 @@ class Int8Report:
             first, more = lines[0], f" and {len(lines) - 1} more" if len(lines) > 1 else ""
             rows.append(f"  {first.name or '(the model)'}{more} ({first.kind}): {first.state}{_facts(first)}")
         ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
-        rows += [f"  computed by {_WAYS[way]}: {why}" for way, why in sorted(ways) if way]
+        rows += [f"  computed by {WAYS[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
 
 
@@ -119,7 +119,7 @@ def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
         weight = module._parameters.get("weight")
         return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
     times, state, why = layer.times, layer.state, layer.why
-    if state == INT8 and layer.weight is None:
+    if layer.was_replaced:
         state, why = FLOAT, "its weight was replaced: by a host that loads the float one for each call, say"
     return Int8ReportLine(
         name,
@@ -155,4 +155,8 @@ _WEIGHTS = {
     "host": ", the float ones in host memory",
     "free": ", the float ones given up",
 }
-_WAYS = {"int_mm": "torch._int_mm", "float": "weights expanded to float, which saves no time"}
+WAYS = {
+    "kernel": "the int8 kernel",
+    "int_mm": "torch._int_mm",
+    "float": "weights expanded to float, which saves no time",
+}

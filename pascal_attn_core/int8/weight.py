@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from .branch import LowRank
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows
 
@@ -99,10 +100,25 @@ class Int8Weight(Tensor):
         return self.original is None or self.state is None or self.state.is_on
 
     def float_matrix(self) -> Tensor:
-        """The matrix in the weight's dtype, on its device."""
+        """The matrix in the weight's dtype, on its device, with what a branch of low rank adds."""
+        matrix = self.own_matrix()
+        if isinstance(self.branch, LowRank):
+            added = self.branch.to(self.device).matrix()
+            return (matrix.float() + added).to(self.dtype)
+        return matrix
+
+    def own_matrix(self) -> Tensor:
+        """The same without the branch."""
         if self.original is not None:
             return self.original.detach().to(self.device, self.dtype)
         return self.matrix.float().to(self.dtype)
+
+    def matrix_on(self, device: torch.device) -> Int8Matrix:
+        """The integers on a device; copied there if they are elsewhere."""
+        if self.matrix.codes.device == device:
+            return self.matrix
+        codes, scales = (t.to(device, non_blocking=True) for t in self.matrix[:2])
+        return Int8Matrix(codes, scales, self.matrix.rotation)
 
     def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
         """Another one for the same layer."""
@@ -120,6 +136,7 @@ class Int8Weight(Tensor):
         found = quantize_rows(values.detach().to(self.device), self.matrix.rotation)
         self.matrix.codes.copy_(found.codes)
         self.matrix.scales.copy_(found.scales)
+        self.branch = None if isinstance(self.branch, LowRank) else self.branch  # the values hold what it adds
         self._write_original(values)
 
     def _write_original(self, values: Tensor) -> None:
@@ -187,6 +204,9 @@ class Int8Weight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _views_an_ordinary_one(func, args):
+            with torch.inference_mode(False), torch.no_grad():  # a view of it must be one too
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         mapped = _MAPPED.get(func)
         if mapped is not None and isinstance(args[0], Int8Weight):
             return mapped(func, *args, **kwargs)
@@ -209,19 +229,12 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if weight.runs_in_int8:
         bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
-        out = int8_linear(x, _on(weight.matrix, x.device), bias)
+        out = int8_linear(x, weight.matrix_on(x.device), bias)
         if weight.state is not None and not torch.compiler.is_compiling():
             weight.state.saw(x, weight, out)
     else:
-        out = F.linear(x, weight.float_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
+        out = F.linear(x, weight.own_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
     return out if weight.branch is None else out + weight.branch(x)
-
-
-def _on(matrix: Int8Matrix, device: torch.device) -> Int8Matrix:
-    if matrix.codes.device == device:
-        return matrix
-    codes, scales = (t.to(device, non_blocking=True) for t in matrix[:2])
-    return Int8Matrix(codes, scales, matrix.rotation)
 
 
 def _is_ordinary(x: Any) -> bool:
@@ -233,6 +246,12 @@ def _is_ordinary(x: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.float_matrix() if isinstance(value, Int8Weight) else value
+
+
+def _views_an_ordinary_one(func: Any, args: Any) -> bool:
+    """Whether the result is a view of a weight that was not made in inference mode."""
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return is_view and bool(args) and isinstance(args[0], Int8Weight) and not args[0].is_inference()
 
 
 def _written(func: Any, args: Any) -> Int8Weight | None:

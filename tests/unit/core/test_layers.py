@@ -42,7 +42,10 @@ FLOORS: list[set[str]] = [
 HOSTS: dict[str, set[str]] = {
     "diffusers": {"diffusers", "cli"},
     "transformers": {"transformers", "cli"},
-    **{name: {"nodes"} for name in ("comfy", "comfy_execution", "comfyui_version", "folder_paths", "server")},
+    **{
+        name: {"nodes"}
+        for name in ("comfy", "comfy_execution", "comfy_kitchen", "comfyui_version", "folder_paths", "server")
+    },
     "PIL": {"nodes", "cli"},
     "safetensors": {"capture", "cli"},
     "numpy": {"nodes", "cli"},
