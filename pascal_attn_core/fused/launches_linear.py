@@ -3,6 +3,7 @@ launched or compiled here."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,7 @@ class LinearCall(NamedTuple):
     out: Tensor
 
 
+@functools.lru_cache(maxsize=64)
 def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[LinearVariant, LinearVariant]:
     """The compilations that round rows of x, and that multiply."""
     of_x, of_out = (LinearVariant(KIND, str(dtype).removeprefix("torch.")) for dtype in (x, out))
