@@ -3,6 +3,7 @@ opt-in. What it computes is at the head of ``cuda/int8_linear.cu``."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable
 
@@ -17,8 +18,14 @@ from .linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
 from .source import digest, linear_variants
 from .trial import Trials
 
-__all__ = ["ACTIVATIONS", "LinearCall", "QuantizedWeight", "run_linear", "why_not"]
+__all__ = ["ACTIVATIONS", "LinearCall", "QuantizedWeight", "linear_digest", "run_linear", "why_not"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def linear_digest() -> str:
+    """Hash of the kernels for linear layers: another one, and what was found out of them no longer holds."""
+    return hashlib.sha256("".join(map(digest, linear_variants())).encode()).hexdigest()[:16]
 
 
 class LinearTrials(Trials):
@@ -30,7 +37,7 @@ class LinearTrials(Trials):
         return list(linear_variants())
 
     def kernels_digest(self) -> str:
-        return hashlib.sha256("".join(map(digest, linear_variants())).encode()).hexdigest()[:16]
+        return linear_digest()
 
 
 def why_not(

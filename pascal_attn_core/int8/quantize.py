@@ -17,7 +17,7 @@ LEAST_SCALE = 1e-30  # of a row of zeros
 # Larger groups spread an outlier further, but fewer widths are a multiple of them.
 ROTATIONS = (256, 64, 16)
 MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, fit 32 bits
-_ROWS_AT_ONCE = 1 << 24  # elements that are held in float32
+_ROWS_AT_ONCE = 1 << 22  # elements that are held in float32
 
 
 class Int8Matrix(NamedTuple):
@@ -69,11 +69,13 @@ def quantize_rows(x: Tensor, rotation: int = 0) -> Int8Matrix:
     """``x`` ``[rows, columns]``, float32, float16 or bfloat16, in 8 bits with a scale per row. A row with a NaN or an
     infinity has that as its scale, and codes of zero: products with it are NaN.
 
-    Extra memory: some 64 MiB of float32 beside the result, whatever the size.
+    Extra memory: some 64 MiB beside the result, whatever the size.
 
     Raises:
-        ValueError: see :func:`check_rotation`.
+        ValueError: another shape, or see :func:`check_rotation`.
     """
+    if x.dim() != 2 or not x.shape[1]:
+        raise ValueError(f"x must be [rows, columns] with a column at least, got {list(x.shape)}")
     check_rotation(rotation, x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
