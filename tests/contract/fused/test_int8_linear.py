@@ -156,6 +156,17 @@ def test_a_weight_may_begin_anywhere(product: str, first: int) -> None:
     _check(_call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(30))), product)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+def test_a_weight_that_no_word_can_be_read_of_is_copied(first: int) -> None:
+    """A CPU reads words anywhere; a GPU ends the process."""
+    codes = torch.randint(-127, 128, (first + 9 * 64,)).to(torch.int8)[first:].view(9, 64)
+    call = _call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(9)))
+    _check(call)
+    _, multiply = linear_launches(call, 28)
+    assert multiply.params.weight % 16 == 0
+    assert multiply.keep[2].data_ptr() == multiply.params.weight
+
+
 @pytest.mark.parametrize("cols", [1, 2, 3, 5, 8])
 def test_an_output_may_have_any_number_of_columns_and_begin_anywhere(cols: int) -> None:
     x, weight = torch.randn(5, 32), _weight(cols, 32)
