@@ -4,6 +4,7 @@ Without an activation every bit of the output must be right."""
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.fused.emulation import GXX, Deadlock, emulate
 from attn_support.fused.far import address_space
+from attn_support.profile import seeds
 from torch import Tensor
 
 from pascal_attn_core.fused import launches_linear
@@ -289,6 +291,24 @@ def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() 
     call = _call(x, _weight(4, 64, 16))
     emulate(linear_launches(call, 28))
     assert torch.equal(call.out.isnan(), _before_activation(call).isnan())
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_random_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rotation = draw.choice(ROTATIONS)
+    columns = draw.randrange(1, 6) * rotation if rotation else 4 * draw.randrange(1, 200)
+    activation = draw.choice(["none", *ACTIVATIONS])
+    rows, cols = draw.randrange(1, 150), draw.randrange(1, 150)
+    dtype, out, of_bias = (draw.choice(DTYPES) for _ in range(3))
+    weight = _weight(2 * cols if activation in _OF_GATE else cols, columns, rotation, one_scale=draw.random() < 0.2)
+    bias = torch.randn(weight.codes.shape[0]).to(of_bias) if draw.random() < 0.7 else None
+    x = torch.randn(rows, columns + draw.randrange(5)).to(dtype)[:, :columns]
+    _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
