@@ -178,8 +178,8 @@ def _weights(out: Tensor) -> Tensor:
 
 
 def _worst(kind: str, arch: str, dtype: torch.dtype, text: str | None) -> float:
-    """The largest error of the calls, of the largest element, or the first that leaves no doubt; infinite for a deadlock
-    or a NaN. ``text``: in place of the source of this kind."""
+    """The largest error of the calls, as a share of the largest element; infinite for a deadlock
+    or a NaN; one that leaves no doubt ends them. ``text``: in place of the source of this kind."""
     worst = 0.0
     for dim, rows, keys in _SENSITIVE[kind, dtype]:
         generator = torch.Generator().manual_seed(dim)
