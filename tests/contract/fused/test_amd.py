@@ -101,6 +101,17 @@ def test_masks_and_columns_that_do_not_exist(arch: str, dtype: torch.dtype, dim:
 
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
+def test_the_last_of_an_odd_number_of_rows_has_zeros_as_the_other_of_its_pair(arch: str) -> None:
+    """And not what lies behind it in memory."""
+    generator = torch.Generator().manual_seed(6)
+    query, *longer = (torch.randn((1, 1, n, 64), generator=generator).half() for n in (70, 80, 80))
+    for tensor in longer:
+        tensor[:, :, 75:] = torch.nan
+    key, value = (tensor[:, :, :75] for tensor in longer)
+    _check(arch, [query, key, value, None], {}, FLOAT16)
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
 def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) -> None:
     """The probabilities are rounded to float16 for their product; their sum, and with it lse, is that of the numbers
     before."""
