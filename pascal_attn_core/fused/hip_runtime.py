@@ -14,7 +14,7 @@ from ..amd_system import OVERRIDE
 from ..device import DeviceInfo
 from . import hip_libraries, hiprtc
 from .amd_code import renamed
-from .amd_geometry import LDS_BYTES, OPTIONS, compile_target, kernel_arch, target
+from .amd_geometry import LDS_BYTES, compile_target, kernel_arch, options, target
 from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
 from .params import Params
@@ -167,7 +167,7 @@ class HipRuntime(GpuRuntime):
         if compiler is None:
             raise CompileError(self.no_compiler(arch))
         text = source(variant.kind, variant.arch)
-        code = compiler.compile(text, compile_target(arch), variant.macros(), OPTIONS)
+        code = compiler.compile(text, compile_target(arch), variant.macros(), options(arch))
         try:
             return renamed(code, target(arch))
         except ValueError as error:
