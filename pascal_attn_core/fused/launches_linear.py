@@ -3,6 +3,7 @@ launched or compiled here."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,8 +29,8 @@ _MOST_WARPS, _PIECE, _KEPT = 8, 256, 4  # MOST_WARPS, PIECE and KEPT of the text
 _MANY_ROWS = 512  # that fill a device with one warp for several pieces of each
 # Rows of x up to which the kernels for few of them take a call: beyond, the weight is read too often.
 _FEW, _SOME = 4, 32
-# Of a small tile in units of a large one's: it reads twice as much of shared memory and of the factors.
-_SMALL_SPEED = 0.75
+# Of a small tile in units of a large one's: it reads the factors twice as often.
+_SMALL_SPEED = 0.8
 
 
 class QuantizedWeight(Protocol):
@@ -67,6 +68,7 @@ class LinearCall(NamedTuple):
     out: Tensor
 
 
+@functools.lru_cache(maxsize=64)
 def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[LinearVariant, LinearVariant]:
     """The compilations that round rows of x, and that multiply."""
     of_x, of_out = (LinearVariant(KIND, str(dtype).removeprefix("torch.")) for dtype in (x, out))
@@ -92,7 +94,7 @@ def product_of(rows: int, cols: int, num_sms: int) -> str:
 
 def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) -> list[Launch]:
     """The launches that write ``call.out``. Extra memory: x in 8 bits and a scale for each of its rows, at most 64 MiB:
-    more rows go through in slices.
+    more rows go through in slices. A weight that begins at no multiple of four bytes is copied.
 
     Args:
         num_sms: multiprocessors of the device.
@@ -138,16 +140,17 @@ def _quantize(call: LinearCall, codes: Tensor, scales: Tensor) -> Launch:
 def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> Launch:
     _, variant = variants_of(call.x.dtype, call.out.dtype)
     tile, weight, (rows, cols) = TILES[product], call.weight, call.out.shape
+    weight_codes = weight.codes if _aligned(weight.codes, 4) else weight.codes.clone()
     activation, is_gated = ACTIVATIONS[call.activation]
-    columns = weight.codes.shape[1]
+    columns = weight_codes.shape[1]
     row_tiles = -(-rows // tile.rows)
     col_tiles = -(-cols // (tile.cols // 2 if is_gated else tile.cols))
-    wide_weight = columns % 16 == 0 and _aligned(weight.codes, 16)
+    wide_weight = columns % 16 == 0 and _aligned(weight_codes, 16)
     wide_out = cols % 4 == 0 and _aligned(call.out, 4 * call.out.element_size())
     params = Linear(
         x=codes.data_ptr(),
         x_scales=scales.data_ptr(),
-        weight=weight.codes.data_ptr(),
+        weight=weight_codes.data_ptr(),
         scales=weight.scales.data_ptr(),
         bias=0 if call.bias is None else call.bias.data_ptr(),
         out=call.out.data_ptr(),
@@ -165,8 +168,8 @@ def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> 
     )
     grid = (col_tiles, row_tiles, 1) if tile.has_few_rows else (row_tiles * col_tiles, 1, 1)
     bias = () if call.bias is None else (call.bias,)
-    keep = (codes, scales, weight.codes, weight.scales, *bias, call.out)
-    return Launch(variant, product, grid, tile.threads, params, keep, rows * weight.codes.numel())
+    keep = (codes, scales, weight_codes, weight.scales, *bias, call.out)
+    return Launch(variant, product, grid, tile.threads, params, keep, rows * weight_codes.numel())
 
 
 def _aligned(tensor: Tensor, count: int) -> bool:

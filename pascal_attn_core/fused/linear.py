@@ -12,6 +12,7 @@ import torch
 from ..runtime import runtime_of
 from .compilation import Compilation
 from .kernels import Kernels
+from .launches import UNBOUNDED
 from .launches_linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
 from .linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
 from .source import digest, linear_variants
@@ -64,14 +65,7 @@ def why_not(
     if capability is None or capability < LEAST_CAPABILITY:
         found = "an unknown one" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
         return [f"the int8 linear kernel needs dp4a, compute capability 6.1 or newer; {found} has none"]
-    reasons = []
-    if columns % 4 or not 0 < columns <= MOST_COLUMNS:
-        reasons.append(f"columns must be a multiple of 4, at most {MOST_COLUMNS}, got {columns}")
-    if rotation not in ROTATIONS:
-        reasons.append(f"the int8 linear kernel rotates groups of {ROTATIONS[1:]}, got {rotation}")
-    reasons += [
-        f"the int8 linear kernel takes float32, float16 and bfloat16, got {d}" for d in kinds if d not in DTYPES
-    ]
+    reasons = _layer_reasons(columns, rotation, kinds)
     if reasons:
         return reasons
     variants = list(dict.fromkeys(variant for dtype in kinds for variant in variants_of(dtype, dtype)))
@@ -81,6 +75,16 @@ def why_not(
     return reasons
 
 
+def _layer_reasons(columns: int, rotation: int, dtypes: Iterable[torch.dtype]) -> list[str]:
+    reasons = []
+    if columns % 4 or not 0 < columns <= MOST_COLUMNS:
+        reasons.append(f"columns must be a multiple of 4, at most {MOST_COLUMNS}, got {columns}")
+    if rotation not in ROTATIONS:
+        reasons.append(f"the int8 linear kernel rotates groups of {ROTATIONS[1:]}, got {rotation}")
+    kinds = [dtype for dtype in dtypes if dtype not in DTYPES]
+    return reasons + [f"the int8 linear kernel takes float32, float16 and bfloat16, got {dtype}" for dtype in kinds]
+
+
 def run_linear(call: LinearCall) -> None:
     """Queue a linear layer that :func:`why_not` has nothing against, on the current stream of its device; the first one
     of a dtype on a device is checked against the definition before.
@@ -88,7 +92,7 @@ def run_linear(call: LinearCall) -> None:
     Extra memory: x in 8 bits and four bytes for each of its rows, at most 64 MiB.
 
     Raises:
-        ValueError: shapes or an activation that do not fit each other.
+        ValueError: shapes, dtypes or an activation that the kernels do not take, or that do not fit each other.
         KernelUnavailable: a kernel cannot be loaded or launched, or gives wrong answers here. What was queued before
             writes only the output.
         DriverError: the process can no longer use the device.
@@ -105,6 +109,17 @@ def _check(call: LinearCall) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     cols = out.shape[-1] * (2 if ACTIVATIONS[activation][1] else 1)
+    reasons = _layer_reasons(weight.codes.shape[-1], weight.rotation, (x.dtype, out.dtype))
+    if bias is not None and bias.dtype not in DTYPES:
+        reasons.append(f"bias must be float32, float16 or bfloat16, got {bias.dtype}")
+    if weight.codes.dtype != torch.int8 or weight.scales.dtype != torch.float32:
+        reasons.append(f"codes must be int8 and scales float32, got {weight.codes.dtype} and {weight.scales.dtype}")
+    if len({t.device for t in (x, weight.codes, weight.scales, bias, out) if t is not None}) > 1:
+        reasons.append("all tensors must be on one device")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    if cols >= UNBOUNDED:
+        raise ValueError(f"codes must have fewer than {UNBOUNDED} rows, got {cols}")
     if x.dim() != 2 or out.dim() != 2 or x.shape[0] != out.shape[0] or (x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(f"x must be [M, K] with whole rows and out [M, N], got {list(x.shape)} and {list(out.shape)}")
     if tuple(weight.codes.shape) != (cols, x.shape[1]) or not weight.codes.is_contiguous():

@@ -1,4 +1,4 @@
-"""Cubins that ship with the package: packs of one architecture and head_dim, compressed together, and a manifest that
+"""Cubins that ship with the package: packs of one architecture and head_dim, or of linear layers, and a manifest that
 says which source each was made from."""
 
 from __future__ import annotations

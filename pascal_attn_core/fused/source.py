@@ -444,6 +444,8 @@ def _code(kind: str, arch: str = "") -> str:
 def digest(variant: Compilation) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
     text = _code(variant.kind, variant.arch) + repr(sorted(variant.macros().items()))
+    if variant.arch:
+        text += "".join(amd_geometry.options_beyond_all(variant.arch))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

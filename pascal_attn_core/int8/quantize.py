@@ -82,7 +82,9 @@ def quantize_rows(x: Tensor, rotation: int = 0) -> Int8Matrix:
     step = max(1, _ROWS_AT_ONCE // max(1, x.shape[1]))
     for rows in range(0, x.shape[0], step):
         part = rotate(x[rows : rows + step].float(), rotation)
-        scale = part.abs().amax(dim=-1, keepdim=True).div_(127).clamp_(min=LEAST_SCALE)
+        scale = part.abs().amax(dim=-1, keepdim=True)
+        # On CUDA a division by a Python number is a product with its reciprocal, which is another number.
+        scale = scale.div_(scale.new_full((), 127.0)).clamp_(min=LEAST_SCALE)
         codes[rows : rows + step] = (part / scale).round_().nan_to_num_(0.0)
         scales[rows : rows + step] = scale[:, 0]
     return Int8Matrix(codes, scales, rotation)

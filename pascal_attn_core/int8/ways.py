@@ -102,6 +102,16 @@ def ways_of(call: Call) -> list[str]:
     return [name for name, why_not_this in _WHY_NOT.items() if not why_not_this(call)]
 
 
+def way_on(device: torch.device) -> Way:
+    """The first way that can run on a device, for layers of ordinary sizes in float16, as far as that is known without
+    a trial or a timing."""
+    reasons = why_not(device, columns=64, untried=True)
+    if not reasons:
+        return Way("kernel", "")
+    reason = runtime_of(device).part(IntMm).why_not
+    return Way("float", "; ".join([*reasons, reason])) if reason else Way("int_mm", "; ".join(reasons))
+
+
 # ---- what can --------------------------------------------------------------------------------------------------------
 
 

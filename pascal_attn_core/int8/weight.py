@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from .branch import LowRank
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows
+from .ways import FLOATS
 
 Branch = Callable[[Tensor], Tensor]
 
@@ -239,9 +240,12 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 def _is_ordinary(x: Any) -> bool:
     """Whether a tensor's numbers are just numbers; others may mean something else to whoever made them."""
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 and (
-        type(x) in (Tensor, nn.Parameter, FakeTensor) or torch.compiler.is_compiling()
-    )  # fmt: skip
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    is_plain = type(x) in (Tensor, nn.Parameter, FakeTensor)
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _plain(value: Any) -> Any:

@@ -44,7 +44,8 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="B=1,Hq=32,L=2048,D=64",
-        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D)",
+        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D); with "
+        "--linear M=4096,K=640,N=2560: rows, columns, outputs",
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
@@ -94,24 +95,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _linear(options: argparse.Namespace) -> int:
-    from .linear import choose_layers, run_layers
+    from .linear import choose_layers, own_layers, run_layer
 
     check_numbers(options, "rounds", "seconds", "threads")
-    unused = {"shape": options.shape, "png": options.png, "dtype": options.dtype, "backward": options.backward}
+    unused = {"png": options.png, "dtype": options.dtype, "backward": options.backward}
     if any(unused.values()):
         raise CommandError(
             f"--linear does not take {', '.join(f'--{name}' for name, given in unused.items() if given)}"
         )
     try:
-        device, layers = _device(options), choose_layers(options.shapes)
+        device, layers = _device(options), own_layers(options.shape)
+        if options.shapes is not None or not layers:
+            layers += choose_layers(options.shapes)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
     clock = Clock(device, options.threads)
+    reports: list[dict[str, Any]] = []
+    document = {**_machine(options, device, clock), "baseline": "float32", "layers": reports}
     with quiet_torch(options.threads):
         print(_heading(device, clock, options), end="\n\n")
-        reports = run_layers(layers, device, clock, rounds=options.rounds, seconds=options.seconds)
-    document = _machine(options, device, clock) | {"layers": reports}
-    _write_figures(document, options)
+        for layer in layers:
+            reports.append(run_layer(layer, device, clock, rounds=options.rounds, seconds=options.seconds))
+            _write_figures(document, options)  # of a run that is cut short the layers so far remain
     _finish(document, options)
     return 0
 

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,22 @@ def choose_layers(patterns: str | None) -> list[Layer]:
             )
         chosen |= {layer.name: layer for layer in found}
     return list(chosen.values())
+
+
+def own_layers(texts: list[str]) -> list[Layer]:
+    """``["M=4096,K=640,N=2560"]``: M rows, K columns, N outputs.
+
+    Raises:
+        ValueError: it is not of this form.
+    """
+    layers = []
+    for text in texts:
+        sizes = dict(re.findall(r"(?:^|,)([MKN])=([1-9]\d*)(?=,|$)", text))
+        if sizes.keys() != {"M", "K", "N"} or text.count(",") != 2:
+            raise ValueError(f"--shape must be like M=4096,K=640,N=2560 with --linear, got {text!r}")
+        rows, columns, outs = (int(sizes[name]) for name in "MKN")
+        layers.append(Layer(text, "a layer of your own", rows, columns, outs))
+    return layers
 
 
 @dataclass
@@ -176,16 +193,11 @@ def eager(x: Tensor, matrix: Int8Matrix, bias: Tensor) -> Tensor:
     return (sums * (scale * matrix.scales)).to(x.dtype) + bias
 
 
-def run_layers(
-    layers: list[Layer], device: torch.device, clock: Clock, *, rounds: int, seconds: float
-) -> list[dict[str, Any]]:
-    """Time and print each layer; what ``--json`` writes."""
-    reports = []
-    for layer in layers:
-        figures = race_layer(layer, device, clock, rounds, seconds)
-        print_table(f"{layer.name}: {layer.what}, {layer.text}", COLUMNS, [_row(figure) for figure in figures])
-        reports.append({"layer": dataclasses.asdict(layer), "results": [dataclasses.asdict(f) for f in figures]})
-    return reports
+def run_layer(layer: Layer, device: torch.device, clock: Clock, *, rounds: int, seconds: float) -> dict[str, Any]:
+    """Time and print one layer; what ``--json`` writes of it."""
+    figures = race_layer(layer, device, clock, rounds, seconds)
+    print_table(f"{layer.name}: {layer.what}, {layer.text}", COLUMNS, [_row(figure) for figure in figures])
+    return {"layer": dataclasses.asdict(layer), "results": [dataclasses.asdict(figure) for figure in figures]}
 
 
 def _row(figure: Figure) -> list[str]:

@@ -4,6 +4,7 @@ Without an activation every bit of the output must be right."""
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.fused.emulation import GXX, Deadlock, emulate
 from attn_support.fused.far import address_space
+from attn_support.profile import seeds
 from torch import Tensor
 
 from pascal_attn_core.fused import launches_linear
@@ -156,6 +158,17 @@ def test_a_weight_may_begin_anywhere(product: str, first: int) -> None:
     _check(_call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(30))), product)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+def test_a_weight_that_no_word_can_be_read_of_is_copied(first: int) -> None:
+    """A CPU reads words anywhere; a GPU ends the process."""
+    codes = torch.randint(-127, 128, (first + 9 * 64,)).to(torch.int8)[first:].view(9, 64)
+    call = _call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(9)))
+    _check(call)
+    _, multiply = linear_launches(call, 28)
+    assert multiply.params.weight % 16 == 0
+    assert multiply.keep[2].data_ptr() == multiply.params.weight
+
+
 @pytest.mark.parametrize("cols", [1, 2, 3, 5, 8])
 def test_an_output_may_have_any_number_of_columns_and_begin_anywhere(cols: int) -> None:
     x, weight = torch.randn(5, 32), _weight(cols, 32)
@@ -278,6 +291,24 @@ def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() 
     call = _call(x, _weight(4, 64, 16))
     emulate(linear_launches(call, 28))
     assert torch.equal(call.out.isnan(), _before_activation(call).isnan())
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_random_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rotation = draw.choice(ROTATIONS)
+    columns = draw.randrange(1, 6) * rotation if rotation else 4 * draw.randrange(1, 200)
+    activation = draw.choice(["none", *ACTIVATIONS])
+    rows, cols = draw.randrange(1, 150), draw.randrange(1, 150)
+    dtype, out, of_bias = (draw.choice(DTYPES) for _ in range(3))
+    weight = _weight(2 * cols if activation in _OF_GATE else cols, columns, rotation, one_scale=draw.random() < 0.2)
+    bias = torch.randn(weight.codes.shape[0]).to(of_bias) if draw.random() < 0.7 else None
+    x = torch.randn(rows, columns + draw.randrange(5)).to(dtype)[:, :columns]
+    _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------

@@ -201,6 +201,10 @@ def test_without_a_driver_that_is_the_reason() -> None:
         assert why_not(CPU, columns=64) == ["the CUDA driver could not be opened: libcuda.so.1: no such file"]
 
 
+def _cut(weight: Int8Matrix, columns: int) -> Int8Matrix:
+    return weight._replace(codes=weight.codes[:, :columns].contiguous(), rotation=0)
+
+
 def _wrong_arguments() -> list[tuple[str, LinearCall]]:
     call = _call()
     weight = call.weight
@@ -208,6 +212,14 @@ def _wrong_arguments() -> list[tuple[str, LinearCall]]:
         ("activation must be one of none, gelu", call._replace(activation="relu")),
         ("codes must be .18, 64.", call._replace(activation="geglu")),
         ("out .M, N.", call._replace(out=call.out[:3])),
+        ("codes must have fewer than 1073741824 rows", call._replace(out=torch.empty(1).expand(5, 1 << 30))),
+        ("all tensors must be on one device", call._replace(out=call.out.to("meta"))),
+        ("columns must be a multiple of 4", call._replace(x=call.x[:, :6], weight=_cut(weight, 6))),
+        ("columns must be a multiple of 4", call._replace(x=call.x[:, :0], weight=_cut(weight, 0))),
+        ("rotates groups of .4, 16, 64, 256., got 32", call._replace(weight=weight._replace(rotation=32))),
+        ("takes float32, float16 and bfloat16, got torch.float64", call._replace(x=call.x.double())),
+        ("bias must be float32, float16 or bfloat16", call._replace(bias=call.bias.double())),
+        ("codes must be int8", call._replace(weight=weight._replace(codes=weight.codes.int()))),
         ("whole rows", call._replace(x=call.x.T.contiguous().T)),
         ("codes must be .9, 60.", call._replace(x=call.x[:, :60])),
         ("scales must be .9. or .1.", call._replace(weight=weight._replace(scales=weight.scales[:4]))),

@@ -11,7 +11,7 @@ import torch
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
 from pascal_attn_core.cli.bench.clock import Clock
-from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, eager, race_layer
+from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, eager, own_layers, race_layer
 from pascal_attn_core.int8 import int8_linear, quantize_rows
 
 TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
@@ -77,12 +77,23 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert {"torch", "python"} <= set(found["versions"])
 
 
+def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--linear", "--shape", "M=5,K=12,N=7", "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "5 x 12 -> 7" in out
+    assert out.count("vs float32") == 1
+    assert own_layers(["N=3,M=1,K=2"]) == [Layer("N=3,M=1,K=2", "a layer of your own", rows=1, columns=2, outs=3)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--shapes", "sd3"], "must name layers of sdxl-attn"),
         (["--backward"], "--linear does not take --backward"),
-        (["--shape", "B=1,Hq=1,L=8,D=8", "--dtype", "float16"], "--linear does not take --shape, --dtype"),
+        (["--png", "a.png", "--dtype", "float16"], "--linear does not take --png, --dtype"),
+        (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must be like M=4096,K=640,N=2560 with --linear, got 'B=1,Hq=1"),
+        (["--shape", "M=4,K=0,N=8"], "--shape must be like"),
+        (["--shape", "M=4,K=8,N=8,N=9"], "--shape must be like"),
         (["--rounds", "0"], "rounds"),
     ],
 )

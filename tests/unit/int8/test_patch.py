@@ -390,6 +390,21 @@ def test_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tenso
     assert difference(compiled(x), expected) < 1e-6
 
 
+def test_functional_transforms_see_the_float_layer(model: Model) -> None:
+    layer, x = model.blocks[0].ff[0], torch.randn(3, 5, WIDTH)
+    weight = layer.weight.detach().clone()
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    torch.vmap(layer)(x)
+    assert states(patch) == {"blocks.0.ff.0": "waiting"}
+    layer(x)
+    exact = F.linear(x, weight, layer.bias)
+    assert torch.allclose(torch.vmap(layer)(x), exact, atol=1e-5)
+    out, derivative = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    assert torch.allclose(out, exact, atol=1e-5)
+    assert torch.allclose(derivative, weight.sum(dim=1).expand_as(derivative), atol=1e-4)
+    assert not torch.allclose(layer(x), exact, atol=1e-5)
+
+
 def test_fake_tensors_decide_nothing(model: Model) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
