@@ -5,10 +5,11 @@ from __future__ import annotations
 import comfy.hooks
 import comfy.model_management as host
 import comfy.sample
+import comfy.sd
 import comfy.utils
 import comfy.weight_adapter
 import torch
-from comfy_checks import check, pack, unload
+from comfy_checks import Skip, check, pack, unload
 from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora
 from comfy_int8_checks import KEY, far, int8_weight, is_clean, layer, line_of, near, patched, rounded, sample, wan
 
@@ -171,4 +172,21 @@ def hooks_that_patch_weights_during_the_run_are_followed():
     expected = hooked(base)
     assert far(expected, stock) > 0.1
     near(hooked(patched(base)), expected)
+    assert torch.equal(sample(base), stock)
+
+
+@check
+def a_lora_that_bypasses_the_weight_keeps_its_effect():
+    base, stock = wan()
+    load = getattr(comfy.sd, "load_bypass_lora_for_models", None)
+    if load is None:
+        raise Skip("this host has no LoRA that bypasses the weight")
+    lora = comfy.utils.load_torch_file(str(TINY_MODELS / "loras" / "tiny_lora_wan_t2v.safetensors"))
+    expected = sample(load(base, None, lora, 1.0, 0.0)[0])
+    assert far(expected, stock) > 0.1
+    for model in (patched(load(base, None, lora, 1.0, 0.0)[0]), load(patched(base), None, lora, 1.0, 0.0)[0]):
+        near(sample(model), expected)
+        assert int8_weight(model).branch is None
+    unload()
+    assert is_clean(base)
     assert torch.equal(sample(base), stock)
