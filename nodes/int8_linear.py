@@ -76,8 +76,8 @@ class PascalInt8Linear:
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
         """A clone of ``model`` whose linear layers run in 8 bits, and what can be said of each before a run."""
-        patched = model.clone()
         options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
+        patched = int8.clone_for(model, options)
         binding = int8.binding_for(network_of(patched), options)
         settings = f"error at most {max_error:.1%}, weights {weights}"
         files = int8.Files(patched, int8_files)

@@ -88,8 +88,7 @@ class Int8Layers(Injection):
         self.files = files
 
     def attach(self, patcher: Any) -> None:
-        network = network_of(patcher)
-        self.binding.attach(network, lambda name, module: LoadedWeight(patcher, name, module), _spare_bytes(patcher))
+        self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self) -> None:
         self.binding.restart()
@@ -126,10 +125,27 @@ def _went_back(line: Int8ReportLine) -> bool:
     return " in call " in line.why
 
 
-def _spare_bytes(patcher: Any) -> int:
-    """Memory for int8 weights whose float weights ComfyUI keeps in host memory. With dynamic loading it gives memory
-    back as others take it; without, what is free is meant for the run."""
+_whole: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def clone_for(patcher: Any, options: Options) -> Any:
+    """A clone of ``patcher`` whose float weights are where it says they are.
+
+    With dynamic loading each call brings them from main memory into memory of ComfyUI's own. Such a model is loaded
+    once more in the ordinary way, as ComfyUI's own node for torch.compile does; unless nothing in it can run in 8 bits.
+    """
     is_dynamic = getattr(patcher, "is_dynamic", None)
     if is_dynamic is None or not is_dynamic():
-        return 0
-    return host.free_and_total_bytes(patcher.load_device)[0] // 2
+        return patcher.clone()
+    model = patcher.model
+    if not binding_for(network_of(patcher), options).preview(network_of(patcher)).count("waiting"):
+        return patcher.clone()
+    try:
+        clone = patcher.clone(disable_dynamic=True, model_override=_whole.get(model))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Pascal Int8 Linear cannot work with dynamic VRAM loading for a model from this loader ({error}); start "
+            "ComfyUI with --disable-dynamic-vram"
+        ) from error
+    _whole[model] = clone.get_clone_model_override()
+    return clone

@@ -1,8 +1,8 @@
 """Where the float weight of a linear layer is in a ComfyUI model that has been loaded, and what patches it.
 
 Loaded on the device, a patched weight (LoRA) has its patches in it, and ``patcher.backup`` holds what was there before.
-Left in host memory ("lowvram", dynamic loading), it has not: a function on the layer adds them in each call. In both
-cases plain LoRA adapters can be told from the weight, and everything else is a part of it.
+Left in host memory ("lowvram"), it has not: a function on the layer adds them in each call. In both cases plain LoRA
+adapters can be told from the weight, and everything else is a part of it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...pascal_attn_core.int8.binding import REMOVED, Source
+from ...pascal_attn_core.int8.binding import Source
 from ...pascal_attn_core.int8.branch import LowRank, joined
 
 PREFIX = "diffusion_model."
-_FUNCTIONS = ("weight_function", "bias_function")
-_LATER = "_lowvram_function"  # with dynamic loading
 Adapter = tuple[Tensor, Tensor, float]
 
 
@@ -89,11 +87,7 @@ class LoadedWeight(Source):
         """The layer needs no casting: its weight takes inputs of any dtype and device."""
         if not hasattr(module, "comfy_cast_weights"):
             return {}
-        found: dict[str, Any] = {"comfy_cast_weights": False, **{name: [] for name in _FUNCTIONS}}
-        for name in ("_v", f"weight{_LATER}", f"bias{_LATER}"):
-            if name in module.__dict__:
-                found[name] = REMOVED
-        return found
+        return {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
         """As ComfyUI leaves the weights of a layer that it unloads while its model runs on."""
@@ -112,8 +106,7 @@ class LoadedWeight(Source):
 
 def functions_of(module: nn.Module, parameter: str) -> list[Any]:
     """What the host calls with a layer's parameter, ``"weight"`` or ``"bias"``, in each call of the layer."""
-    later = getattr(module, parameter + _LATER, None)
-    return [*getattr(module, f"{parameter}_function", []), *([] if later is None else [later])]
+    return list(getattr(module, f"{parameter}_function", []))
 
 
 def plain_adapters(patches: list[Any], shape: tuple[int, ...]) -> tuple[list[Adapter], str]:

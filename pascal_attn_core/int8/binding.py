@@ -66,8 +66,8 @@ class Source:
 class Room:
     """Bytes on a device that int8 weights may take whose float weights are elsewhere: what others have made free."""
 
-    def __init__(self, spare_bytes: int = 0):
-        self.bytes = spare_bytes
+    def __init__(self, size: int = 0):
+        self.bytes = size
 
     def take(self, size: int) -> bool:
         """Whether there is room for ``size`` bytes; if so, it is taken."""
@@ -104,19 +104,18 @@ class Int8Binding:
         self._layers: weakref.WeakKeyDictionary[nn.Module, BoundLayer] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    def attach(
-        self, model: nn.Module, source_of: Callable[[str, nn.Module], Source] | None = None, spare_bytes: int = 0
-    ) -> int:
+    def attach(self, model: nn.Module, source_of: Callable[[str, nn.Module], Source] | None = None) -> int:
         """Let the linear layers of ``model`` run in 8 bits; returns how many of them can. A second call looks at the
         sources again.
 
         Args:
             source_of: where the weight of the layer with this qualified name is; None = in its parameter.
-            spare_bytes: on the device, for int8 weights whose float weights are in host memory; the room that other
-                float weights have left comes on top. Those that find none are copied to the device in each call.
+
+        Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
+        float weights have made room there, and are copied to it in each call otherwise.
         """
         take_off(model)
-        room = Room(spare_bytes)
+        room = Room()
         with self.settings.lock, _ordinary_tensors():
             try:
                 entering = self._look(model, source_of or (lambda name, module: Source()), room)
@@ -148,9 +147,16 @@ class Int8Binding:
 
     def detach(self, model: nn.Module) -> int:
         """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns for how many layers."""
+        left, failure = 0, None
         with self.settings.lock, _ordinary_tensors():
-            layers = [self._layers.get(module) for module in model.modules()]
-            return sum(layer.leave() for layer in layers if layer is not None)
+            for layer in [self._layers.get(module) for module in model.modules()]:
+                try:
+                    left += layer is not None and layer.leave()
+                except torch.OutOfMemoryError as error:  # the others can still be put back
+                    failure = error
+        if failure is not None:
+            raise failure
+        return left
 
     def restart(self) -> None:
         """Calls are counted from here on."""
@@ -170,6 +176,7 @@ class Int8Binding:
             if layer is not None:
                 note = layer.source.note if line.state == INT8 else ""
                 line = line._replace(calls=layer.calls - layer.calls_before, why=line.why or note)
+                line = line._replace(state=FLOAT, why=layer.missed) if layer.missed else line
             lines.append(line)
         return Int8Report(lines, self.settings.max_error, self.settings.weights)
 
@@ -191,6 +198,7 @@ class BoundLayer(Layer):
         super().__init__(name, module, settings)
         self.source, self.room = Source(), Room()
         self.calls_before = 0
+        self.missed = ""  # why it is in float for the time being
         self.device: torch.device | None = None  # that it computes on
         self._home: torch.device | None = None  # of the parameter
         self._bias: Any = REMOVED
@@ -215,13 +223,16 @@ class BoundLayer(Layer):
 
     def enter(self) -> None:
         """The host has loaded the model."""
-        module = self.module
+        module, self.missed = self.module, ""
         assert module is not None
         if self.state == WAITING:
             module.register_forward_pre_hook(Hook(self, "arrived"), with_kwargs=True)
         elif self.state == INT8:
             assert self.device is not None
-            self._replace(module, quantize_rows(self.source.weight(module, self.device), self.rotation))
+            try:
+                self._replace(module, quantize_rows(self.source.weight(module, self.device), self.rotation))
+            except torch.OutOfMemoryError:
+                self.missed = "there was no memory to round it"
 
     def leave(self) -> bool:
         """The host is about to change the model. Returns whether anything of ours was in it."""
@@ -249,8 +260,8 @@ class BoundLayer(Layer):
         if home is None or parameter.device == home:
             return
         try:
-            parameter.data = parameter.detach().to(home)
-        except torch.cuda.OutOfMemoryError:
+            move(parameter, home)
+        except torch.OutOfMemoryError:
             if not self.source.stays_in_host_memory(module):
                 raise
             log.warning("%s: its float weight stays in host memory: %s is out of memory", self.name, home)
@@ -270,7 +281,7 @@ class BoundLayer(Layer):
         # Nothing can fail from here on.
         self._parameter, self._home = parameter, parameter.device
         if self.settings.weights == "host" and parameter.device.type != "cpu":
-            parameter.data = parameter.detach().to("cpu")
+            move(parameter, torch.device("cpu"))
         for name, value in overrides.items():
             self._held[name] = module.__dict__.get(name, REMOVED)
             if value is REMOVED:
@@ -320,6 +331,11 @@ class BoundLayer(Layer):
         held = {name: value for name, value in self._held.items() if value is not REMOVED}
         copied._held = {name: REMOVED for name in self._held} | copy.deepcopy(held, memo)
         return copied
+
+
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Its values, whoever else holds the parameter."""
+    parameter.data = parameter.detach().to(device)
 
 
 def take_off(model: nn.Module) -> None:

@@ -28,6 +28,10 @@ PACKS = {
 FOLDERS = {name: os.environ.get(f"PASCAL_ATTN_{name}", "") for name in PACKS}
 WHOLE = attention_patch(route="tiled")
 SLICED = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
+INT8 = (
+    "PascalInt8Linear",
+    {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"},
+)
 # A node that changes the model of a family, by pack.
 MODEL_NODES = [
     ("KJNODES", "WanVideoEnhanceAVideoKJ", "wan_t2v"),
@@ -160,6 +164,36 @@ def test_what_its_loader_gives_is_sampled_as_without_ours(
     assert largest_difference(stock, run(lambda graph: graph.load("sd15"))) > 10 * ROUNDING, "it changes nothing"
     assert largest_difference(both, stock) < ROUNDING
     assert both.run.taken == both.run.calls > 0
+
+
+def test_weights_in_gguf_are_left_by_the_int8_node_bit_for_bit(
+    crowded: ComfyServer, host_script: Callable[..., str]
+) -> None:
+    model = gguf_model(crowded, host_script)
+
+    def run(*patches: tuple[str, dict]) -> Captured:
+        graph = Graph()
+        return capture(crowded, graph, graph.sample(graph.patched(model(graph), patches), FAMILIES["sd15"]))[0]
+
+    stock, ours = run(), run(INT8)
+    assert ours.says("0 of 0 linear layers in int8")
+    assert ours.says("no linear layer runs in int8: its weight is")
+    assert largest_difference(ours, stock) == 0
+
+
+def test_with_a_picture_of_ipadapter_linear_layers_run_in_int8(
+    crowded: ComfyServer, host_script: Callable[..., str]
+) -> None:
+    model = with_picture(crowded, host_script)
+
+    def run(load: Model, *patches: tuple[str, dict]) -> Captured:
+        graph = Graph()
+        return capture(crowded, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES["sd15"]))[0]
+
+    stock, ours = run(model), run(model, INT8)
+    effect = largest_difference(stock, run(lambda graph: graph.load("sd15")))
+    assert 0 < largest_difference(ours, stock) < max(0.1, effect)
+    assert not ours.says("0 of 0 linear layers")
 
 
 def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pascal_attn_core.int8 import binding as binding_module
 from pascal_attn_core.int8.binding import REMOVED, Int8Binding, Room, Source
 from pascal_attn_core.int8.branch import LowRank, joined
 from pascal_attn_core.int8.quantize import quantize_rows
@@ -282,6 +283,69 @@ def test_adapters_add_up() -> None:
     assert joined([]) is None
     with pytest.raises(ValueError, match=r"down and up must be \[R, K\] and \[N, R\]"):
         LowRank(some[0][0], some[1][1])
+
+
+class Patient(Source):
+    """A host that can do with a weight in host memory, or not."""
+
+    def __init__(self, is_patient: bool):
+        self.is_patient, self.asked = is_patient, 0
+
+    def stays_in_host_memory(self, module: nn.Module) -> bool:
+        self.asked += 1
+        return self.is_patient
+
+
+@pytest.mark.parametrize("is_patient", [False, True])
+def test_a_weight_that_its_device_has_no_room_for_stays_in_host_memory_if_the_host_can_do_with_that(
+    is_patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x, home = network(), inputs(), torch.device("meta")
+    before, sources = state_of(model), [Patient(is_patient), Patient(True)]
+    given = iter(sources)
+    bound = Int8Binding()
+    bound.attach(model, lambda name, module: next(given))
+    model(x)
+    for layer in (model[0].weight.state, model[2].weight.state):
+        layer._home = home  # as if it had come from there
+
+    def move(parameter: nn.Parameter, device: torch.device) -> None:
+        assert device == home
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(binding_module, "move", move)
+    if is_patient:
+        assert bound.detach(model) == 2
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            bound.detach(model)
+    assert [source.asked for source in sources] == [1, 1], "one that fails does not keep the others"
+    assert_same(model, before)
+    assert ("0: its float weight stays in host memory" in caplog.text) == is_patient
+
+
+def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load() -> None:
+    class Short(Source):
+        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
+            raise torch.OutOfMemoryError("there is none")
+
+    model, x = network(), inputs()
+    before = state_of(model)
+    bound = Int8Binding()
+    bound.attach(model)
+    first = model(x)
+    bound.detach(model)
+    bound.attach(model, lambda name, module: Short() if name == "2" else Source())
+    model(x)
+    report = bound.report(model)
+    assert [line.state for line in report.lines] == ["int8", "float"]
+    assert report.lines[1].why == "there was no memory to round it"
+    assert len(codes_of(model)) == 1
+    bound.attach(model)
+    assert torch.equal(model(x), first)
+    assert bound.report(model).count("int8") == 2
+    bound.detach(model)
+    assert_same(model, before)
 
 
 class Casting(Source):

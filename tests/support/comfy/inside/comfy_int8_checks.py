@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 
-import comfy.hooks
 import comfy.model_management as host
 import comfy.patcher_extension as extension
 import comfy.sd
-import comfy.utils
-import comfy.weight_adapter
 import torch
-from comfy_checks import Skip, check, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_checks import Skip, check, log_lines, pack, raises, replaced, runs, unload
 from comfy_ffn_checks import patched as chunked
 from comfy_ffn_checks import sample
 from comfy_inproc import LATENTS, TINY_MODELS, load_lora, load_model, load_pack
@@ -19,8 +16,6 @@ from comfy_inproc import LATENTS, TINY_MODELS, load_lora, load_model, load_pack
 NODE = load_pack()["PascalInt8Linear"]
 KEY = "diffusion_model.blocks.0.ffn.0.weight"
 NEAR = 0.05  # of the result's size: what a hundred layers that err by 1 % each make of it at most
-
-__all__ = ["run_checks"]
 
 
 def node(model, max_error=0.05, include="", exclude="", weights="host", int8_files="auto"):
@@ -193,130 +188,12 @@ def blocks_and_layers_are_chosen_by_name():
 
 
 @check
-def a_lora_stays_in_float_beside_the_weight_before_and_after_and_while_live():
-    base, stock = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
-    expected = sample(with_lora)
-    assert far(expected, stock) > 0.1
-    unload()
-    plain = layer(base).weight.detach().clone()
-    live = patched(base)
-    near(sample(live), stock)
-    codes = int8_weight(live).matrix.codes.clone()
-    assert torch.equal(codes, rounded(plain, int8_weight(live)))
-    for model in (patched(with_lora), load_lora(patched(base), "lora_wan_t2v"), load_lora(live, "lora_wan_t2v")):
-        near(sample(model), expected)
-        assert torch.equal(int8_weight(model).matrix.codes, codes), "the weight is rounded without the LoRA"
-        assert int8_weight(model).branch is not None
-        assert line_of(model).why == "LoRA of rank 4 beside it in float", line_of(model)
-        near(sample(live), stock)
-        assert torch.equal(sample(base), stock)
-    unload()
-    assert torch.equal(sample(with_lora), expected)
-
-
-@check
-def loras_add_up_and_their_strengths_may_change_between_runs():
-    base, _ = wan()
-    for strengths in ((0.5,), (1.0, -0.5), (0.25, 0.0, 0.5)):
-        with_lora = base
-        for strength in strengths:
-            with_lora = load_lora(with_lora, "lora_wan_t2v", strength)
-        expected = sample(with_lora)
-        model = patched(with_lora)
-        near(sample(model), expected)
-        used = [strength for strength in strengths if strength]
-        assert line_of(model).why == f"LoRA of rank {4 * len(used)} beside it in float", (strengths, line_of(model))
-
-
-@check
 def chained_twice_the_second_node_counts():
     base, stock = wan()
     model = patched(patched(base), 1e-6)
     assert torch.equal(sample(model), stock)
     model = patched(patched(base, 1e-6))
     near(sample(model), stock)
-
-
-def adapters():
-    """Patches of the layer's weight that are no plain LoRA, by the word that the report has for them."""
-    generator = torch.Generator().manual_seed(5)
-
-    def noise(*shape, size=0.1):
-        return torch.randn(shape, generator=generator) * size
-
-    rows, columns = 512, 256
-    kinds = comfy.weight_adapter
-    up, down = noise(rows, 4), noise(4, columns)
-    lora = kinds.LoRAAdapter(set(), (up, down, 4.0, None, None, None))
-    dora = kinds.LoRAAdapter(set(), (up, down, 4.0, None, torch.ones(rows, 1), None))
-    loha = kinds.LoHaAdapter(
-        set(), (up, down, 4.0, noise(rows, 4, size=1), noise(4, columns, size=1), None, None, None)
-    )
-    return {
-        "diff": ({KEY: (noise(rows, columns, size=0.02),)}, {}),
-        "dora": ({KEY: dora}, {}),
-        "loha": ({KEY: loha}, {}),
-        "lora that scales the weight": ({KEY: lora}, {"strength_model": 0.5}),
-        "lora of a part of the weight": (
-            {(KEY, (0, 0, 128)): kinds.LoRAAdapter(set(), (up[:128], down, 4.0, None, None, None))},
-            {},
-        ),
-    }
-
-
-@check
-def any_other_patch_is_rounded_with_the_weight_and_said():
-    base, stock = wan()
-    assert tuple(layer(base).weight.shape) == (512, 256)
-    for word, (patches, options) in adapters().items():
-        other = base.clone()
-        assert other.add_patches(patches, **options), word
-        expected = sample(other)
-        assert far(expected, stock) > 1e-3, word
-        whole = layer(other).weight.detach().clone()
-        model = patched(other)
-        near(sample(model), expected)
-        weight = int8_weight(model)
-        assert weight.branch is None, word
-        assert torch.equal(weight.matrix.codes, rounded(whole, weight)), word
-        assert line_of(model).why == f"rounded with its patch ({word})", line_of(model)
-        mixed = load_lora(other, "lora_wan_t2v")
-        expected = sample(mixed)
-        near(sample(patched(mixed)), expected)
-
-
-@check
-def weights_that_stay_in_host_memory_and_are_patched_in_each_call_are_followed():
-    base, stock = wan()
-    diff = base.clone()
-    diff.add_patches(adapters()["diff"][0])
-    for other, words in (
-        (base, ""),
-        (load_lora(base, "lora_wan_t2v"), "LoRA of rank 4 beside it in float"),
-        (diff, "rounded with its patch (diff)"),
-    ):
-        expected = sample(other)
-        model = patched(other)
-        near(sample(model), expected)
-        for _ in range(2):
-            unload()
-            model.patch_model(host.get_torch_device(), lowvram_model_memory=1)
-            assert layer(model).comfy_cast_weights is False
-            x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
-            ours = layer(model)(x)
-            assert line_of(model).why == words, line_of(model)
-            model.eject_model()
-            assert layer(model).comfy_cast_weights is True
-            functions = [*layer(model).weight_function, getattr(layer(model), "weight_lowvram_function", None)]
-            assert any(functions) == bool(words), functions
-            near(ours, layer(model)(x))
-            model.inject_model()
-            assert torch.equal(layer(model)(x), ours)
-            model.unpatch_model(host.get_torch_device())
-            assert is_clean(base)
-        near(sample(model), expected)
-    assert torch.equal(sample(base), stock)
 
 
 @check
@@ -347,51 +224,6 @@ def float8_weights_are_left_and_said():
 
 
 @check
-def a_model_that_is_saved_or_merged_while_it_is_live_has_its_float_weights():
-    base, _ = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
-    sample(with_lora)
-    expected = {name: values.clone() for name, values in with_lora.model_state_dict().items()}
-    model = patched(with_lora)
-    sample(model)
-    for found in (model.model_state_dict(), model.model.state_dict()):
-        assert sorted(found) == sorted(expected)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert not any(isinstance(values, pack("core.int8.weight").Int8Weight) for values in found.values())
-    saved = model.model_state_dict_for_saving() if hasattr(model, "model_state_dict_for_saving") else {}
-    assert all(torch.equal(torch.as_tensor(saved[name].to("cpu")), expected[name]) for name in saved if name == KEY)
-    int8_weight(model)
-    merged = base.clone()
-    merged.add_patches(model.get_key_patches("diffusion_model."), 0.5, 0.5)
-    plain = base.clone()
-    unload()
-    plain.add_patches(with_lora.get_key_patches("diffusion_model."), 0.5, 0.5)
-    assert torch.equal(sample(merged), sample(plain))
-
-
-@check
-def hooks_that_patch_weights_during_the_run_are_followed():
-    base, stock = wan()
-    lora = comfy.utils.load_torch_file(str(TINY_MODELS / "loras" / "tiny_lora_wan_t2v.safetensors"))
-    group = comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
-
-    def hooked(model):
-        from comfy_ffn_checks import conditioning
-
-        model = model.clone()
-        texts = [conditioning("wan_t2v", seed) for seed in (1, 2)]
-        texts = [comfy.hooks.set_hooks_for_conditioning(text, group) for text in texts]
-        latent = torch.zeros(1, *LATENTS["wan_t2v"])
-        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
-        return comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", *texts, latent, disable_pbar=True, seed=0)
-
-    expected = hooked(base)
-    assert far(expected, stock) > 0.1
-    near(hooked(patched(base)), expected)
-    assert torch.equal(sample(base), stock)
-
-
-@check
 def the_hosts_count_of_loaded_memory_is_the_same():
     base, _ = wan()
     sizes = base.model_size(), base.loaded_size()
@@ -419,6 +251,30 @@ def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
     unload()
     assert not model.model.model_lowvram
     assert not hasattr(module, "prev_comfy_cast_weights")
+    assert torch.equal(sample(base), stock)
+
+
+@check
+def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
+    base, stock = wan()
+    if not hasattr(base, "cached_patcher_init"):
+        raise Skip("this host has no dynamic loading")
+    kind = type(base)
+    with replaced(kind, "is_dynamic", lambda self: self.model is base.model):
+        model, again = patched(base), patched(load_lora(base, "lora_wan_t2v"))
+        assert model.model is not base.model
+        assert again.model is model.model, "once, and no more"
+        assert patched(base, include="nothing").model is base.model
+        unknown = base.clone()
+        unknown.cached_patcher_init = None
+        patched(unknown)  # the other model is known already
+        stranger = load_model("wan_t2v")
+        stranger.cached_patcher_init = None
+        with replaced(kind, "is_dynamic", lambda self: True):
+            error = raises(RuntimeError, lambda: patched(stranger))
+        assert "--disable-dynamic-vram" in str(error), error
+    near(sample(model), stock)
+    near(sample(again), sample(load_lora(base, "lora_wan_t2v")))
     assert torch.equal(sample(base), stock)
 
 

@@ -26,8 +26,11 @@ def kitchen():
 def int8_file(convrot=True):
     """The tiny Wan with the feed-forward layers of its blocks in int8, as a file of ComfyUI's has them."""
     kitchen()
+    from comfy.quant_ops import QUANT_ALGOS
     from comfy_kitchen.tensor import QuantizedTensor
 
+    if "int8_tensorwise" not in QUANT_ALGOS:
+        raise Skip("this host does not load int8 layers")
     weights = comfy.utils.load_torch_file(tiny_file("diffusion_models", "wan_t2v"))
     for name in [name for name in weights if ".ffn." in name and name.endswith(".weight")]:
         quantized = QuantizedTensor.from_float(
@@ -38,8 +41,7 @@ def int8_file(convrot=True):
         settings = {"format": "int8_tensorwise", "convrot": convrot, "convrot_groupsize": 64}
         weights[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
     model = comfy.sd.load_diffusion_model_state_dict(weights)
-    if not pack("comfy.kitchen").int8_layers(network(model)):
-        raise Skip("this host does not load int8 layers")
+    assert pack("comfy.kitchen").int8_layers(network(model)) == 4
     return model
 
 
