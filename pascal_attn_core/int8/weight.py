@@ -148,8 +148,10 @@ class Int8Weight(Tensor):
     def _set_data(self, values: Tensor) -> None:
         """``weight.data = values``."""
         if not isinstance(values, Int8Weight):
-            self.write(values)
-            return
+            original = self.original
+            if original is not None:  # it stays where it is: on the device, or in host memory
+                original = values.detach().to(values.device if self.follows else original.device, copy=True)
+            values = self.like(quantize_rows(values.detach(), self.matrix.rotation), values.dtype, original)
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, values)
         self.matrix, self.holder, self.follows = values.matrix, values.holder, values.follows

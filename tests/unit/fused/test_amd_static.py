@@ -162,18 +162,22 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
 def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
     """To what the card calls itself, and to what the code was made for: it may be either. Those that divide 64-bit
     integers, and some of the others."""
-    path = tmp_path / "code"
     shipped = prebuilt.amd_variants(arch)
     others = [variant for variant in shipped if variant.kind != "split"]
     chosen = random.Random(seeds(1)[0]).sample(others, min(times(6), len(others)))
     for variant in (*chosen, *(variant for variant in shipped if variant.kind == "split")):
-        path.write_bytes(_shipped(variant))
-        texts = [
-            subprocess.run([str(OBJDUMP), "-d", f"--mcpu={name}", path], capture_output=True, text=True, check=True)
-            for name in (amd_geometry.target(arch), amd_geometry.base(arch))
-        ]
-        assert "s_endpgm" in texts[0].stdout
-        assert texts[0].stdout == texts[1].stdout, variant.name
+        assert _means_the_same(_shipped(variant), arch, tmp_path / "code"), variant.name
+
+
+def _means_the_same(code: bytes, arch: str, path: Path) -> bool:
+    """Whether a card of this name and one of those that the code was made for read the same instructions."""
+    path.write_bytes(code)
+    texts = [
+        subprocess.run([str(OBJDUMP), "-d", f"--mcpu={name}", path], capture_output=True, text=True, check=True).stdout
+        for name in (amd_geometry.target(arch), amd_geometry.base(arch))
+    ]
+    assert "s_endpgm" in texts[0]
+    return texts[0] == texts[1]
 
 
 def test_a_card_of_the_family_takes_the_code_under_its_own_name() -> None:
@@ -287,3 +291,14 @@ def test_hiprtc_makes_code_that_takes_what_the_host_passes(arch: str) -> None:
         text = source(variant.kind, arch)
         code = HIPRTC.compile(text, amd_geometry.compile_target(arch), variant.macros(), amd_geometry.options(arch))
         check_metadata(variant, unbundled(code), scratch=64)  # by an older LLVM, with other registers
+
+
+@pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")
+@pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1030-no-dot"])
+def test_so_does_what_hiprtc_makes_of_a_division_of_64_bits(arch: str, tmp_path: Path) -> None:
+    """Among the instructions of :func:`test_what_a_card_of_another_name_gets_means_the_same_to_both`."""
+    assert HIPRTC is not None
+    variant = Variant("split", 64, "float32", arch=arch)
+    target, options = amd_geometry.compile_target(arch), amd_geometry.options(arch)
+    code = HIPRTC.compile(source(variant.kind, arch), target, variant.macros(), options)
+    assert _means_the_same(renamed(code, amd_geometry.target(arch)), arch, tmp_path / "code")

@@ -529,6 +529,20 @@ def test_writing_into_a_weight_rounds_what_is_written(weights: str) -> None:
     assert difference(layer.weight, start) < (0.01 if weights == "free" else 1e-6)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_data_of_another_dtype(weights: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    patch = patch_linear_int8(layer, include=nn.Linear, weights=weights)
+    layer(torch.randn(9, WIDTH))
+    values = torch.randn(WIDTH, WIDTH, dtype=torch.float16)
+    layer.weight.data = values
+    assert isinstance(layer.weight, Int8Weight)
+    assert layer.weight.dtype == torch.float16
+    assert difference(layer.weight.float_matrix(), values) < 0.01
+    patch.remove()
+    assert torch.equal(layer.weight, values) == (weights != "free")
+
+
 def test_a_copy_of_a_weight_is_its_own() -> None:
     layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     patch_linear_int8(layer, include=nn.Linear)

@@ -98,7 +98,7 @@ def test_a_row_with_a_number_that_is_none_has_it_as_its_scale(value: float, size
 def test_many_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(100, 64)
     whole = quantize_rows(x, 16)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 7 * 64)
+    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", {"cpu": 7 * 64})
     parts = quantize_rows(x, 16)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)
