@@ -408,6 +408,35 @@ def test_room_is_taken_until_there_is_none() -> None:
     assert not room.take(1)
 
 
+@pytest.mark.parametrize("weights", ["host", "keep"])
+def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elsewhere(Source):
+        def __init__(self, values: Tensor):
+            self.values = values
+
+        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
+            return self.values
+
+    model, x = network(), inputs()
+    bound = Int8Binding(weights=weights)
+    bound.attach(model)
+    first = model(x)
+    bound.detach(model)
+    monkeypatch.setattr(binding_module, "move", lambda parameter, device: None)  # there are no values to move
+    sizes = [4 * 64 * 128, 64 * 128 + 4 * 128, 64 * 128 + 4 * 64]  # float, int8 with its scales, int8 of the second
+    values = model[2].weight.detach()
+    model[2].weight = nn.Parameter(torch.empty(64, 128, device="meta"), requires_grad=False)
+    bound.attach(model, lambda name, module: Elsewhere(values) if name == "2" else Source())
+    room = model[0].weight.state.room
+    assert room is model[2].weight.state.room
+    assert room.bytes == (sizes[0] - sizes[1] - sizes[2] if weights == "host" else 0)
+    assert torch.equal(model(x), first)
+    bound.detach(model)
+    assert model[2].weight.is_meta
+
+
 def test_before_a_run_the_preview_says_what_it_is_about() -> None:
     model = network()
     binding = Int8Binding(exclude="2")
