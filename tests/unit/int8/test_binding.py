@@ -419,6 +419,9 @@ def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(
         def weight(self, module: nn.Module, device: torch.device) -> Tensor:
             return self.values
 
+        def original(self) -> Tensor:
+            return self.values
+
     model, x = network(), inputs()
     bound = Int8Binding(weights=weights)
     bound.attach(model)
