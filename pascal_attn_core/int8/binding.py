@@ -214,10 +214,10 @@ class BoundLayer(Layer):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its float weight is not on a computing device."""
+        """Whether its float weight is not on the device that it computes on, as far as that is known."""
         module = self.module
         weight = None if module is None else module._parameters.get("weight")
-        return weight is not None and weight.device.type == "cpu"
+        return weight is not None and self.device is not None and weight.device.type != self.device.type
 
     # ---- in and out ----
 
