@@ -26,11 +26,14 @@ def kitchen():
 def int8_file(convrot=True):
     """The tiny Wan with the feed-forward layers of its blocks in int8, as a file of ComfyUI's has them."""
     kitchen()
-    from comfy.quant_ops import QUANT_ALGOS
-    from comfy_kitchen.tensor import QuantizedTensor
-
+    try:
+        from comfy.quant_ops import QUANT_ALGOS
+    except ImportError:
+        QUANT_ALGOS = {}
     if "int8_tensorwise" not in QUANT_ALGOS:
         raise Skip("this host does not load int8 layers")
+    from comfy_kitchen.tensor import QuantizedTensor
+
     weights = comfy.utils.load_torch_file(tiny_file("diffusion_models", "wan_t2v"))
     for name in [name for name in weights if ".ffn." in name and name.endswith(".weight")]:
         quantized = QuantizedTensor.from_float(
