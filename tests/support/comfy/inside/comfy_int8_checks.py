@@ -11,7 +11,7 @@ import torch
 from comfy_checks import Skip, check, log_lines, pack, raises, replaced, runs, unload
 from comfy_ffn_checks import patched as chunked
 from comfy_ffn_checks import sample
-from comfy_inproc import LATENTS, TINY_MODELS, load_lora, load_model, load_pack
+from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora, load_model, load_pack
 
 NODE = load_pack()["PascalInt8Linear"]
 KEY = "diffusion_model.blocks.0.ffn.0.weight"
@@ -359,6 +359,26 @@ def with_chunked_feed_forward_layers_in_both_orders():
             assert notes["feed-forward"].startswith("2 of 2 feed-forward modules chunked"), notes
             assert "linear layers in int8" in notes["int8"], notes
     assert torch.equal(sample(base), stock)
+
+
+@check
+def the_memory_estimate_of_a_live_model_is_that_of_the_model():
+    follow, latents = pack("memory_estimate").follow, pack("estimate.inputs").Latent
+
+    def estimated(model):
+        latent = latents.of(model, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
+        found = follow(model, latent, conditioning("wan_t2v"), 16, 1).call
+        assert not found.is_rough, found
+        return found.attention, found.ffn
+
+    base, stock = wan()
+    expected = estimated(base)
+    model = patched(base)
+    near(sample(model), stock)
+    codes = int8_weight(model).matrix.codes.clone()
+    assert estimated(model) == estimated(base) == expected
+    assert torch.equal(int8_weight(model).matrix.codes, codes)
+    near(sample(model), stock)
 
 
 @check
