@@ -116,11 +116,15 @@ def test_their_gradients_are_those_of_the_definition(case: tuple[Any, ...]) -> N
     wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
     for some in (wide, narrow):
         some[:3] = [t.requires_grad_() for t in some[:3]]
-    oracle, lse = reference_sdpa(*wide, **options)
-    similar = reference_sdpa(*narrow, **options)[0]
-    grad_out = torch.randn(oracle.shape).to(sizes[0])
-    answers = [gradients(o, some[:3], grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
-    assert_gradients_close(backward(result, grad_out), *answers, lse.detach(), sizes[0])
+    for with_lse in (False, True):
+        (oracle, lse), (similar, similar_lse) = (reference_sdpa(*some, **options) for some in (wide, narrow))
+        grad_out = torch.randn(oracle.shape).to(sizes[0])
+        answers = [
+            gradients(o, some[:3], grad_out.to(o.dtype), some_lse if with_lse else None)
+            for o, some, some_lse in ((oracle, wide, lse), (similar, narrow, similar_lse))
+        ]
+        found = backward(result, grad_out, lse.isfinite().float() if with_lse else None)
+        assert_gradients_close(found, *answers, lse.detach(), sizes[0])
 
 
 # ---- far apart -------------------------------------------------------------------------------------------------------
