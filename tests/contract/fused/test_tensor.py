@@ -17,7 +17,7 @@ from attn_support.oracle import assert_close, assert_gradients_close, cast, exac
 from attn_support.table import MASKS, TABLE, Case
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -221,6 +221,33 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     assert_gradients_close(found, *answers, lse.detach(), torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
     assert {launch.variant.on_tensor_cores for launch in backward} == {True}
+
+
+@pytest.mark.parametrize("mask", ["none", "float [L, S]", "bool blocks"])
+def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, mask: str) -> None:
+    """As ring attention does it, from the results of all keys."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 96), (2, 96))]
+    bias = MASKS[mask]((1, 4, 70, 96), torch.float16, generator)
+    grad_out, grad_lse = torch.randn(1, 4, 70, 64, generator=generator).half(), torch.randn(1, 4, 70)
+    wide = [t.double().requires_grad_() for t in inputs]
+    wide_bias = bias.double() if bias is not None and bias.dtype != torch.bool else bias
+    out, lse = reference_sdpa(*wide, wide_bias, enable_gqa=True)
+    expected = torch.autograd.grad([out, lse], wide, [grad_out.double(), grad_lse.double()])
+    given = out.detach().half(), lse.detach().float()
+    with emulated_card(info=card, times=Times(2.0, 3.0)) as kernels:
+        parts = [
+            sdpa_backward(
+                grad_out, inputs[0], *(t[..., keys, :] for t in inputs[1:]), *given,
+                None if bias is None else bias.expand(1, 4, 70, 96)[..., keys], enable_gqa=True, grad_lse=grad_lse,
+            )
+            for keys in (slice(0, 40), slice(40, 96))
+        ]  # fmt: skip
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+    found = parts[0][0].double() + parts[1][0].double(), *(torch.cat(pair, -2) for pair in list(zip(*parts))[1:])
+    for name, one, other in zip(("query", "key", "value"), found, expected):
+        error = (one - other).abs().max() / other.abs().max()
+        assert error < 4e-3, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -15,7 +15,7 @@ from attn_support.fused.device import CardKernels, emulated_card, fresh_card
 from attn_support.fused.driver import Compiler, StandIn, cubin
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, record, sdpa
+from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import prebuilt
@@ -125,6 +125,58 @@ def test_gradients_are_timed_with_the_forward_pass() -> None:
         kinds = runtime_of(leaf.device).part(TensorTimings).known
     assert seen == [True]
     assert [kind.gradients for kind in kinds] == [True]
+
+
+def _back(query: torch.Tensor, **options: Any) -> None:
+    """From results that nobody has computed: which kernels take them is all that is asked."""
+    sdpa_backward(query, query, query, query, query, query[..., 0].float(), **options)
+
+
+@pytest.mark.parametrize(
+    ("card", "times", "head_dim", "expected"),
+    [
+        (T4, Times(0.9, 3.0), 64, "tensor_"),  # torch's kernel, faster or not, cannot go back from given results
+        (V100, Times(2.0, 3.0), 64, "volta_"),
+        (T4, Times(2.0, None), 64, "tensor_"),
+        (GTX_1650, Times(2.0, 0.8), 64, ""),
+        (T4, None, 64, ""),
+        (T4, Times(2.0, 3.0), 160, ""),  # there its gradients are those on plain cores
+        (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, None),
+    ],
+)
+def test_gradients_from_given_results_go_where_gradients_are_fastest(
+    card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None
+) -> None:
+    with emulated_card(lambda launch: None, info=card, times=times) as kernels:
+        _back(torch.randn(1, 2, 300, head_dim).half())
+        kinds = [launch.variant.kind for launch in kernels.queued]
+    names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
+    assert kinds == ([] if expected is None else [expected + name for name in names])
+
+
+def test_other_types_go_back_on_plain_cores() -> None:
+    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0)) as kernels:
+        for dtype in (torch.float32, torch.bfloat16):
+            _back(_query(dtype=dtype))
+    assert {launch.variant.kind for launch in kernels.queued} == {"grad_query", "grad_key_value"}
+
+
+def test_gradients_from_given_results_are_timed_once() -> None:
+    """With their forward pass; kernels that are wrong here are found before their first answer counts."""
+    seen = []
+
+    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        seen.append(torch.is_grad_enabled())
+        return [1.0, 2.0, 3.0, 4.0][: len(attempts)]
+
+    with fresh_card(StandIn(T4), times) as kernels:
+        checked: list[str] = []
+        kernels.largest_error = lambda variant: checked.append(variant.kind) or float(variant.kind != "tensor")
+        _back(_query())
+        _back(_query())
+        assert kernels.queued == []  # tiles instead
+        assert seen == [True]
+    assert "tensor_grad_query" in checked
 
 
 @pytest.mark.parametrize(("barrier", "kind"), [(0.9, "tensor_barrier"), (1.1, "tensor")])
