@@ -71,6 +71,10 @@ class Earlier:
         except KeyError:
             return ""
 
+    def variants(self) -> Iterator[Variant]:
+        """All that there were."""
+        return self._sources.all_variants()
+
     def has(self, variant: Variant) -> bool:
         """Whether the variant's machine code is the same as today's."""
         try:

@@ -259,16 +259,21 @@ def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: i
     of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
     keys, batch, own = call.seq_len_kv, call.batch_size, small.geometry
     wide_blocks = batch * call.num_heads * -(-call.seq_len_q // wide.geometry.rows)
-    best: float = -(-wide_blocks // num_sms) * wide.geometry.rows * keys
-    chosen = 0
+    best, chosen = _busiest(wide_blocks, wide.geometry, keys, num_sms), 0
     units = batch * call.num_kv_heads * -(-call.groups * call.seq_len_q // own.rows)
     most = min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
     for splits in range(1, most + 1):
-        each = -(-units * splits // num_sms)
-        speed = _SMALL_SPEED * (_ALONE if each < own.blocks else 1.0)
-        cost = each * own.rows * -(-keys // splits) / speed + (_JOINING if splits > 1 else 0)
+        cost = _busiest(units * splits, own, -(-keys // splits), num_sms) / _SMALL_SPEED
+        cost += _JOINING if splits > 1 else 0
         if cost < 0.95 * best:
             best, chosen = cost, splits
-        if each > own.blocks:  # more parts only add to what is joined
+        if units * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
     return chosen
+
+
+def _busiest(blocks: int, geometry: AnyGeometry, keys: int, num_sms: int) -> float:
+    """The work of the multiprocessor that has most of so many blocks, in multiply-adds of a query row with a key at the
+    speed of a full one."""
+    each = -(-blocks // num_sms)
+    return each * geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

@@ -207,6 +207,19 @@ def test_tiles_that_a_mask_forbids_are_not_read(card: DeviceInfo) -> None:
         assert torch.equal(clean, sdpa(query, poisoned, poisoned, mask, config=TENSOR))
 
 
+def test_small_tiles_meet_no_keys_beyond_their_diagonal(card: DeviceInfo) -> None:
+    """A forbidden key's probability is zero, but zero times NaN is none: tiles beyond are not multiplied at all."""
+    query, key, value = (torch.randn(1, 1, 256, 64).half() for _ in range(3))
+    poisoned = value.clone()
+    poisoned[:, :, 64:] = float("nan")
+    with emulated_card(info=replace(card, num_sms=1000)) as kernels:
+        clean = sdpa(query, key, value, is_causal=True, config=TENSOR)
+        out = sdpa(query, key, poisoned, is_causal=True, config=TENSOR)
+    assert {launch.variant.is_small for launch in kernels.queued} == {True}
+    assert torch.equal(out[:, :, :64], clean[:, :, :64])
+    assert out[:, :, 64:].isnan().all()
+
+
 def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     inputs = [torch.randn(1, h, 70, 64).half().requires_grad_() for h in (4, 2, 2)]
     options = {"enable_gqa": True, "is_causal": True}
