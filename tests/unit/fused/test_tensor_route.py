@@ -18,7 +18,7 @@ from attn_support.fused.emulation import CARD, GXX, T4, V100
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused import plan, prebuilt
 from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
@@ -308,3 +308,51 @@ def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path,
     subprocess.run([GXX, "-w", tmp_path / "print.cpp", "-o", tmp_path / "print"], check=True)
     found = subprocess.run([tmp_path / "print"], check=True, capture_output=True, text=True).stdout.split()
     assert [int(n) for n in found] == [variant.tile_bytes for variant in variants]
+
+
+def _chosen(heads: int, tokens: int, keys: int | None = None, **rules: Any) -> tuple[str, int]:
+    """The kind of kernel on a T4, and into how many ranges it cuts the keys."""
+    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys or tokens))
+    found = tensor_plan(check_call(query, key, key, **rules), T4.num_sms, (7, 5))
+    return found.forward.kind, found.splits
+
+
+def test_short_calls_take_small_tiles_where_their_busiest_multiprocessor_has_less_to_do() -> None:
+    """Under a causal rule large tiles spend a third of 512 tokens, and a fifth of 1,024, beyond their diagonals."""
+    for heads, tokens in ((16, 512), (8, 1024)):
+        assert _chosen(heads, tokens) == ("tensor", 0)
+        assert _chosen(heads, tokens, is_causal=True) == ("tensor_small", 1)
+    assert _chosen(32, 2048, is_causal=True) == ("tensor", 0)
+    last_row = {"is_causal": True, "alignment": "lower_right"}
+    assert _chosen(8, 1, 4096, **last_row) == _chosen(8, 1, 4096)
+
+
+def test_a_window_leaves_no_keys_to_cut() -> None:
+    decoding = {"is_causal": True, "alignment": "lower_right"}
+    kind, splits = _chosen(8, 1, 4096, **decoding)
+    assert kind == "tensor_small"
+    assert splits > 1
+    assert _chosen(8, 1, 4096, window=(63, 0), alignment="lower_right") == ("tensor_small", 1)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    "rules", [{"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (20, 9)}], ids=str
+)
+@pytest.mark.parametrize(("tokens", "keys"), [(200, 200), (128, 300), (5, 300), (300, 90)])
+def test_the_keys_that_tiles_meet_are_counted(tokens: int, keys: int, rules: dict[str, Any], heads: int) -> None:
+    """From the first to the last key of any row of a tile; of several heads all that any of their rows sees."""
+    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys))
+    call = check_call(query, key[:, :1], key[:, :1], enable_gqa=True, **rules)
+    small = Variant("tensor_small", 64, "float16").geometry
+    tiles = plan._tiles_of(call, small, heads)
+    low = -1000 if call.left is None else call.offset - call.left
+    assert call.right is not None
+    met = []
+    for row0 in range(0, heads * tokens, small.rows):
+        rows = range(row0, min(row0 + small.rows, heads * tokens))
+        several = rows[0] // tokens != rows[-1] // tokens
+        queries = range(tokens) if several else [row % tokens for row in rows]
+        first, last = queries[0] + low, queries[-1] + call.offset + call.right
+        met.append(sum(first <= k <= last for k in range(keys)))
+    assert tiles == (len(met), sum(met), max(met))
