@@ -5,6 +5,7 @@ from __future__ import annotations
 from .attention_patch import PascalAttentionPatch
 from .ffn_chunking import PascalFFNChunking
 from .flash_attn_functions import PascalFlashAttnFunctions, install_if_asked
+from .int8_linear import PascalInt8Linear
 from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
 from .second_card import PascalSecondCard
@@ -18,6 +19,7 @@ NODE_CLASS_MAPPINGS = {
     "PascalMemoryEstimate": PascalMemoryEstimate,
     "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
+    "PascalInt8Linear": PascalInt8Linear,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
     "PascalSecondCard": PascalSecondCard,
@@ -29,6 +31,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalMemoryEstimate": "Pascal Memory Estimate",
     "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
+    "PascalInt8Linear": "Pascal Int8 Linear",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
     "PascalSecondCard": "Pascal Second Card",

@@ -10,6 +10,7 @@ from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from .attention_patch import name_of_model
 from .comfy import ffn, host, inputs
+from .comfy.injection import install, network_of
 
 MIB = 1 << 20
 _SHARE = 32  # of the card's memory, for one feed-forward call
@@ -69,9 +70,9 @@ class PascalFFNChunking:
         binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
         settings = f"budget {budget} MiB, from {min_tokens} tokens"
         chunking = ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
-        ffn.install(patched, chunking)
-        report = binding.preview(ffn.network_of(patched))
-        inline = inside_blocks(ffn.network_of(patched))
+        install(patched, chunking)
+        report = binding.preview(network_of(patched))
+        inline = inside_blocks(network_of(patched))
         host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
         return patched, "\n".join(filter(None, [report.text(), inline]))
 

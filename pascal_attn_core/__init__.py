@@ -14,6 +14,7 @@ from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
 from .ffn import patch_ffn
+from .int8 import patch_linear_int8
 from .lazy_mask import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
@@ -36,6 +37,7 @@ __all__ = [
     "mask_rule",
     "measure_memory",
     "patch_ffn",
+    "patch_linear_int8",
     "patch_vae",
     "record",
     "recommended_tile_size",

@@ -13,6 +13,28 @@ import torch
 Result = TypeVar("Result")
 
 
+class _Local(threading.local):
+    is_made_up = False
+
+
+_local = _Local()
+
+
+@contextmanager
+def made_up_inputs() -> Iterator[None]:
+    """The user's modules run below on inputs of ours: whoever learns from inputs must not learn from these."""
+    before, _local.is_made_up = _local.is_made_up, True
+    try:
+        yield
+    finally:
+        _local.is_made_up = before
+
+
+def inputs_are_made_up() -> bool:
+    """Whether this thread is within :func:`made_up_inputs`."""
+    return _local.is_made_up
+
+
 def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
     """What ``work()`` returns, run in a new thread that has ended when this returns.
 

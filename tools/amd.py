@@ -67,12 +67,13 @@ def compile_variant(variant: Variant, text: str | None = None) -> bytes:
         RuntimeError: clang's words, where it refuses the source.
     """
     path = compiler() or sys.exit(f"clang {CLANG} with the AMDGPU target must be installed (Debian: clang-16 lld-16)")
-    macros = [f"-D{name}={value}" for name, value in variant.macros().items()]
+    target = amd_geometry.compile_target(variant.arch)
+    options = [*amd_geometry.options(variant.arch), *(f"-D{n}={value}" for n, value in variant.macros().items())]
     with tempfile.TemporaryDirectory() as folder:
         kernel, image = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
         kernel.write_text(source(variant.kind, variant.arch) if text is None else text)
         command = [path, "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-w",
-                   f"--offload-arch={amd_geometry.compile_target(variant.arch)}", *amd_geometry.OPTIONS, *macros,
+                   f"--offload-arch={target}", *options,
                    "-o", str(image), str(kernel)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -257,7 +258,7 @@ def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
         for variant in prebuilt.amd_variants(arch):
             target = amd_geometry.compile_target(arch)
             text = source(variant.kind, variant.arch)
-            yield variant, facts(library.compile(text, target, variant.macros(), amd_geometry.OPTIONS))
+            yield variant, facts(library.compile(text, target, variant.macros(), amd_geometry.options(arch)))
 
 
 def main() -> None:

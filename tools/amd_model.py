@@ -1,17 +1,12 @@
-"""What share of its time a compute unit of gfx9 multiplies, and how long a call takes: a model on machine code.
+"""What share of its time a compute unit of AMD's multiplies, and how long a call takes: a model on machine code.
 
     python tools/amd_model.py                                 the calls that noflash-attention publishes times of
     python tools/amd_model.py --head-dim 128 --dtype float32
+    python tools/amd_model.py --arch gfx1030                  an RX 6800 instead of an MI50
 
-The shipped gfx906 code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of
-its waves issues is played back for as many blocks as a compute unit holds ("Vega" Instruction Set Architecture; AMD,
-"GCN Architecture" whitepaper):
-
-- each of four SIMDs issues every fourth cycle: at most one instruction of each kind, one of each wave, in order;
-- vector arithmetic takes 4 cycles, exp, log, reciprocals and 32-bit integer products 16, 64-bit shifts 8;
-- shared memory gives 32 banks of 4 bytes a cycle, with the conflicts that the addresses have; its answer comes 64
-  cycles later, that of global memory 450, of scalar loads 120: chosen, not measured;
-- waits and barriers stand where the code has them; a branch takes 16 cycles.
+The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of its
+waves issues is played back for as many blocks as a compute unit holds (``amd_unit.py`` says what it knows of them, and
+from where). Waits and barriers stand where the code has them.
 
 Blocks run in rounds, as many at a time as the card holds; those of the last one are spread over the compute units.
 Not modelled: bandwidth of L2 and DRAM, the instruction cache, clocks below the boost clock. No card has confirmed it:
@@ -23,9 +18,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,55 +29,114 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
 
 import amd  # noqa: E402
+from amd_unit import GCN, RDNA2, REACH, SIMDS, ComputeUnit, Event, Timing  # noqa: E402
 from support.amd import machine  # noqa: E402
-from support.amd.code import Instruction, kernels  # noqa: E402
-from support.amd.wave import LANES, Wave  # noqa: E402
+from support.amd.code import Instruction, Operand, kernels  # noqa: E402
+from support.amd.wave import Wave  # noqa: E402
 
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
 from pascal_attn_core.fused import prebuilt  # noqa: E402
 from pascal_attn_core.fused.launches import forward_launches  # noqa: E402
 from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
 
-ARCH = "gfx906"
-COMPUTE_UNITS, HERTZ = 60, 1.725e9  # of an MI50
+
+class Card(NamedTuple):
+    """A card to model. units: its compute units, of RDNA its workgroup processors; flops: of a SIMD in a cycle, in
+    float32."""
+
+    name: str
+    units: int
+    hertz: float
+    timing: Timing
+    flops: int
+
+
+CARDS = {
+    "gfx906": Card("MI50", 60, 1.725e9, GCN, 32),
+    "gfx1030": Card("RX 6800", 30, 2.105e9, RDNA2, 64),
+}
 # noflash-attention 1.0.1, README: milliseconds on an MI50, B1 H16 D64 float16.
 PUBLISHED = {4096: 17.93, 8192: 72.75, 16384: 1325.69}
 _SLOW = re.compile(r"v_(exp|log|rcp|mul_lo_u32|mul_hi|mad_u64)")
 _HALF_RATE = re.compile(r"v_lshlrev_b64")
-_PRODUCT = re.compile(r"v_(fma|fmac|mac|dot2|fma_mix)_")
-_LDS_LATENCY, _MEMORY_LATENCY, _SCALAR_LATENCY, _BRANCH, _BARRIER = 64, 450, 120, 16, 8
-_QUEUE = 64  # cycles of work that the pipes of shared and of global memory accept beyond what they are doing
-_AT_MOST = {"lgkmcnt": 15, "vmcnt": 63}  # transfers that a wave counts
-
-
-class Event(NamedTuple):
-    """One instruction of a wave.
-
-    Attributes:
-        kind: "vector", "lds", "memory", "scalar load", "scalar", "branch", "wait" or "barrier".
-        cycles: that it occupies its unit; waits: of a wait, how many transfers may stay under way.
-        is_product: multiplies and adds floats.
-    """
-
-    kind: str
-    cycles: int = 4
-    waits: tuple[tuple[str, int], ...] = ()
-    is_product: bool = False
+_PRODUCT = re.compile(r"v_(fma|fmac|mac|dot2|dot2c|fma_mix)_")
+_IN_PLACE = re.compile(r"v_(fmac|mac|dot2c)_")
+_TWO_RESULTS = re.compile(r"v_(add|sub|subrev)_co_|v_div_scale|v_mad_u64")
+_NO_RESULT = re.compile(r"(global|flat)_store|ds_write|s_cmp|v_cmpx")
+_MAIN = 64  # products that a stretch of the code has at least to be a part of the tiles' products
 
 
 # ---- from machine code to events -------------------------------------------------------------------------------------
 
 
-def event(wave: Wave, i: Instruction) -> Event:
+class Trace:
+    """What a wave issues, as events."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.events: list[Event] = []
+        self._timing = timing
+        self._written: dict[tuple[str, int], tuple[int, int]] = {}  # register -> (place of the event, its latency)
+
+    def add(self, wave: Wave, i: Instruction) -> None:
+        """The instruction that it is about to execute."""
+        e = event(wave, i, self._timing)
+        if self._timing is RDNA2:
+            e = e._replace(after=self._after(i), stall=_stall(i))
+        self.events.append(e)
+
+    def _after(self, i: Instruction) -> tuple[tuple[int, int], ...]:
+        """The results that it reads and that may be new; its own is written down."""
+        place, results = len(self.events), _results(i)
+        found = set()
+        for source in i.operands if _IN_PLACE.match(i.name) else i.operands[results:]:
+            for register in _registers(source):
+                at, latency = self._written.get(register, (-REACH, 0))
+                if place - at < latency:
+                    found.add((place - at, latency))
+        for destination in i.operands[:results]:
+            for register in _registers(destination):
+                self._written[register] = place, _latency(i.name)
+        return tuple(found)
+
+
+def _registers(operand: Operand) -> list[tuple[str, int]]:
+    return [(operand.kind, operand.number + i) for i in range(operand.count)]
+
+
+def _results(i: Instruction) -> int:
+    """How many of its operands it writes; they are the first ones."""
+    return 0 if _NO_RESULT.match(i.name) else 2 if _TWO_RESULTS.match(i.name) else 1
+
+
+def _latency(name: str) -> int:
+    """Cycles until another instruction of a wave of RDNA 2 can read a result; 0: it waits for a counter."""
+    if name.startswith("v_"):
+        if re.match(r"v_(exp|log|rcp)", name):
+            return 10
+        return 8 if _SLOW.match(name) else 6 if _HALF_RATE.match(name) else 5
+    return 2 if name.startswith("s_") and not name.startswith("s_load") else 0
+
+
+def _stall(i: Instruction) -> int:
+    """Cycles more for vector registers that share one of four banks, if none was read before."""
+    if not i.name.startswith("v_"):
+        return 0
+    sources = i.operands if _IN_PLACE.match(i.name) else i.operands[_results(i) :]
+    banks = Counter(number % 4 for number in {o.number for o in sources if o.kind == "v"})
+    return max(banks.values(), default=1) - 1
+
+
+def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
     """Of the instruction that a wave is about to execute."""
     if i.name.startswith("v_"):
-        cycles = 16 if _SLOW.match(i.name) else 8 if _HALF_RATE.match(i.name) else 4
+        cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
         return Event("vector", cycles, is_product=bool(_PRODUCT.match(i.name)))
     if i.name.startswith("ds_"):
         return Event("lds", lds_cycles(wave, i))
     if i.name.startswith(("global_", "flat_")):
-        return Event("memory", 16 if "x4" in i.name else 8 if "x2" in i.name else 4)
-    if i.name == "s_waitcnt":
+        counter = wave.store_counter if "store" in i.name else "vmcnt"
+        return Event("memory", 16 if "x4" in i.name else 8 if "x2" in i.name else 4, counter=counter)
+    if i.name in ("s_waitcnt", "s_waitcnt_vscnt"):
         return Event("wait", waits=tuple((counter, int(most)) for counter, most in i.options.items()))
     if i.name == "s_barrier":
         return Event("barrier")
@@ -94,7 +146,7 @@ def event(wave: Wave, i: Instruction) -> Event:
 def lds_cycles(wave: Wave, i: Instruction) -> int:
     """Of shared memory: 32 words in a cycle, lanes in their order, the same word once."""
     if not i.name.startswith(("ds_read", "ds_write")):
-        return 2  # between lanes
+        return wave.size // 32  # between lanes
     vector = i.operands[0 if "write" in i.name else 1]
     words = int(i.name.rpartition("_b")[2]) // 32
     unit = 4 * words * (64 if "st64" in i.name else 1)
@@ -102,8 +154,8 @@ def lds_cycles(wave: Wave, i: Instruction) -> int:
     together, cycles = 32 // words, 0
     for offset in offsets:
         first = (wave.unsigned(vector).astype(np.int64) + offset) // 4
-        for lane in range(0, 64, together):
-            lanes = LANES[lane : lane + together]
+        for lane in range(0, wave.size, together):
+            lanes = wave.numbers[lane : lane + together]
             lanes = lanes[wave.lanes[lanes]]
             if len(lanes):
                 some = np.unique(first[lanes, None] + np.arange(words))
@@ -120,12 +172,12 @@ class Block(NamedTuple):
     cols: int
 
 
-def block(head_dim: int, dtype: torch.dtype, tiles: int) -> Block:
+def block(head_dim: int, dtype: torch.dtype, tiles: int, arch: str = "gfx906") -> Block:
     """Of the shipped kernel without a mask, with so many tiles of keys."""
     probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-    variant = variants_of(check_call(probe, probe, probe), ARCH).forward
+    variant = variants_of(check_call(probe, probe, probe), arch).forward
     geometry = variant.geometry
-    code = prebuilt.find(variant, ARCH)
+    code = prebuilt.find_amd(variant)
     if code is None:
         raise SystemExit(f"{variant.name} does not ship")
     generator = torch.Generator().manual_seed(0)
@@ -135,109 +187,12 @@ def block(head_dim: int, dtype: torch.dtype, tiles: int) -> Block:
     )
     call = check_call(query, key, value)
     (launch,) = forward_launches(call, Plan(variant), empty_output(call))
-    waves: list[list[Event]] = [[] for _ in range(launch.threads // 64)]
-    machine.run(launch, kernels(code)[launch.function], lambda wave, i: waves[wave.index].append(event(wave, i)))
+    kernel = kernels(code)[launch.function]
+    traces = [Trace(CARDS[arch].timing) for _ in range(launch.threads // kernel.lanes)]
+    machine.run(launch, kernel, lambda wave, i: traces[wave.index].add(wave, i))
     (facts,) = amd.facts(code)
-    resident = amd.waves(ARCH, facts.vector, facts.shared, launch.threads) * 4 // len(waves)
-    return Block(waves, resident, geometry.rows, geometry.cols)
-
-
-# ---- a compute unit --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Group:
-    """The waves of a block, for their barriers."""
-
-    waves: list[_Wave] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Wave:
-    events: Sequence[Event]
-    group: _Group
-    at: int = 0
-    ready: int = 0
-    is_blocked: bool = False
-    counters: dict[str, deque[int]] = field(default_factory=lambda: {"lgkmcnt": deque(), "vmcnt": deque()})
-
-    @property
-    def is_done(self) -> bool:
-        return self.at >= len(self.events)
-
-
-class ComputeUnit:
-    """Four SIMDs, and what they share.
-
-    Attributes:
-        vector_cycles: that SIMDs computed, all together; lds_cycles: that shared memory worked.
-    """
-
-    def __init__(self, blocks: Sequence[Sequence[Sequence[Event]]], apart: int = 700):
-        """``blocks``: the events of each one's waves; they begin ``apart`` cycles after one another."""
-        self.simds: list[list[_Wave]] = [[], [], [], []]
-        for number, waves in enumerate(blocks):
-            group = _Group()
-            for events in waves:
-                wave = _Wave(events, group, ready=number * apart)
-                group.waves.append(wave)
-                min(self.simds, key=len).append(wave)
-        self.vector_cycles = self.lds_cycles = 0
-        self._free = {"lds": 0, "memory": 0}
-        self._vector_free = [0, 0, 0, 0]
-
-    def run(self) -> int:
-        """Cycles until all waves are done."""
-        cycle = 0
-        while any(not wave.is_done for waves in self.simds for wave in waves):
-            simd = cycle & 3
-            taken: set[str] = set()
-            for wave in self.simds[simd]:
-                if not wave.is_done and not wave.is_blocked and wave.ready <= cycle:
-                    self._issue(wave, wave.events[wave.at], simd, cycle, taken)
-            cycle += 1
-        return cycle
-
-    def _issue(self, wave: _Wave, e: Event, simd: int, cycle: int, taken: set[str]) -> None:
-        for queue in wave.counters.values():
-            while queue and queue[0] <= cycle:
-                queue.popleft()
-        if e.kind == "wait":
-            late = [wave.counters[c][-most - 1] for c, most in e.waits if len(wave.counters.get(c, ())) > most]
-            if late:
-                wave.ready = max(late)
-                return
-        elif e.kind in taken and e.kind != "barrier":
-            return
-        elif e.kind == "vector":
-            if self._vector_free[simd] > cycle:
-                return
-            self._vector_free[simd] = cycle + e.cycles
-            self.vector_cycles += e.cycles
-        elif e.kind in self._free:
-            counter, latency = ("lgkmcnt", _LDS_LATENCY) if e.kind == "lds" else ("vmcnt", _MEMORY_LATENCY)
-            queue = wave.counters[counter]
-            if len(queue) >= _AT_MOST[counter] or self._free[e.kind] > cycle + _QUEUE:
-                return
-            self._free[e.kind] = max(cycle, self._free[e.kind]) + e.cycles
-            self.lds_cycles += e.cycles if e.kind == "lds" else 0
-            queue.append(max(self._free[e.kind] + latency, queue[-1] if queue else 0))
-        elif e.kind == "scalar load":
-            queue = wave.counters["lgkmcnt"]
-            queue.append(max(cycle + _SCALAR_LATENCY, queue[-1] if queue else 0))
-        taken.add(e.kind)
-        wave.at += 1
-        wave.ready = cycle + (_BRANCH if e.kind == "branch" else 4)
-        if e.kind == "barrier":
-            self._meet(wave, cycle)
-
-    def _meet(self, wave: _Wave, cycle: int) -> None:
-        wave.is_blocked = True
-        members = wave.group.waves
-        if all(other.is_blocked or other.is_done for other in members):
-            for other in members:
-                other.is_blocked = False
-                other.ready = max(other.ready, cycle + _BARRIER)
+    resident = amd.waves(arch, facts.vector, facts.shared, launch.threads) * SIMDS // len(traces)
+    return Block([trace.events for trace in traces], resident, geometry.rows, geometry.cols)
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -257,59 +212,93 @@ class Speed(NamedTuple):
     """Of a kernel on a compute unit.
 
     Attributes:
-        paces: with one block, two, ... as many as it holds; products: share of the instructions that multiply.
-        rows, cols: queries and keys of a tile.
+        paces: with one block, two, ... as many as it holds; products: share of the instructions that multiply, of all
+            and of those in the stretches between two branches or barriers that hold the products of a tile.
+        rows, cols: queries and keys of a tile; units: of the card.
     """
 
     paces: list[Pace]
     products: float
+    products_of_main: float
     rows: int
     cols: int
+    units: int = 60
 
     def cycles(self, blocks: int, tokens: int) -> float:
-        """Of an MI50, for so many blocks."""
-        rounds, rest = divmod(blocks, COMPUTE_UNITS * len(self.paces))
+        """Of the card, for so many blocks."""
+        rounds, rest = divmod(blocks, self.units * len(self.paces))
         tiles = -(-tokens // self.cols)
-        counts = [len(self.paces)] * rounds + [-(-rest // COMPUTE_UNITS)] * (rest > 0)
+        counts = [len(self.paces)] * rounds + [-(-rest // self.units)] * (rest > 0)
         return sum(self.paces[count - 1].start + tiles * self.paces[count - 1].tile for count in counts)
 
 
-def speed(head_dim: int, dtype: torch.dtype, tiles: tuple[int, int] = (8, 16)) -> Speed:
-    """From the difference of two numbers of tiles of keys."""
-    few, many = (block(head_dim, dtype, n) for n in tiles)
-    counts = [Counter(e.is_product for e in b.waves[0]) for b in (few, many)]
-    issued = counts[1] - counts[0]
-    paces = [pace(few.waves, many.waves, count + 1, tiles) for count in range(few.resident)]
-    return Speed(paces, issued[True] / sum(issued.values()), few.rows, few.cols)
+def speed(
+    head_dim: int, dtype: torch.dtype, arch: str = "gfx906", tiles: tuple[int, int] = (8, 16), *, banks: bool = False
+) -> Speed:
+    """From the difference of two numbers of tiles of keys. banks: as of ``amd_unit.ComputeUnit``."""
+    card = CARDS[arch]
+    few, many = (block(head_dim, dtype, n, arch) for n in tiles)
+    shares = []
+    for chosen in (list, main_blocks):
+        counts = [Counter(e.is_product for e in chosen(b.waves[0])) for b in (few, many)]
+        issued = counts[1] - counts[0]
+        shares.append(issued[True] / sum(issued.values()))
+    paces = [pace(few.waves, many.waves, count + 1, tiles, card.timing, banks=banks) for count in range(few.resident)]
+    return Speed(paces, *shares, few.rows, few.cols, card.units)
 
 
-def pace(few: list[list[Event]], many: list[list[Event]], blocks: int, tiles: tuple[int, int]) -> Pace:
-    units = [ComputeUnit([waves] * blocks) for waves in (few, many)]
+def main_blocks(events: list[Event]) -> list[Event]:
+    """Of the stretches between two branches or barriers those with many products."""
+    found: list[Event] = []
+    stretch: list[Event] = []
+    for e in [*events, Event("barrier")]:
+        stretch.append(e)
+        if e.kind in ("branch", "barrier"):
+            found += stretch if sum(e.is_product for e in stretch) >= _MAIN else []
+            stretch = []
+    return found
+
+
+def pace(
+    few: list[list[Event]],
+    many: list[list[Event]],
+    blocks: int,
+    tiles: tuple[int, int],
+    timing: Timing = GCN,
+    *,
+    banks: bool = False,
+) -> Pace:
+    units = [ComputeUnit([waves] * blocks, timing, banks=banks) for waves in (few, many)]
     cycles = [unit.run() for unit in units]
     more = cycles[1] - cycles[0]
     tile = more / (tiles[1] - tiles[0])
-    computing = (units[1].vector_cycles - units[0].vector_cycles) / more / len(units[0].simds)
-    lds = (units[1].lds_cycles - units[0].lds_cycles) / more
+    computing = (units[1].vector_cycles - units[0].vector_cycles) / more / SIMDS
+    lds = (units[1].lds_cycles - units[0].lds_cycles) / more / timing.pipes
     return Pace(tile, cycles[0] - tiles[0] * tile, computing, lds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="gfx906", choices=sorted(CARDS))
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float16", choices=["float16", "float32"])
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--banks", action="store_true", help="operands in one bank of registers always wait (RDNA)")
     arguments = parser.parse_args()
-    found = speed(arguments.head_dim, getattr(torch, arguments.dtype))
+    card = CARDS[arguments.arch]
+    found = speed(arguments.head_dim, getattr(torch, arguments.dtype), arguments.arch, banks=arguments.banks)
     full = found.paces[-1]
-    flops = 4 * found.rows * found.cols * arguments.head_dim * len(found.paces) / full.tile * COMPUTE_UNITS * HERTZ
+    flops = 4 * found.rows * found.cols * arguments.head_dim * len(found.paces) / full.tile * card.units * card.hertz
+    most = SIMDS * card.units * card.hertz * card.flops * (2 if arguments.dtype == "float16" else 1)
     print(
-        f"{len(found.paces)} blocks of {found.rows} queries: {full.tile:.0f} cycles for {found.cols} keys, "
-        f"{flops / 1e12:.1f} TFLOP/s; {found.products:.0%} of the instructions multiply and add, "
-        f"SIMDs compute {full.computing:.0%} of the time, shared memory works {full.lds:.0%}"
+        f"{card.name}, {len(found.paces)} blocks of {found.rows} queries: {full.tile:.0f} cycles for {found.cols} "
+        f"keys, {flops / 1e12:.1f} TFLOP/s, {flops / most:.0%} of its peak; {found.products:.0%} of the instructions "
+        f"multiply and add, {found.products_of_main:.0%} of those in the main blocks; SIMDs compute "
+        f"{full.computing:.0%} of the time, shared memory works {full.lds:.0%}"
     )
-    is_published = (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
+    is_published = card.name == "MI50" and (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
     for tokens, published in PUBLISHED.items():
-        own = 1e3 * found.cycles(arguments.heads * -(-tokens // found.rows), tokens) / HERTZ
+        own = 1e3 * found.cycles(arguments.heads * -(-tokens // found.rows), tokens) / card.hertz
         beside = f"; noflash-attention publishes {published} ms, {published / own:.1f} times as much"
         print(f"{tokens:6d} tokens: {own:.1f} ms{beside if is_published else ''}")
 

@@ -4,6 +4,7 @@ not changed since, down to the last token behind the preprocessor."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -22,14 +23,14 @@ from typing import Any
 
 from pascal_attn_core.fused import prebuilt
 from pascal_attn_core.fused import source as today
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.compilation import Compilation
 
 ROOT = Path(__file__).resolve().parent.parent
 FUSED = "pascal_attn_core/fused"
 TABLE = "docs/fused-static.txt"
 
 
-def code_hash(variant: Variant, sources: ModuleType = today) -> str:
+def code_hash(variant: Compilation, sources: ModuleType = today) -> str:
     """Hash of what the preprocessor leaves of a variant's text: all that its machine code depends on.
 
     Args:
@@ -39,8 +40,16 @@ def code_hash(variant: Variant, sources: ModuleType = today) -> str:
     return _code_hash(sources.source(variant.kind), tuple(there.macros().items()))
 
 
-def _there(variant: Variant, sources: ModuleType) -> Variant:
-    return sources.Variant(variant.kind, variant.head_dim, variant.dtype, variant.mask, variant.padded)
+def _there(variant: Compilation, sources: ModuleType) -> Compilation:
+    """
+    Raises:
+        KeyError: there were none of its class then.
+    """
+    try:
+        kind = getattr(sources, type(variant).__name__)
+    except AttributeError as error:
+        raise KeyError(variant.name) from error
+    return kind(**{field.name: getattr(variant, field.name) for field in dataclasses.fields(variant)})
 
 
 @functools.cache
@@ -64,25 +73,27 @@ class Earlier:
         self._manifest: dict[str, Any] = json.loads((self._packs / "manifest.json").read_text())
         self.table = (root / TABLE).read_text()
 
-    def digest(self, variant: Variant) -> str:
+    def digest(self, variant: Compilation) -> str:
         """The hash by which its table and cubins name what they were made from; "" where there is no such variant."""
         try:
             return self._sources.digest(_there(variant, self._sources))
         except KeyError:
             return ""
 
-    def variants(self) -> Iterator[Variant]:
-        """All that there were."""
-        return self._sources.all_variants()
+    def variants(self) -> Iterator[Compilation]:
+        """All that there were, of attention and of linear layers."""
+        yield from self._sources.all_variants()
+        if hasattr(self._sources, "linear_variants"):
+            yield from self._sources.linear_variants()
 
-    def has(self, variant: Variant) -> bool:
+    def has(self, variant: Compilation) -> bool:
         """Whether the variant's machine code is the same as today's."""
         try:
             return code_hash(variant, self._sources) == code_hash(variant)
         except (KeyError, subprocess.CalledProcessError):  # there was no such variant then
             return False
 
-    def cubin(self, variant: Variant, arch: int) -> bytes | None:
+    def cubin(self, variant: Compilation, arch: int) -> bytes | None:
         """The one that the commit ships, if it is still right."""
         pack = prebuilt.pack_name(arch, variant)
         place = self._manifest["packs"].get(pack, {}).get(variant.name)

@@ -18,12 +18,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from earlier import Earlier, checked_out, code_hash
+from linear_share import linear_share
 from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
 from pascal_attn_core.fused import nvrtc as _nvrtc
 from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused.compilation import Compilation
 from pascal_attn_core.fused.nvrtc import usage
-from pascal_attn_core.fused.source import KINDS, Variant, all_variants, digest, source
+from pascal_attn_core.fused.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "fused"
@@ -37,7 +39,13 @@ _HEAD = """\
 """
 
 
-def archs_of(variant: Variant) -> list[int]:
+def every_variant() -> Iterator[Compilation]:
+    """Of attention, then of linear layers."""
+    yield from all_variants()
+    yield from linear_variants()
+
+
+def archs_of(variant: Compilation) -> list[int]:
     """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
     with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
     if variant.kind.startswith("capped"):
@@ -54,7 +62,7 @@ def nvrtc(arch: int) -> _nvrtc.Nvrtc:
     return found[0]
 
 
-def compiled(variant: Variant, arch: int) -> _nvrtc.Compiled:
+def compiled(variant: Compilation, arch: int) -> _nvrtc.Compiled:
     """The variant's machine code and the compiler's log, from ``build/fused`` if they are cached."""
     stem = BUILD / f"{code_hash(variant)[:32]}-sm_{arch}"
     cubin, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
@@ -79,10 +87,12 @@ def read_cell(text: str) -> tuple[list[tuple[int, int]], int]:
     return [(int(registers), int(spilled or 0)) for registers, _, spilled in pairs], int(shared)
 
 
-def digests(digest_of: Callable[[Variant], str] = digest, variants: Iterable[Variant] | None = None) -> dict[str, str]:
+def digests(
+    digest_of: Callable[[Compilation], str] = digest, variants: Iterable[Compilation] | None = None
+) -> dict[str, str]:
     """Kind of kernel -> hash of the source and the macros of all its variants. Of these; None = today's."""
     texts: dict[str, str] = {}
-    for variant in all_variants() if variants is None else variants:
+    for variant in every_variant() if variants is None else variants:
         texts[variant.kind] = texts.get(variant.kind, "") + digest_of(variant)
     return {kind: hashlib.sha256(text.encode()).hexdigest()[:12] for kind, text in texts.items()}
 
@@ -116,8 +126,8 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlie
     rows = read_table()
     known = read_table(earlier.table) if earlier else {}
     jobs = []
-    for variant in all_variants():
-        if variant.kind not in kinds or (variant.padded and not padded):
+    for variant in every_variant():
+        if variant.kind not in kinds or (isinstance(variant, Variant) and variant.padded and not padded):
             continue
         same = known.get(variant.name, {}) if earlier and earlier.has(variant) else {}
         for arch in archs_of(variant):
@@ -131,17 +141,17 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlie
             rows.setdefault(variant.name, {})[arch] = text
     lines = [
         " ".join([variant.name, *(rows[variant.name][arch] for arch in sorted(rows[variant.name]))])
-        for variant in all_variants()
+        for variant in every_variant()
         if variant.name in rows
     ]
     made_from = {kind: found for kind, found in read_digests().items() if kind not in kinds}
     if padded and set(archs) == set(ARCHS):
         made_from |= {kind: found for kind, found in digests().items() if kind in kinds}
-    words = " ".join(f"{kind} {made_from[kind]}" for kind in KINDS if kind in made_from)
+    words = " ".join(f"{kind} {made_from[kind]}" for kind in ALL_KINDS if kind in made_from)
     TABLE.write_text(_HEAD.format(*NVRTC, words) + "\n".join(lines) + "\n")
 
 
-def _table_cell(job: tuple[Variant, int]) -> str:
+def _table_cell(job: tuple[Compilation, int]) -> str:
     variant, arch = job
     return cell(arch, compiled(variant, arch).log)
 
@@ -185,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["table", "prebuilt", "share"])
     parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="for table: which kernels")
+    parser.add_argument("--kinds", nargs="*", default=ALL_KINDS, choices=ALL_KINDS, help="for table: which kernels")
     parser.add_argument("--unpadded", action="store_true", help="for table: only head_dims of the tables")
     parser.add_argument("--since", metavar="COMMIT", help="compile only what has changed since this commit")
     arguments = parser.parse_args()
@@ -205,6 +215,9 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         for kind, head_dim, dtype, value in shares():
             print(f"{kind:14} {head_dim:8} {dtype:8} {value:5.1%}")
         made = sum(kernel.products for kind, kernel in KERNELS.items() if kind != "forward")
+        print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
+        for size in (1024, 3072):
+            print(f"{size:25} " + " ".join(f"{value:5.1%}" for value in linear_share(nvrtc(61), size, size)))
         print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the {made} that they make")
 
 

@@ -1,5 +1,5 @@
 """Reads the machine code of Maxwell and Pascal cubins (sm_50 ... sm_62) as far as counting needs it: which instructions
-are FFMA, branches and memory accesses. 64-bit words, the first of every four being scheduling information."""
+are FFMA, IDP (dp4a), branches and memory accesses. Words of 64 bits, the first of every four scheduling information."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 _OPCODES = {
     "FFMA": ((0xFF800000, 0x59800000), (0xFF800000, 0x49800000), (0xFF800000, 0x51800000),
              (0xFE800000, 0x32800000), (0xFC000000, 0x0C000000)),
+    "IDP": ((0xFFF80000, 0x53F80000),),
     "BRA": ((0xFFF00000, 0xE2400000),),
+    "EXIT": ((0xFFF00000, 0xE3000000),),
     "LDS": ((0xFFF80000, 0xEF480000),),
     "STS": ((0xFFF80000, 0xEF580000),),
     "LDG": ((0xFFF80000, 0xEED00000),),

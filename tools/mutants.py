@@ -25,6 +25,7 @@ COPIED = ("pascal_attn_core", "tests", "tools", "docs", "pyproject.toml")
 TESTS = ("tests/contract/fused/test_geometries.py", "tests/contract/fused/test_emulation.py")
 AMD_TESTS = ("tests/contract/fused/test_amd.py",)
 CAPPED_TESTS = ("tests/contract/fused/test_capped.py",)
+LINEAR_TESTS = ("tests/contract/fused/test_int8_linear.py",)
 GRADIENT_TESTS = ("tests/contract/fused/test_tensor_gradients.py",)
 
 
@@ -48,6 +49,10 @@ class Mutant:
 
 def _gradient(right: str, wrong: str, file: str = "tensor_gradient.cu") -> Mutant:
     return Mutant(file, right, wrong, tests=GRADIENT_TESTS)
+
+
+def _linear(right: str, wrong: str, *, is_noticed: bool = True) -> Mutant:
+    return Mutant("int8_linear.cu", right, wrong, is_noticed, LINEAR_TESTS)
 
 
 def _amd(right: str, wrong: str, file: str = "forward.cu", *, is_noticed: bool = True) -> Mutant:
@@ -98,7 +103,7 @@ MUTANTS = {
     ),
     "first_tile_ignored": Mutant("forward.cu", "at.row0 = (tile + p.first_tile) * PA_BR;", "at.row0 = tile * PA_BR;"),
     "first_batch_ignored": Mutant("forward.cu", "at.b = blockIdx.z + p.first_batch;", "at.b = blockIdx.z;"),
-    "bfloat_truncated": Mutant("common.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
+    "bfloat_truncated": Mutant("elements.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
     "v_row_past_the_end": Mutant("product.cuh", "first + row < rows ?", "first + row <= rows ?"),
     "one_head_of_a_group": Mutant("grad_key_value.cu", "h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
     "delta_takes_the_sign_of_lse": Mutant("grad_query.cu", "sum - (p.grad_lse", "sum + (p.grad_lse"),
@@ -164,6 +169,33 @@ MUTANTS = {
     "volta_right_operand_of_one_side": _gradient(
         "t.lane / 16 * 8 + t.lane % 8", "t.lane / 16 * 8 + t.lane % 4", "volta.cuh"
     ),
+    "linear_gates_are_the_values": _linear("(is_gate ? p.cols : 0)", "0"),
+    "linear_gate_of_the_same_row": _linear("(r + EACH / 2) % EACH", "r"),
+    "linear_last_words_of_a_row": _linear("least(w, p.words - 4)", "least(w, p.words - 8)"),
+    "linear_last_word_of_a_row": _linear("least(w + 3, p.words - 1)", "least(w + 3, p.words - 2)"),
+    "linear_int32_offset": _linear("(i64)weight_row(p, n0, r, EACH) * p.words", "weight_row(p, n0, r, EACH) * p.words"),
+    "linear_int32_row_of_x": _linear("const i64 row = blockIdx.x;", "const int row = blockIdx.x * (int)p.row_stride;"),
+    "linear_nan_is_no_maximum": _linear("bits > most ? bits", "bits > most && bits <= 0x7f800000u ? bits"),
+    "linear_codes_by_the_reciprocal": _linear(
+        "    q = fmaf(fmaf(-q, s, x), r, q);\n    return fmaf(", "    return q; fmaf("
+    ),
+    # One correction is right for all but very few numbers.
+    "linear_codes_by_one_correction": _linear("    q = fmaf(fmaf(-q, s, x), r, q);\n", "", is_noticed=False),
+    "linear_rotation_of_other_lanes": _linear("rotated_across(v[j][i], 4)", "rotated_across(v[j][i], 2)"),
+    "linear_rotation_in_another_order": _linear(
+        "(v[0][i] + near) + (v[1][i] + far)", "(v[0][i] + v[1][i]) + (near + far)"
+    ),
+    "linear_scales_in_another_order": _linear(
+        "__fmul_rn(__int2float_rn(sum), __fmul_rn(x_scale, scale))",
+        "__fmul_rn(__fmul_rn(__int2float_rn(sum), x_scale), scale)",
+    ),
+    "linear_first_tile_ignored": _linear("(int)blockIdx.x + p.first_tile, band", "(int)blockIdx.x, band"),
+    "linear_first_tile_ignored_by_few_rows": _linear("((int)blockIdx.x + p.first_tile) * FEW", "(int)blockIdx.x * FEW"),
+    "linear_last_band_is_whole": _linear("least(BAND, p.row_tiles - band * BAND)", "BAND"),
+    "linear_long_rows_are_read_once": _linear("is_long = round < p.columns", "is_long = false"),
+    "linear_words_behind_a_row": _linear("row0 + m < p.rows && w < p.x_words", "row0 + m < p.rows"),
+    "linear_sums_of_the_next_row": _linear("sums[r][j] = sums[r + 1][j]", "sums[r][j] = sums[7][j]"),
+    "linear_scale_of_zero": _linear("if (scale < LEAST_SCALE) scale = LEAST_SCALE;", ""),
     "scores_kept_far_too_long": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 100.f", is_noticed=False),
     "scores_never_kept": Mutant("forward.cu", "#define SLACK 8.f", "#define SLACK 0.f", is_noticed=False),
 }

@@ -104,7 +104,7 @@ class Run:
 
     Attributes:
         subject: class of the model, ``"Flux"``.
-        part: ``"diffusion model"``, ``"VAE"``, ``"text encoder"`` or ``"feed-forward"``.
+        part: ``"diffusion model"``, ``"VAE"``, ``"text encoder"``, ``"feed-forward"`` or ``"int8"``.
         settings: the patch's settings as one line.
         device, unique_id, prompt_id: where, by which node, in which prompt.
         tallies: what happened, by kind of call.

@@ -18,6 +18,7 @@ PATCHES = {
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
     "PascalFFNChunking": "Pascal FFN Chunking",
+    "PascalInt8Linear": "Pascal Int8 Linear",
 }
 Prompt = Mapping[str, Mapping[str, Any]]
 

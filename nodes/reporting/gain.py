@@ -88,13 +88,17 @@ def gain_line(runs: Sequence[Run], attention: str) -> str:
     return f"{nothing_because(runs, attention)}."
 
 
+_OTHER_PARTS = {"feed-forward": "feed-forward layers", "int8": "linear layers in int8"}
+_NO_CALL = "Nothing gained: no call came here"
+
+
 def nothing_because(runs: Sequence[Run], attention: str) -> str:
     """Why nothing was gained, without a full stop."""
     calling = [run for run in runs if run.tallies]
     calls = sum(run.count() for run in calling)
     if not calls:
-        chunked = any(run.part == "feed-forward" for run in runs)
-        return "No attention was patched: feed-forward layers alone" if chunked else "Nothing gained: no call came here"
+        others = [words for part, words in _OTHER_PARTS.items() if any(run.part == part for run in runs)]
+        return f"No attention was patched: {' and '.join(others)} alone" if others else _NO_CALL
     taken = [(kind, tally) for run in calling for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
     if not taken:
         return f"Nothing to gain: {_why_none_taken(calling)}"

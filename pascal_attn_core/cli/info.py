@@ -13,6 +13,8 @@ import torch
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
 from ..device import DeviceInfo
+from ..int8.report import WAYS
+from ..int8.ways import way_on
 from ..observe.machine import (
     MIB,
     Machine,
@@ -53,6 +55,7 @@ class Info:
         timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
         timed_tiles: the same for tiles and torch's kernel, on a CPU.
         timed_plain: the same for the fused kernel and torch's math attention, on AMD's cards.
+        int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
     """
 
     machine: Machine
@@ -61,6 +64,7 @@ class Info:
     timed: dict[str, float] = field(default_factory=dict)
     timed_tiles: dict[str, float] = field(default_factory=dict)
     timed_plain: dict[str, float] = field(default_factory=dict)
+    int8: tuple[str, str] | None = None
 
 
 def add_parser(subparsers: Any) -> None:
@@ -90,6 +94,7 @@ def gather() -> Info:
         timed={str(kind): ratio for kind, ratio in runtime.part(Timings).known.items() if ratio is not None},
         timed_plain={str(kind): ratio for kind, ratio in runtime.part(PlainTimings).known.items() if ratio is not None},
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
+        int8=way_on(runtime.device) if runs else None,
     )
 
 
@@ -118,6 +123,9 @@ def describe(info: Info) -> str:
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
     lines += _together_lines(info)
     lines += _route_lines(info)
+    if info.int8 is not None:
+        way, why = info.int8
+        lines.append(line("int8", f"linear layers, if asked for: by {WAYS[way]}" + (f"; {why}" if why else "")))
     return "\n".join(lines)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-Selector = str | type | Callable[[str, nn.Module], Any]
+from ..selectors import matches, selectors
 
 _FFN_NAME = re.compile(
     r"(?:^|\.)(?:\w+_)?(?:ff|ffn|mlp|feed_forward|feedforward|fc_block)(?:_(?:in|context|i|t|c|img|txt|\d+))?$"
@@ -49,7 +48,7 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
             list stands for its experts: each is called with its own tokens.
         exclude: never these; likewise.
     """
-    chosen, dropped = _selectors("include", include), _selectors("exclude", exclude)
+    chosen, dropped = selectors("include", include), selectors("exclude", exclude)
     taken: list[str] = []
     named: list[str] = []
     mixtures: list[str] = []
@@ -57,10 +56,10 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
     for name, module in model.named_modules():
         if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
             continue
-        if dropped and _matches(dropped, name, module):
+        if dropped and matches(dropped, name, module):
             taken.append(name)
             continue
-        is_chosen = include is None or _matches(chosen, name, module)
+        is_chosen = include is None or matches(chosen, name, module)
         if is_chosen and _holds_experts(module):
             mixtures.append(f"{name}." if name else "")
             continue
@@ -167,29 +166,3 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
-
-
-def _selectors(what: str, given: Any) -> list[Selector]:
-    if given is None:
-        return []
-    several = [given] if isinstance(given, (str, type)) or callable(given) else given
-    if not isinstance(several, Iterable):
-        raise TypeError(f"{what} must be a pattern, a class, a predicate or several of them, got {given!r}")
-    several = list(several)
-    for one in several:
-        if not (isinstance(one, (str, type)) or callable(one)):
-            raise TypeError(f"{what} must hold patterns, classes and predicates, got {one!r}")
-    return several
-
-
-def _matches(selectors: list[Selector], name: str, module: nn.Module) -> bool:
-    for selector in selectors:
-        if isinstance(selector, str):
-            if fnmatchcase(name, selector):
-                return True
-        elif isinstance(selector, type):
-            if isinstance(module, selector):
-                return True
-        elif selector(name, module):
-            return True
-    return False

@@ -17,6 +17,7 @@ from .hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
+from .state import hooked_children
 from .watch import Watch
 
 _MAX_PLANS = 256
@@ -76,6 +77,10 @@ class SlicedForward:
         if torch.compiler.is_compiling():
             return plan or WHOLE
         if plan is None or (plan.proof is not None and not self._holds(plan)):
+            hooked = hooked_children(self.module) if site.settings.verify else []
+            if hooked:  # until it is taken off
+                plan = site.used[key] = Plan((), f"a hook on {hooked[0]} would see slices of its tokens", refused=True)
+                return plan
             with _proof_lock:
                 plan = self._made_plan(site, x, args, kwargs, key)
             if len(site.plans) >= _MAX_PLANS:

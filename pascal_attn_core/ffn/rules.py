@@ -307,8 +307,9 @@ def _linear(call: Call) -> TokenAxis:
 
 
 def _scaled_linear(call: Call) -> TokenAxis:
-    """``A @ B.T * scales``, B quantised with one scale for each of its rows."""
-    if list(call.axes) != ["A"]:
+    """A linear layer whose weight is quantised with a scale for each of its rows, and its input, if at all, likewise;
+    the input is the first argument."""
+    if list(call.axes) != [next(iter(call.arguments))]:
         raise NotTokenwise(f"multiplies tokens with each other ({call.name})")
     if call.axis.dim == call.source.dim() - 1:
         raise NotTokenwise(f"sums over the tokens ({call.name})")
@@ -378,7 +379,8 @@ _RULES: dict[str, Callable[[Call], TokenAxis]] = {
     "convolution": _convolution,
 }  # fmt: skip
 
-_FOREIGN = {"quanto::qbytes_mm": _scaled_linear}  # operators of other libraries, by their full name
+# Operators of other libraries, and our own, by their full name.
+_FOREIGN = dict.fromkeys(("quanto::qbytes_mm", "pascal_attn::int8_linear"), _scaled_linear)
 
 _BY_VALUE = "chooses its path by the values of the tokens"
 _SELECTS = "selects, routes or places tokens by their values"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..own_thread import made_up_inputs
 from .hosts import PLAIN, casts_weights, hook_names, is_hooked, settings_of
 from .rules import NotTokenwise
 
@@ -37,7 +38,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)  # a cast that is found in the cache does not appear among the operators
     changed: list[str] = []
     try:
-        yield
+        with made_up_inputs():
+            yield
     finally:
         torch.set_autocast_cache_enabled(cache)
         for name, snapshot in before:

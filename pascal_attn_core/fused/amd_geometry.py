@@ -15,7 +15,7 @@ the same, so :func:`.amd_code.renamed` gives the code object the name that the c
 What the host does for a variant with an ``arch``:
 
 - machine code: :func:`.prebuilt.find_amd`, which is renamed already; else HIPRTC with the text
-  ``source(variant.kind, variant.arch)``, the macros ``variant.macros()`` as ``-Dname=value``, :data:`OPTIONS` and
+  ``source(variant.kind, variant.arch)``, the macros ``variant.macros()`` as ``-Dname=value``, :func:`options` and
   ``--offload-arch=`` :func:`compile_target`, and the result through :func:`.amd_code.renamed`. ``digest(variant)`` is
   the key of a cached one, together with ``base(arch)`` and the compiler's version.
 - a launch: ``variant.functions``, the grid and the threads of :class:`.launches.Launch`, no dynamic shared memory. The
@@ -39,9 +39,11 @@ _SAME = {
 COMPILED = {"gfx904": "gfx900", "gfx1013": "gfx1010"}
 _HAVE_DOTS = ("gfx906", "gfx1012", "gfx1030")
 NO_DOT = "-no-dot"
-# Of the compiler, besides macros and the architecture. The kernels write every multiply-add as one. Loop strength
+# The kernels write every multiply-add as one. Loop strength
 # reduction keeps addresses of its own in registers that the sums need.
-OPTIONS = ("-O3", "-ffp-contract=on", "-mcode-object-version=4", "-mllvm", "-disable-lsr")
+_OPTIONS = ("-O3", "-ffp-contract=on", "-mcode-object-version=4", "-mllvm", "-disable-lsr")
+# gfx1010's code runs on gfx1030 as well (NO_DOT), which has no v_mac_f32: clang divides 64-bit integers with it.
+_OPTIONS_RDNA1 = ("-Xclang", "-target-feature", "-Xclang", "-mad-mac-f32-insts")
 LDS_BYTES = 64 << 10  # shared memory that a block may have
 
 
@@ -76,6 +78,16 @@ def base(arch: str) -> str:
 def compile_target(arch: str) -> str:
     """What a compiler is told to make code for."""
     return arch if arch in COMPILED else base(arch)
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """Of the compiler, besides macros and :func:`compile_target`."""
+    return (*_OPTIONS, *options_beyond_all(arch))
+
+
+def options_beyond_all(arch: str) -> tuple[str, ...]:
+    """Those of :func:`options` that other architectures do not have."""
+    return _OPTIONS_RDNA1 if base(arch) == "gfx1010" else ()
 
 
 def has_dots(arch: str) -> bool:

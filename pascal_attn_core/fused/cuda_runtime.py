@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from ..device import DeviceInfo
 from ..observe.machine import ask_driver
 from . import nvrtc
+from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, GpuRuntime, driver_error
 from .params import Params
-from .source import Variant, source
+from .source import source
 
-_RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -27,6 +27,8 @@ class CudaDriver(Driver):
     Raises:
         OSError: there is none on this machine.
     """
+
+    prefix = "cu"
 
     def __init__(self, name: str | None = None):
         self._lib = ctypes.CDLL(name or ("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
@@ -63,25 +65,6 @@ class CudaDriver(Driver):
             yield
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
-        module, handles = ctypes.c_void_p(), {}
-        with self.on(index), self._relaxed_capture():
-            self.call("cuModuleLoadData", ctypes.byref(module), image)
-            for name in functions:
-                handles[name] = ctypes.c_void_p()
-                self.call("cuModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
-        return handles
-
-    @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        # Loading allocates, which a capture in this thread would otherwise forbid.
-        mode = ctypes.c_int(_RELAXED_CAPTURE)
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
         """Above 48 KiB that has to be said before a launch."""
@@ -148,7 +131,7 @@ class CudaRuntime(GpuRuntime):
         compiler = self.find_compiler(_number(arch))
         return None if compiler is None else compiler.version
 
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         compiler = self.find_compiler(_number(arch))
         if compiler is None:
             raise CompileError(self.no_compiler(arch))

@@ -4,16 +4,19 @@ compiler for what does not ship. CUDA's is in ``cuda_runtime.py`` and ``nvrtc.py
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from ..device import DeviceInfo
+from .compilation import Compilation
 from .params import Params
-from .source import Variant
 
+_RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
 # some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999). HIP
@@ -56,19 +59,54 @@ class CompileError(RuntimeError):
 
 
 class Driver(ABC):
-    """Loads and launches machine code on torch's devices, on torch's current streams."""
+    """Loads and launches machine code on torch's devices, on torch's current streams.
+
+    Attributes:
+        prefix: of the names of the library's functions: HIP has many of CUDA's by other names.
+    """
+
+    prefix: str
+    _lib: Any
+
+    @abstractmethod
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the library.
+
+        Raises:
+            DriverError: it did not succeed.
+        """
 
     @abstractmethod
     def on(self, index: int) -> AbstractContextManager[None]:
         """A block in which the device is this thread's current one."""
 
-    @abstractmethod
     def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
         """Handles of the functions of an image on a device. May be called while a graph is being captured.
 
         Raises:
             DriverError: the driver does not take this image.
         """
+        module, handles = ctypes.c_void_p(), {}
+        with self.on(index), self._relaxed_capture():
+            self.call(f"{self.prefix}ModuleLoadData", ctypes.byref(module), image)
+            for name in functions:
+                handles[name] = ctypes.c_void_p()
+                self.call(f"{self.prefix}ModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
+        return handles
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        # Loading allocates, which a capture in this thread would otherwise forbid. ROCm 5.2 had no such function.
+        exchange = f"{self.prefix}ThreadExchangeStreamCaptureMode"
+        if not hasattr(self._lib, exchange):
+            yield
+            return
+        mode = ctypes.c_int(_RELAXED_CAPTURE)
+        self.call(exchange, ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self.call(exchange, ctypes.byref(mode))
 
     @abstractmethod
     def allow_shared(self, index: int, function: Any, count: int) -> None:
@@ -138,7 +176,7 @@ class GpuRuntime(ABC):
         """Of a compiler on this machine that compiles for an architecture; None = there is none."""
 
     @abstractmethod
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         """Machine code of a variant.
 
         Raises:

@@ -8,17 +8,18 @@ import functools
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..amd_system import OVERRIDE
 from ..device import DeviceInfo
 from . import hip_libraries, hiprtc
 from .amd_code import renamed
-from .amd_geometry import LDS_BYTES, OPTIONS, compile_target, kernel_arch, target
+from .amd_geometry import LDS_BYTES, compile_target, kernel_arch, options, target
+from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
 from .params import Params
-from .source import Variant, source
+from .source import source
 
-_RELAXED_CAPTURE = 2  # hipStreamCaptureModeRelaxed
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
 _INVALID_VALUE = 1  # hipErrorInvalidValue
 
@@ -32,6 +33,8 @@ class HipDriver(Driver):
         OSError: there is none on this machine.
         DriverError: it finds no card, or cannot be initialised.
     """
+
+    prefix = "hip"
 
     def __init__(self, paths: list[str] | None = None):
         self._lib = _open(hip_libraries.runtime_candidates() if paths is None else paths)
@@ -72,29 +75,9 @@ class HipDriver(Driver):
         finally:
             self.call("hipSetDevice", before.value)
 
-    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
-        module, handles = ctypes.c_void_p(), {}
+    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
         self._images.append(image)
-        with self.on(index), self._relaxed_capture():
-            self.call("hipModuleLoadData", ctypes.byref(module), image)
-            for name in functions:
-                handles[name] = ctypes.c_void_p()
-                self.call("hipModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
-        return handles
-
-    @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        # Loading allocates, which a capture in this thread would otherwise forbid. ROCm 5.2 had no such function.
-        exchange = "hipThreadExchangeStreamCaptureMode"
-        if not hasattr(self._lib, exchange):
-            yield
-            return
-        mode = ctypes.c_int(_RELAXED_CAPTURE)
-        self.call(exchange, ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self.call(exchange, ctypes.byref(mode))
+        return super().load(index, image, functions)
 
     def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
         """A block may have all of its 64 KiB without leave."""
@@ -179,12 +162,12 @@ class HipRuntime(GpuRuntime):
         compiler = self.find_compiler()
         return None if compiler is None else compiler.version
 
-    def compile(self, variant: Variant, arch: str) -> bytes:
+    def compile(self, variant: Compilation, arch: str) -> bytes:
         compiler = self.find_compiler()
         if compiler is None:
             raise CompileError(self.no_compiler(arch))
         text = source(variant.kind, variant.arch)
-        code = compiler.compile(text, compile_target(arch), variant.macros(), OPTIONS)
+        code = compiler.compile(text, compile_target(arch), variant.macros(), options(arch))
         try:
             return renamed(code, target(arch))
         except ValueError as error:

@@ -18,10 +18,11 @@ from ..config import RouteUnavailable, cache_folder
 from ..own_thread import in_backward, in_own_thread
 from ..runtime import Runtime, runtime_of
 from . import cache, prebuilt, verify
+from .compilation import Compilation
 from .gpu_runtime import CompileError, Driver, DriverError, GpuRuntime
 from .launches import Launch
 from .runtimes import gpu_runtime_of
-from .source import Variant, digest
+from .source import digest
 
 log = logging.getLogger("pascal_attn")
 # Multiplications of one launch for each multiprocessor: some tenths of a second, since a driver that shows a desktop
@@ -54,7 +55,7 @@ class Kernels:
         runtime: Runtime,
         *,
         gpu: GpuRuntime | None = None,
-        shipped: Callable[[Variant, str], bytes | None] = prebuilt.find,
+        shipped: Callable[[Compilation, str], bytes | None] = prebuilt.find,
         folder: Callable[[], Path | None] = cache_folder,
         work_per_sm: int = WORK_PER_SM,
         clock: Callable[[], float] = time.monotonic,
@@ -63,10 +64,10 @@ class Kernels:
         self._gpu = gpu_runtime_of(runtime.info) if gpu is None else gpu
         self.shipped, self.folder, self.clock = shipped, folder, clock
         self.work_per_launch = work_per_sm * runtime.info.num_sms
-        self._loaded: dict[Variant, dict[str, Any]] = {}
-        self._failed: dict[Variant, str] = {}
-        self._short_of_memory: dict[Variant, tuple[float, str]] = {}
-        self._checked: set[Variant] = set()
+        self._loaded: dict[Compilation, dict[str, Any]] = {}
+        self._failed: dict[Compilation, str] = {}
+        self._short_of_memory: dict[Compilation, tuple[float, str]] = {}
+        self._checked: set[Compilation] = set()
         self._lock = threading.RLock()
 
     @functools.cached_property
@@ -113,11 +114,11 @@ class Kernels:
             return (f"no prebuilt kernel and {self._gpu.no_compiler(self.arch)}",)
         return ()
 
-    def reasons(self, variants: Iterable[Variant]) -> list[str]:
+    def reasons(self, variants: Iterable[Compilation]) -> list[str]:
         """Why these variants cannot run on this device, as far as that is known; empty = nothing speaks against it."""
         return list(self.machine_reasons) or [reason for v in variants if (reason := self._reason(v))]
 
-    def _reason(self, variant: Variant) -> str | None:
+    def _reason(self, variant: Compilation) -> str | None:
         """Why a variant cannot run now, if that is known."""
         failed = self._failed.get(variant)
         if failed is None and variant in self._short_of_memory:
@@ -126,7 +127,7 @@ class Kernels:
             return reason if self.clock() - since < MEMORY_PAUSE or in_backward() else None
         return failed
 
-    def functions(self, variant: Variant) -> dict[str, Any]:
+    def functions(self, variant: Compilation) -> dict[str, Any]:
         """A variant's functions, loaded at the first call.
 
         Raises:
@@ -147,7 +148,7 @@ class Kernels:
                     raise self.unavailable(variant, error) from error
             return self._loaded[variant]
 
-    def _load(self, variant: Variant) -> dict[str, Any]:
+    def _load(self, variant: Compilation) -> dict[str, Any]:
         image, driver = self.machine_code(variant), self.driver
         try:
             functions = driver.load(self.index, image, variant.functions)
@@ -164,7 +165,7 @@ class Kernels:
         """Whether a graph is being captured on the current stream."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def ensure(self, variants: Iterable[Variant]) -> None:
+    def ensure(self, variants: Iterable[Compilation]) -> None:
         """Load variants, and compare each at its first use on this device with the definition: one that gives wrong
         answers, with this card and this driver, is disabled with a warning. While a graph is being captured they are
         only loaded.
@@ -181,7 +182,7 @@ class Kernels:
                 continue
             in_own_thread(functools.partial(self._check, variant), self.device)
 
-    def _check(self, variant: Variant) -> None:
+    def _check(self, variant: Compilation) -> None:
         with self._lock, torch.no_grad():
             if variant in self._checked:
                 return
@@ -194,11 +195,11 @@ class Kernels:
                 raise KernelUnavailable(self._failed[variant])
             self._checked.add(variant)
 
-    def largest_error(self, variant: Variant) -> float:
+    def largest_error(self, variant: Compilation) -> float:
         """Of a variant on this device: see :func:`.verify.largest_error`."""
         return verify.largest_error(variant, self.device, self.run)
 
-    def unavailable(self, variant: Variant, error: Exception) -> KernelUnavailable:
+    def unavailable(self, variant: Compilation, error: Exception) -> KernelUnavailable:
         """What to raise for a variant that could not be loaded or launched, which is remembered: for the rest of the
         process, or where memory was short for MEMORY_PAUSE.
 
@@ -219,7 +220,7 @@ class Kernels:
             log.warning("the fused route is not taken until there is more memory: %s", reason)
         return KernelUnavailable(reason)
 
-    def disable(self, variant: Variant, reason: str) -> None:
+    def disable(self, variant: Compilation, reason: str) -> None:
         """Never run a variant on this device again."""
         with self._lock:
             self._loaded.pop(variant, None)
@@ -227,7 +228,7 @@ class Kernels:
                 self._failed[variant] = reason
                 log.warning("a kernel of the fused route is disabled: %s", reason)
 
-    def existing_code(self, variant: Variant) -> tuple[bytes | None, str]:
+    def existing_code(self, variant: Compilation) -> tuple[bytes | None, str]:
         """The machine code of a variant that need not be compiled, and where it comes from: ``"shipped"`` or ``"disk
         cache"``. None with ``"NVRTC 12.6"`` where that would compile it, with ``""`` where nothing can."""
         code = self.shipped(variant, self.arch)
@@ -240,10 +241,10 @@ class Kernels:
         code = None if folder is None else cache.load(folder, self._file_name(variant, version))
         return code, f"{self.gpu.compiler_name} {version[0]}.{version[1]}" if code is None else "disk cache"
 
-    def _file_name(self, variant: Variant, version: tuple[int, int]) -> str:
+    def _file_name(self, variant: Compilation, version: tuple[int, int]) -> str:
         return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
-    def machine_code(self, variant: Variant) -> bytes:
+    def machine_code(self, variant: Compilation) -> bytes:
         """Machine code for this device: prebuilt, from the disk cache, or compiled now and stored there.
 
         Raises:
@@ -307,7 +308,9 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     for first_batch in range(0, z, batches):
         for first_tile in range(0, x, tiles):
             part = type(params).from_buffer_copy(params)
-            part.first_batch, part.first_tile = first_batch, first_tile
+            part.first_tile = first_tile
+            if z > 1:
+                part.first_batch = first_batch
             grid = (min(tiles, x - first_tile), y, min(batches, z - first_batch))
             found.append(launch._replace(grid=grid, params=part))
     return found

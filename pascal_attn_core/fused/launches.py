@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
+from .compilation import Compilation
 from .params import CappedForward, Forward, Params, TensorForward
 from .plan import Plan
 from .source import Variant
@@ -25,7 +26,7 @@ class Launch(NamedTuple):
     """One kernel launch. ``keep`` holds tensors that must live until it has been queued; ``work`` is about the number
     of its multiplications."""
 
-    variant: Variant
+    variant: Compilation
     function: str
     grid: tuple[int, int, int]
     threads: int

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from .launches import Launch
 from .plan import Packed
+from .source import Variant
 
 _OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta")
 
@@ -22,6 +23,7 @@ def packed_launches(launches: Iterable[Launch], packed: Packed) -> list[Launch]:
 
 
 def _packed(launch: Launch, packed: Packed) -> Launch:
+    assert isinstance(launch.variant, Variant)
     tiles = -(-_longest_of(launch, packed) // launch.variant.geometry.rows)
     params = type(launch.params).from_buffer_copy(launch.params)
     # As if all were the longest: a part of the launch may hold just that one.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .gpu_runtime import CompileError
+from .runtime_compiler import RuntimeCompiler
 
 OPTIONS = ("--std=c++14", "-w", "--ptxas-options=-v")
 
@@ -33,28 +34,17 @@ def usage(log: str) -> tuple[list[tuple[int, int]], int]:
     return list(zip(registers, spills, strict=True)), max(shared, default=0)
 
 
-class Nvrtc:
-    """One NVRTC library.
+class Nvrtc(RuntimeCompiler):
+    """One NVRTC library."""
 
-    Raises:
-        OSError: the file is no library that can be loaded here.
-        AttributeError: it is not NVRTC.
-    """
-
-    def __init__(self, path: str):
-        self.path = path
-        self._lib = ctypes.CDLL(path)
-        self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check(self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
-        self.version = (major.value, minor.value)
+    prefix = "nvrtc"
 
     def archs(self) -> list[int]:
         """Architectures it compiles for: 61 is sm_61."""
         count = ctypes.c_int()
-        self._check(self._lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
+        self._call("GetNumSupportedArchs", ctypes.byref(count))
         archs = (ctypes.c_int * count.value)()
-        self._check(self._lib.nvrtcGetSupportedArchs(archs), "nvrtcGetSupportedArchs")
+        self._call("GetSupportedArchs", archs)
         return list(archs)
 
     def compile(self, text: str, arch: int, macros: dict[str, object]) -> Compiled:
@@ -64,32 +54,7 @@ class Nvrtc:
             CompileError: with the compiler's log.
         """
         options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *(f"-D{name}={value}" for name, value in macros.items())]
-        program = ctypes.c_void_p()
-        created = self._lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"pascal_attn.cu", 0, None, None)
-        self._check(created, "nvrtcCreateProgram")
-        try:
-            passed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            result = self._lib.nvrtcCompileProgram(program, len(options), passed)
-            log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            if result:
-                raise CompileError(f"{self._error(result)} for sm_{arch}\n{log}")
-            return Compiled(self._fetch(program, "CUBIN"), log)
-        finally:
-            self._lib.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _fetch(self, program: ctypes.c_void_p, what: str) -> bytes:
-        size = ctypes.c_size_t()
-        self._check(getattr(self._lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
-        buffer = ctypes.create_string_buffer(max(1, size.value))
-        self._check(getattr(self._lib, f"nvrtcGet{what}")(program, buffer), f"nvrtcGet{what}")
-        return buffer.raw[: size.value]
-
-    def _error(self, code: int) -> str:
-        return self._lib.nvrtcGetErrorString(code).decode()
-
-    def _check(self, code: int, what: str) -> None:
-        if code:
-            raise CompileError(f"{what}: {self._error(code)}")
+        return Compiled(*self._compiled(text, f"sm_{arch}", options, "CUBIN"))
 
 
 def _folders() -> Iterator[Path]:
@@ -118,7 +83,7 @@ def load(paths: Sequence[str]) -> list[Nvrtc]:
     for path in paths:
         try:
             libraries.append(Nvrtc(path))
-        except (OSError, AttributeError):
+        except (OSError, AttributeError, CompileError):
             continue  # not there, for another platform, or something else by that name
     return libraries
 

@@ -50,6 +50,22 @@ class Quantize(Params):
     ]
 
 
+class QuantizeRows(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x words scales"),
+        *_fields(_I64, "row_stride"),
+        *_fields(_INT, "columns row_words rotation warps in_fours"),
+    ]
+
+
+class Linear(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x x_scales weight scales bias out"),
+        *_fields(_INT, "rows cols words x_words scale_step bias_kind activation is_gated in_fours"),
+        *_fields(_INT, "row_tiles col_tiles first_tile"),
+    ]
+
+
 class Backward(Params):
     _fields_ = [
         *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits cu_q cu_k"),

@@ -1,4 +1,4 @@
-"""Cubins that ship with the package: packs of one architecture and head_dim, compressed together, and a manifest that
+"""Cubins that ship with the package: packs of one architecture and head_dim, or of linear layers, and a manifest that
 says which source each was made from."""
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 from . import amd_geometry
 from .amd_code import renamed
-from .source import DTYPES, HEAD_DIMS, Variant, digest
+from .compilation import Compilation
+from .source import DTYPES, HEAD_DIMS, Variant, digest, linear_variants
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 
 FOLDER = Path(__file__).parent / "prebuilt"
 ARCHS = (50, 60, 61, 70)  # those worth shipping
 _ON_TENSOR_CORES = {70: ("volta", VOLTA_HEAD_DIMS), 75: ("tensor", TENSOR_HEAD_DIMS)}
+_LINEAR = (61, 70)  # of linear layers in 8 bits
 _OFTEN_MASKED = (40, 64, 80, 128)
 _LANGUAGE_MODELS = (64, 128)
 
@@ -44,25 +46,27 @@ def tensor_variants(generation: str, head_dim: int) -> list[Variant]:
     return chosen
 
 
-def packs() -> list[tuple[int, list[Variant]]]:
+def packs() -> list[tuple[int, list[Compilation]]]:
     """(architecture, variants) of each pack; the variants name it."""
-    plain = [(arch, variants(head_dim)) for arch in ARCHS for head_dim in HEAD_DIMS]
-    return plain + [
-        (arch, tensor_variants(generation, head_dim))
+    found: list[tuple[int, list[Compilation]]] = []
+    found += [(arch, [*variants(head_dim)]) for arch in ARCHS for head_dim in HEAD_DIMS]
+    found += [
+        (arch, [*tensor_variants(generation, head_dim)])
         for arch, (generation, head_dims) in _ON_TENSOR_CORES.items()
         for head_dim in head_dims
     ]
+    return found + [(arch, [*linear_variants()]) for arch in _LINEAR]
 
 
-def all_variants(capability: tuple[int, int] | None = None) -> list[Variant]:
+def all_variants(capability: tuple[int, int] | None = None) -> list[Compilation]:
     """What ships, each once; for devices of a compute capability, or for all."""
     found = dict.fromkeys(variant for _, content in packs() for variant in content)
     return [variant for variant in found if capability is None or variant.runs_on(capability)]
 
 
-def pack_name(arch: int, variant: Variant) -> str:
+def pack_name(arch: int, variant: Compilation) -> str:
     """Of the pack that holds a variant."""
-    return f"sm_{arch}-{variant.head_dim}{'-tensor' if variant.on_tensor_cores else ''}.xz"
+    return f"sm_{arch}-{variant.pack}.xz"
 
 
 @functools.cache
@@ -92,7 +96,7 @@ def ships_for(arch: str) -> bool:
     )
 
 
-def variants_for(arch: str) -> list[Variant]:
+def variants_for(arch: str) -> list[Compilation]:
     """What ships for devices of an architecture, each once."""
     if arch.startswith("sm_"):
         return all_variants(divmod(int(arch.removeprefix("sm_")), 10))
@@ -101,7 +105,7 @@ def variants_for(arch: str) -> list[Variant]:
     return [replace(variant, arch=arch) for variant in amd_variants(amd_geometry.base(arch))]
 
 
-def best_arch(arch: str, variant: Variant | None = None) -> int | None:
+def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
     """The architecture of NVIDIA's that ships (for a variant: with it) and runs on devices of ``arch``, "sm_61": the
     same major version, a minor one that is not newer."""
     major, minor = divmod(int(arch.removeprefix("sm_")), 10)
@@ -111,15 +115,15 @@ def best_arch(arch: str, variant: Variant | None = None) -> int | None:
     return max(archs, default=None)
 
 
-def find(variant: Variant, arch: str) -> bytes | None:
+def find(variant: Compilation, arch: str) -> bytes | None:
     """The shipped machine code of a variant that runs on devices of this architecture, or None."""
     if variant.arch:
-        return find_amd(variant)
+        return find_amd(variant) if isinstance(variant, Variant) else None
     best = best_arch(arch, variant)
     return None if best is None else load(variant, best)
 
 
-def load(variant: Variant, arch: int) -> bytes | None:
+def load(variant: Compilation, arch: int) -> bytes | None:
     """The shipped cubin, or None: there is none, or it was made from another source."""
     if manifest()["digests"].get(variant.name) != digest(variant):
         return None

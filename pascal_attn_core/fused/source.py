@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from . import amd_geometry
+from . import amd_geometry, linear_source
 from .amd_geometry import AmdGeometry
+from .compilation import Compilation
 from .gradient_geometry import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
+from .linear_source import LinearVariant
 from .tensor_geometry import (
     FLOAT_MASK_HEAD_DIM,
     TENSOR_HEAD_DIMS,
@@ -46,7 +48,7 @@ class Kind(NamedTuple):
     mask_function: str = "pa_mask_bits"
 
 
-_PLAIN = ("base.cuh", "common.cuh", "band.cuh", "product.cuh", "sequence.cuh")
+_PLAIN = ("base.cuh", "common.cuh", "elements.cuh", "lanes.cuh", "band.cuh", "product.cuh", "sequence.cuh")
 _ON_LANES = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh")
 
 
@@ -134,7 +136,11 @@ _KINDS = {
     **_gradient_kinds("tensor", ("turing.cuh", "turing_gradient.cuh"), (7, 5), (99, 0)),
     **_gradient_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
 }
-KINDS = tuple(_KINDS)
+KINDS = tuple(_KINDS)  # of attention
+_KINDS[linear_source.KIND] = Kind(
+    linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY
+)
+ALL_KINDS = tuple(_KINDS)
 
 
 def is_tensor_gradient(kind: str) -> bool:
@@ -235,8 +241,8 @@ _TABLES = (
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One compilation: a kernel kind for one head_dim of the table, dtype and kind of mask.
+class Variant(Compilation):
+    """One compilation of attention: a kernel kind for one head_dim of the table, dtype and kind of mask.
 
     Attributes:
         kind: one of KINDS.
@@ -258,6 +264,10 @@ class Variant:
     def name(self) -> str:
         arch = self.arch and f"-{self.arch}"
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}{arch}"
+
+    @property
+    def pack(self) -> str:
+        return f"{self.head_dim}{'-tensor' if self.on_tensor_cores else ''}"
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
@@ -406,6 +416,16 @@ def all_variants() -> Iterator[Variant]:
                             yield variant
 
 
+def linear_variants() -> tuple[LinearVariant, ...]:
+    """Every variant of the linear layer in 8-bit integers."""
+    return tuple(LinearVariant(linear_source.KIND, dtype) for dtype in DTYPES)
+
+
+def from_row(row: Sequence[Any]) -> Compilation:
+    """The compilation whose fields these are, in their order: see :func:`dataclasses.astuple`."""
+    return (LinearVariant if row[0] == linear_source.KIND else Variant)(*row)
+
+
 @functools.cache
 def source(kind: str, arch: str = "") -> str:
     """The text of a kernel kind, without any include; for AMD's architectures with what their compilers lack."""
@@ -421,15 +441,17 @@ def _code(kind: str, arch: str = "") -> str:
 
 
 @functools.cache
-def digest(variant: Variant) -> str:
+def digest(variant: Compilation) -> str:
     """Hash of everything of ours that a variant's machine code depends on."""
     text = _code(variant.kind, variant.arch) + repr(sorted(variant.macros().items()))
+    if variant.arch:
+        text += "".join(amd_geometry.options_beyond_all(variant.arch))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
 def kernels_digest(arch: str = "") -> str:
-    """Hash of all kernels and their geometries: another one, and what was measured of them no longer holds."""
+    """Hash of all kernels of attention and their geometries: another one, and what was measured no longer holds."""
     if arch:
         texts = [_code(kind, arch) for kind in amd_geometry.KINDS]
         return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ leaves the route off.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -30,8 +31,9 @@ from ..device import MIB, free_bytes
 from ..runtime import Runtime
 from ..storage import name_for, read_object, write_object
 from . import prebuilt, verify
+from .compilation import Compilation
 from .kernels import Kernels, KernelUnavailable
-from .source import Variant, kernels_digest
+from .source import Variant, from_row, kernels_digest
 
 log = logging.getLogger("pascal_attn")
 SECONDS = 90.0  # from the start of the child, most of which it imports torch for
@@ -101,6 +103,8 @@ class Trials:
         seconds: that a child may take.
     """
 
+    file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
+
     def __init__(
         self,
         runtime: Runtime,
@@ -121,7 +125,7 @@ class Trials:
         """Whether the user wants no trial."""
         return switched_on("PASCAL_ATTN_TRUST")
 
-    def reason(self, variants: Sequence[Variant]) -> str:
+    def reason(self, variants: Sequence[Compilation]) -> str:
         """Why ``auto`` should not run these variants here now; "" = they are known to be good, or are trusted.
 
         The first question on a machine starts a child process and waits for it, some seconds, unless a graph is being
@@ -154,9 +158,8 @@ class Trials:
 
     # ---- the child ---------------------------------------------------------------------------------------------------
 
-    def _try(self, needed: list[Variant]) -> str:
-        shipped = [] if self._good else prebuilt.variants_for(self.runtime.part(Kernels).arch)
-        others = [variant for variant in shipped if variant not in needed]
+    def _try(self, needed: list[Compilation]) -> str:
+        others = [] if self._good else [variant for variant in self.others() if variant not in needed]
         job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others))
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
         with _scratch_file() as answers:
@@ -177,7 +180,16 @@ class Trials:
         log.info("checked in %.1f s", time.monotonic() - began)
         return self._judge(lines, status, needed)
 
-    def _judge(self, lines: list[dict[str, Any]], status: int | None, needed: list[Variant]) -> str:
+    def others(self) -> Sequence[Compilation]:
+        """What the first child tries beside the variants that a call waits for."""
+        shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
+        return [variant for variant in shipped if isinstance(variant, Variant)]
+
+    def kernels_digest(self) -> str:
+        """Hash of the kernels that a verdict is about."""
+        return kernels_digest(self.runtime.part(Kernels).variant_arch)
+
+    def _judge(self, lines: list[dict[str, Any]], status: int | None, needed: list[Compilation]) -> str:
         """Remember what a child has found; "" or why the needed variants should not run."""
         begun = [line["variant"] for line in lines if "begun" in line]
         errors = {line["variant"]: (line["error"], line["limit"]) for line in lines if "error" in line}
@@ -199,7 +211,7 @@ class Trials:
         why = refused.get(untried[0].name) or f"the process that checks the kernels came to no result: {end}"
         return self._refuse(untried, why)
 
-    def _refuse(self, variants: list[Variant], reason: str) -> str:
+    def _refuse(self, variants: list[Compilation], reason: str) -> str:
         """Do not try these again in this process; the next one does."""
         self._refused.update((variant.name, reason) for variant in variants)
         log.info("left to other routes in this process: %s: %s", ", ".join(v.name for v in variants), reason)
@@ -213,13 +225,13 @@ class Trials:
         return self._off
 
     def _warn(self) -> None:
-        log.warning("the fused route is left off: %s; %s", self._off, _REPORT)
+        log.warning("%s is left off: %s; %s", self.words, self._off, _REPORT)
 
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def _path(self) -> Path | None:
         folder = self.folder()
-        return None if folder is None else folder / name_for("trial", self._conditions())
+        return None if folder is None else folder / name_for(self.file, self._conditions())
 
     def _conditions(self) -> dict[str, str]:
         info = self.runtime.info
@@ -228,7 +240,7 @@ class Trials:
             "card": info.name,
             "arch": kernels.arch,
             "driver": kernels.gpu.driver_version(),
-            "kernels": kernels_digest(kernels.variant_arch),
+            "kernels": self.kernels_digest(),
         }
 
     def _load(self) -> None:
@@ -256,8 +268,8 @@ class Trials:
             log.info("what is known of the kernels could not be stored in %s: %s", path, error)
 
 
-def _rows(variants: Iterable[Variant]) -> list[list[Any]]:
-    return [[v.kind, v.head_dim, v.dtype, v.mask, v.padded, v.arch] for v in variants]
+def _rows(variants: Iterable[Compilation]) -> list[list[Any]]:
+    return [list(dataclasses.astuple(variant)) for variant in variants]
 
 
 @contextlib.contextmanager
@@ -324,15 +336,15 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
     if kernels.machine_reasons:
         raise RuntimeError(kernels.machine_reasons[0])
     for row in job.needed:
-        _run_one(kernels, Variant(*row), tell)
+        _run_one(kernels, from_row(row), tell)
     end = time.monotonic() + _EXTRA_SECONDS
     for row in job.others:
         if time.monotonic() > end:
             return
-        _run_one(kernels, Variant(*row), tell)
+        _run_one(kernels, from_row(row), tell)
 
 
-def _run_one(kernels: Kernels, variant: Variant, tell: Callable[..., None]) -> None:
+def _run_one(kernels: Kernels, variant: Compilation, tell: Callable[..., None]) -> None:
     try:
         kernels.functions(variant)
     except KernelUnavailable as reason:

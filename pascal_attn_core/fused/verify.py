@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ..call import AttentionCall, check_call, empty_output
 from ..reference import allowed_keys, reference_sdpa
+from . import verify_linear
+from .compilation import Compilation
 from .launches import Launch, forward_launches
 from .launches_backward import backward_launches
 from .launches_int8 import int8_launches
 from .launches_packed import packed_launches
+from .linear_source import LinearVariant
 from .plan import Packed, Plan, plan_call
 from .source import Variant
 
@@ -28,14 +31,20 @@ Run = Callable[[list[Launch]], object]
 _MANY_SMS = 1000
 
 
-def tolerance(variant: Variant) -> float:
+def tolerance(variant: Compilation) -> float:
     """Of :func:`largest_error` for a kernel that is right."""
+    if isinstance(variant, LinearVariant):
+        return verify_linear.TOLERANCE[variant.dtype]
+    assert isinstance(variant, Variant)
     return _INT8_TOLERANCE if variant.kind == "int8" else _TOLERANCE[variant.dtype]
 
 
-def largest_error(variant: Variant, device: torch.device, run: Run) -> float:
+def largest_error(variant: Compilation, device: torch.device, run: Run) -> float:
     """Largest difference from the definition, relative to the largest number, on a call that fills two tiles of rows
     and of keys in part. ``run`` executes launches; the random state of torch is left alone."""
+    if isinstance(variant, LinearVariant):
+        return verify_linear.largest_error(variant, device, run)
+    assert isinstance(variant, Variant)
     call = sample_call(variant, device)
     wide = [t.float() for t in (call.query, call.key, call.value)]
     if variant.is_gradient:

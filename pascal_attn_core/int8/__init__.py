@@ -1,1 +1,120 @@
-"""Linear layers in 8-bit integers: not exact, for those who ask for it by name."""
+"""Linear layers in 8-bit integers. Not exact: for those who ask for it by name, with the error shown.
+
+    with patch_linear_int8(pipe.unet, max_error=0.03) as patch:
+        pipe(prompt)
+    print(patch.report().text())
+
+Each layer waits for its first inputs, is measured with them against its float self, and then runs in 8 bits, or stays
+as it is where its error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the
+weight, which becomes an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, stay in float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..patching import Patch, PatchGroup
+from ..routes.timing_table import median_times
+from .find import Found, find_linear
+from .layer import WEIGHTS, Layer, Settings
+from .product import int8_linear
+from .quantize import Int8Matrix, quantize_rows, rotate
+from .report import Int8Report, Int8ReportLine, report_line
+from .ways import ACTIVATIONS
+from .weight import Int8Weight
+
+__all__ = [
+    "ACTIVATIONS",
+    "Int8Matrix",
+    "Int8Patch",
+    "Int8Report",
+    "Int8ReportLine",
+    "Int8Weight",
+    "int8_linear",
+    "patch_linear_int8",
+    "quantize_rows",
+    "rotate",
+]
+
+
+def patch_linear_int8(
+    model: nn.Module,
+    *,
+    include: Any = None,
+    exclude: Any = None,
+    max_error: float = 0.05,
+    calibrate: Callable[[nn.Module], Any] | None = None,
+    weights: str = "host",
+) -> Int8Patch:
+    """Run linear layers of ``model`` in 8-bit integers. Not exact.
+
+    Args:
+        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        include: exactly these layers instead of the default, which is those of the repeated blocks without embeddings,
+            norms, modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
+            ``(name, module) -> bool``, or several of them.
+        exclude: never these layers; likewise.
+        max_error: relative error (root of the sum of squares) of a layer's product, on its real inputs, above which it
+            stays in float. Typical are 0.01 to 0.02; layers with outlier channels have more.
+        calibrate: called with the model, at once: each layer is measured in every call it makes, and decided by the
+            largest error. None = each layer is measured and decided in its first call. Checked again in either case
+            after 2, 4, 8 ... calls: a layer that exceeds ``max_error`` then goes back to float, if its weight is
+            still there.
+        weights: what becomes of the float weights: "host" = they move to host memory, and come back when the patch is
+            removed; "keep" = they stay where they are; "free" = they are given up: the model that the patch leaves
+            behind has weights that have been rounded.
+    Returns:
+        A Patch with ``report()``. Deep copies of the model made meanwhile follow it; state dicts and pickles hold float
+        weights.
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
+    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
+        raise TypeError(f"max_error must be a number, got {max_error!r}")
+    if not max_error >= 0:
+        raise ValueError(f"max_error must be at least 0, got {max_error}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    if calibrate is not None and not callable(calibrate):
+        raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
+    settings = Settings(float(max_error), weights, median_times)
+    found = list(find_linear(model, include, exclude))
+    layers: dict[str, Layer] = {}
+    with PatchGroup(f"int8 linear layers of {type(model).__name__}") as group:
+        for name, module, why_not in found:
+            if not why_not:
+                layers[name] = layer = Layer(name or "(the model)", module, settings)
+                layer.attach()
+                group.add(layer.detach)
+        if calibrate is not None:
+            settings.gathers = True
+            calibrate(model)
+            settings.gathers = False
+            for layer in layers.values():
+                layer.decide()
+    return Int8Patch(group, settings, found, layers)
+
+
+class Int8Patch(Patch):
+    """What :func:`patch_linear_int8` returns."""
+
+    def __init__(self, group: PatchGroup, settings: Settings, found: list[Found], layers: dict[str, Layer]):
+        self._settings, self._found, self._layers = settings, found, layers
+
+        def undo() -> list[str]:
+            settings.enabled = False  # deep copies share it
+            left = group._undo_all()
+            return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
+
+        super().__init__(group.name, undo, sites=len(layers))
+
+    def report(self) -> Int8Report:
+        """The state of each layer so far."""
+        lines = [report_line(found, self._layers.get(found.name)) for found in self._found]
+        return Int8Report(lines, self._settings.max_error, self._settings.weights)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..fused import prebuilt, verify
+from ..fused.compilation import Compilation
 from ..fused.kernels import Kernels
-from ..fused.source import DTYPES, KINDS, Variant, is_tensor_gradient
+from ..fused.source import DTYPES, KINDS, Variant, is_tensor_gradient, linear_variants
 from ..runtime import runtime_of
 from .cases import in_one_line
 
@@ -45,9 +46,9 @@ class KernelCheck(NamedTuple):
         return f"kernel {self.name} ({self.origin or 'no machine code'}): {found}"
 
 
-def checked_variants(arch: str = "sm_61") -> list[Variant]:
+def checked_variants(arch: str = "sm_61") -> list[Compilation]:
     """What ships for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common head_dims, also
-    on tensor cores where the device is one that they are for."""
+    on tensor cores where the device is one that they are for, and linear layers in 8 bits."""
     amd = "" if arch.startswith("sm_") else arch
     gradients = [
         Variant(kind, dim, dtype, arch=amd)
@@ -64,7 +65,8 @@ def checked_variants(arch: str = "sm_61") -> list[Variant]:
         for variant in (Variant(kind, dim, "float16", mask, padded),)
         if not amd and variant.runs_on(divmod(int(arch.removeprefix("sm_")), 10))
     ]
-    return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *on_tensor_cores]))
+    linear = [] if amd else [v for v in linear_variants() if v.runs_on(divmod(int(arch.removeprefix("sm_")), 10))]
+    return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *on_tensor_cores, *linear]))
 
 
 def why_no_kernels(device: torch.device) -> list[str]:

@@ -29,6 +29,8 @@ def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def plain(inputs: Sequence[Tensor | None], options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) of plain attention computed in ``dtype`` throughout."""
     kept = {name: value for name, value in options.items() if name in REFERENCE_OPTIONS}
+    if "sinks" in options:
+        kept["sinks"] = cast(options["sinks"], dtype)
     return reference_sdpa(*(cast(t, dtype) for t in inputs), **kept)  # type: ignore[arg-type]
 
 

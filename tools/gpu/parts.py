@@ -44,6 +44,7 @@ class Sizes:
     selftest_seconds: float
     forward: tuple[str, ...]
     backward: tuple[str, ...]
+    linear: tuple[str, ...]
     demo: tuple[str, ...]
     sanitized: tuple[str, ...]
     sweep: tuple[str, ...]
@@ -58,6 +59,7 @@ FULL = Sizes(
     selftest_seconds=60.0,
     forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1", "--no-products"),
+    linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
     demo=(),
     sanitized=(),
     sweep=(),
@@ -70,6 +72,7 @@ TINY = Sizes(
     selftest_seconds=2.0,
     forward=_OWN,
     backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
+    linear=("--linear", "--shape", "M=40,K=64,N=48", "--rounds", "1"),
     demo=("--quick", "--only", "image", "--steps", "1"),
     sanitized=("--most", "1"),
     sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
@@ -188,10 +191,14 @@ def _selftest(job: Job) -> Outcome:
     return Outcome(RIGHT if ended.status == 0 else WRONG, figures["verdict"], figures)
 
 
-def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
+def _bench_figures(job: Job, arguments: tuple[str, ...]) -> tuple[child.Ended, dict[str, Any]]:
     path = job.scratch / "bench.json"
     ended = job.run("-m", "pascal_attn_core", "bench", "--device", job.device, "--json", str(path), *arguments)
-    figures = read(path)
+    return ended, read(path)
+
+
+def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
+    ended, figures = _bench_figures(job, arguments)
     means = figures.get("geometric_means", {})
     ratios = ", ".join(
         f"{name.removeprefix('ours-')} {means[name]['ratio']:.2f}"
@@ -200,9 +207,25 @@ def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
     )
     count = len(figures.get("shapes", []))
     said = f"{count} shape{'s'[: count != 1]}; in units of {figures.get('baseline')}: {ratios}"
+    return _benched(ended, figures, said if count else "")
+
+
+def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
+    """``said``: what was done, "" = nothing."""
     if ended.status is None:
-        return Outcome(STOPPED, f"{ended.words}; {said if count else 'no shape was done'}", figures)
-    return Outcome(RIGHT, said, figures) if ended.status == 0 and count else _failed(ended, figures)
+        return Outcome(STOPPED, f"{ended.words}; {said or 'no shape was done'}", figures)
+    return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
+
+
+def _linear(job: Job) -> Outcome:
+    ended, figures = _bench_figures(job, job.sizes.linear)
+    found = [
+        f"{report['layer']['name']} {result['ratio']:.2f} ({result['ran']})"
+        for report in figures.get("layers", [])
+        for result in report["results"]
+        if result["name"] == "int8" and result["ratio"]
+    ]
+    return _benched(ended, figures, f"int8 in units of float32: {', '.join(found)}" if found else "")
 
 
 def _forward(job: Job) -> Outcome:
@@ -312,6 +335,7 @@ PARTS = (
     Part("selftest", 80, _CORE, _selftest),
     Part("bench-forward", 75, _CORE, _forward),
     Part("bench-backward", 60, _CORE, _backward),
+    Part("bench-linear", 40, _CORE, _linear),
     Part("demo", 40, _CORE, _demo),
     Part("sanitizer", 75, _TOOL, _sanitizer),
     Part("sweep", 80, _TOOL, _sweep),

@@ -10,7 +10,7 @@ import torch
 
 from pascal_attn_core.fused import verify
 from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.source import KINDS, Variant
+from pascal_attn_core.fused.source import KINDS, Variant, linear_variants
 from pascal_attn_core.runtime import runtime_of
 
 # Each kernel and each way to read a mask, on geometries that ship; padding; every dtype.
@@ -22,6 +22,7 @@ VARIANTS = (
     Variant("grad_query", 64, "float32"),
     Variant("grad_key_value", 64, "float32"),
     Variant("int8", 64, "float16"),
+    linear_variants()[1],
     # On tensor cores, where the card has some.
     *(Variant(kind, 64, "float16") for kind in KINDS if kind.startswith(("volta", "tensor"))),
     Variant("tensor", 128, "float16", "bool", padded=True),

@@ -8,6 +8,7 @@ const COLUMN_GAP = 24, ROW_GAP = 24, GROUP_GAP = 15, PADDING = 12, TITLE = LiteG
 const GROUP_TITLE = 45;
 const STATUS = 60;  // room for what a node of ours writes on itself after a run
 const WIDGET_MORE = 14;  // what a widget is taller in the other design
+const BYPASSED = 4;  // the front end's number for it
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
 
 const graph = app.graph;
@@ -29,6 +30,7 @@ for (const entry of sheet.nodes) {
   graph.add(node);
   nodes[entry.key] = node;
   if (entry.title) node.title = entry.title;
+  if (entry.bypassed) node.mode = BYPASSED;
   if (entry.models.length) node.properties.models = entry.models;
   for (const [name, value] of Object.entries(entry.widgets)) setWidget(node, name, value);
   if (entry.type.startsWith("Pascal")) Object.assign(node, PASCAL);

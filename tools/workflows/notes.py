@@ -15,12 +15,13 @@ def page(title: str, files: list[dict[str, str]], here: str) -> str:
 SD15 = """
 Every node of the pack in one graph, on a small model.
 
-- **Pascal Attention Patch**: the model's attention. Most people need this one alone.
-- **Pascal FFN Chunking**: its feed-forward layers, some tokens at a time.
-- **Pascal VAE** and **Text Encoder Attention**: the same for decoding and for the prompt.
-- **Pascal Tile Size**, **Pascal Memory Estimate**: before the run.
+- **Pascal Attention Patch**: the model's attention. Most need this one alone.
+- **Pascal FFN Chunking**: its feed-forward layers in slices.
+- **Pascal VAE** and **Text Encoder Attention**: the same for decoding and the prompt.
+- **Pascal Tile Size**, **Memory Estimate**: before the run.
+- **Pascal Int8 Linear**, bypassed: not exact, fast on old cards.
 
-Each can be bypassed (Ctrl+B): the picture is then bit for bit what it was without it.
+Bypassed (Ctrl+B), a node leaves the picture bit for bit as it was.
 """
 
 SDXL = """

@@ -135,6 +135,11 @@ def ffn_chunking(sheet: Sheet, model: Out) -> Out:
     return sheet.add("ffn", "PascalFFNChunking", size=(NARROW, 0), model=model)
 
 
+def int8_linear(sheet: Sheet, model: Out) -> Out:
+    """Bypassed: it is not exact, and nobody should get it without asking for it."""
+    return sheet.add("int8", "PascalInt8Linear", size=(NARROW, 0), bypassed=True, model=model)
+
+
 def vae_attention(sheet: Sheet, vae: Out) -> Out:
     return sheet.add("vae_attention", "PascalVAEAttention", size=(NARROW, 0), vae=vae)
 
@@ -167,9 +172,10 @@ def frames(
     sample: list[str],
     output: list[str],
     page: str = "models",
+    not_exact: list[str] | None = None,
 ) -> None:
-    """The same columns in each workflow: models; our nodes and the prompt, which has a column of its own where the
-    memory estimate stands below it; the sampler; what came out.
+    """The same columns in each workflow: models, and below them nodes of ours that are not exact; our others and the
+    prompt, which has a column of its own where the memory estimate stands below it; the sampler; what came out.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
     page to read stands where there is room: below the ``"models"``, below the ``"sampler"``, or in a column ``"of its
@@ -180,6 +186,8 @@ def frames(
     if page == "of its own":
         sheet.group("", "", ["note"])
     sheet.group("Models and size", BLUE, models)
+    if not_exact:
+        sheet.group("Not exact: bypassed", BROWN, not_exact, below=True)
     if page == "models":
         sheet.group("", "", ["note"], below=True)
     sheet.group("Pascal Attention", GREEN, pascal)

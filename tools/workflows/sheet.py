@@ -44,6 +44,7 @@ class Sheet:
         size: tuple[int, int] = (0, 0),
         models: tuple[dict[str, str], ...] = (),
         pack: str = "",
+        bypassed: bool = False,
         **inputs: Any,
     ) -> Out:
         """A node of class ``kind``: an ``Out`` among the inputs is a link, anything else a widget's value.
@@ -52,12 +53,13 @@ class Sheet:
             size: the least width and height.
             models: files that ComfyUI offers to download when they are missing.
             pack: of another author that has this node, by its name in ComfyUI's registry; "" = ComfyUI itself or ours.
+            bypassed: whether it stands there for the user to switch on.
         """
         links = {name: [value.key, value.slot] for name, value in inputs.items() if isinstance(value, Out)}
         widgets = {name: value for name, value in inputs.items() if not isinstance(value, Out)}
         known = [{name: file[name] for name in ("name", "url", "directory")} for file in models]
         self.files += [file for file in models if file not in self.files]
-        node = {"key": key, "type": kind, "title": title, "size": list(size), "pack": pack}
+        node = {"key": key, "type": kind, "title": title, "size": list(size), "pack": pack, "bypassed": bypassed}
         self.nodes.append({**node, "links": links, "widgets": widgets, "models": known})
         return Out(key)
 

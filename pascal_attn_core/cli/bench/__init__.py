@@ -44,7 +44,8 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="B=1,Hq=32,L=2048,D=64",
-        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D)",
+        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D); with "
+        "--linear M=4096,K=640,N=2560: rows, columns, outputs",
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
@@ -62,6 +63,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw time and memory into this file")
     parser.add_argument(
+        "--linear",
+        action="store_true",
+        help="time linear layers in float and in 8 bits instead; --shapes then names layers",
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw memory against length into this file instead of timing anything"
     )
     parser.set_defaults(func=run)
@@ -72,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     _check_outputs(options)
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
+    if options.linear:
+        return _linear(options)
     device, shapes, candidates, settings = _read(options)
     clock = Clock(device, options.threads)
     reports = []
@@ -82,6 +90,33 @@ def run(options: argparse.Namespace) -> int:
             document = _document(options, device, clock, settings, reports)
             _write_figures(document, options)  # of a run that is cut short the shapes so far remain
     _print_summary(document["geometric_means"], len(shapes))
+    _finish(document, options)
+    return 0
+
+
+def _linear(options: argparse.Namespace) -> int:
+    from .linear import choose_layers, own_layers, run_layer
+
+    check_numbers(options, "rounds", "seconds", "threads")
+    unused = {"png": options.png, "dtype": options.dtype, "backward": options.backward}
+    if any(unused.values()):
+        raise CommandError(
+            f"--linear does not take {', '.join(f'--{name}' for name, given in unused.items() if given)}"
+        )
+    try:
+        device, layers = _device(options), own_layers(options.shape)
+        if options.shapes is not None or not layers:
+            layers += choose_layers(options.shapes)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise CommandError(str(error).splitlines()[0]) from error
+    clock = Clock(device, options.threads)
+    reports: list[dict[str, Any]] = []
+    document = {**_machine(options, device, clock), "baseline": "float32", "layers": reports}
+    with quiet_torch(options.threads):
+        print(_heading(device, clock, options), end="\n\n")
+        for layer in layers:
+            reports.append(run_layer(layer, device, clock, rounds=options.rounds, seconds=options.seconds))
+            _write_figures(document, options)  # of a run that is cut short the layers so far remain
     _finish(document, options)
     return 0
 
@@ -107,8 +142,7 @@ def _plot(path: Path, budget_mib: float | None) -> int:
 def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[Candidate], Settings]:
     check_numbers(options, "rounds", "seconds", "threads", "max_operators")
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = _device(options)
         config = AttentionConfig(budget_mib=options.budget_mib)
         shapes = _shapes(options, device)
         found, missing = all_candidates(config, device.type)
@@ -125,6 +159,12 @@ def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[
         products=not options.no_products,
     )
     return device, shapes, candidates, settings
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.empty(0, device=device)
+    return device
 
 
 def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
@@ -187,6 +227,16 @@ def _document(
     options: argparse.Namespace, device: torch.device, clock: Clock, settings: Settings, reports: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
+        **_machine(options, device, clock),
+        "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
+        "baseline": BASELINE,
+        "shapes": reports,
+        "geometric_means": geometric_means(reports),
+    }
+
+
+def _machine(options: argparse.Namespace, device: torch.device, clock: Clock) -> dict[str, Any]:
+    return {
         "command": options.command_line,
         "versions": versions(),
         "machine": {
@@ -198,10 +248,6 @@ def _document(
             "threads": options.threads,
             "clock": clock.kind,
         },
-        "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
-        "baseline": BASELINE,
-        "shapes": reports,
-        "geometric_means": geometric_means(reports),
     }
 
 

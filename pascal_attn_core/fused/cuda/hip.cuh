@@ -25,11 +25,13 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 
-struct PaThread { __device__ operator unsigned() const { return __builtin_amdgcn_workitem_id_x(); } };
-struct PaGroupX { __device__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_x(); } };
-struct PaGroupY { __device__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_y(); } };
-struct PaGroupZ { __device__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_z(); } };
-struct PaGroupsX { __device__ operator unsigned() const { return __builtin_amdgcn_grid_size_x() / (PA_TX * PA_TY); } };
+struct PaThread { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workitem_id_x(); } };
+struct PaGroupX { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_x(); } };
+struct PaGroupY { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_y(); } };
+struct PaGroupZ { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_z(); } };
+struct PaGroupsX {
+    __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_grid_size_x() / (PA_TX * PA_TY); }
+};
 struct PaThreads { PaThread x; };
 struct PaGroup { PaGroupX x; PaGroupY y; PaGroupZ z; };
 struct PaGroups { PaGroupsX x; };

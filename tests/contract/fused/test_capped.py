@@ -79,7 +79,7 @@ def test_with_the_keys_in_parts_the_sink_is_one_of_them(
 
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1010"])
-@pytest.mark.parametrize(("dtype", "sizes", "mask", "how"), CASES[::3])
+@pytest.mark.parametrize(("dtype", "sizes", "mask", "how"), [*CASES[::3], CASES[5]])  # and pairs of float16
 def test_on_amds_cards_too(
     arch: str, dtype: torch.dtype, sizes: tuple[int, int, int], mask: str, how: dict[str, Any]
 ) -> None:

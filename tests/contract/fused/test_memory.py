@@ -43,6 +43,29 @@ emulate([launch], **how)
 """
 
 
+_LINEAR = """
+from attn_support.fused.emulation import emulate
+from pascal_attn_core.fused.launches_linear import LinearCall, linear_launches
+from pascal_attn_core.fused.linear_source import TILES
+from pascal_attn_core.fused.verify_linear import Weight
+for product, tile in TILES.items():
+    # Codes that are read four at a time and one by one, outputs that are written so.
+    for columns, cols, activation in ((64, tile.cols + 4, "none"), (36, tile.cols - 1, "geglu"), (4, 3, "silu")):
+        rows, of_weight = tile.rows + 1, cols * (2 if activation == "geglu" else 1)
+        weight = Weight(torch.ones(of_weight, columns, dtype=torch.int8), torch.ones(of_weight), 4)
+        for dtype in (torch.float32, torch.bfloat16):
+            x, bias = torch.randn(rows, columns + 1).to(dtype)[:, :columns], torch.ones(of_weight, dtype=dtype)
+            call = LinearCall(x, weight, bias, activation, torch.empty(rows, cols, dtype=dtype))
+            launches = linear_launches(call, 28, product)
+            emulate(launches, **how)
+print("clean")
+"""
+_ONE_COLUMN_TOO_MANY = _LINEAR.replace(
+    "            emulate(",
+    "            launches[1].params.cols += 1; launches[1].params.in_fours = 0\n            emulate(",
+)
+
+
 def _run(code: str) -> subprocess.CompletedProcess:
     found = subprocess.run([GXX or "g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
     library = found.stdout.strip()
@@ -58,6 +81,18 @@ def _run(code: str) -> subprocess.CompletedProcess:
 def test_no_kernel_touches_memory_outside_of_its_tensors() -> None:
     done = _run(_RUN)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_no_kernel_of_linear_layers_does() -> None:
+    done = _run(_LINEAR)
+    assert done.stdout.strip() == "clean", done.stderr[-3000:]
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_a_column_behind_the_last_one_is_noticed() -> None:
+    done = _run(_ONE_COLUMN_TOO_MANY)
+    assert "heap-buffer-overflow" in done.stderr
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

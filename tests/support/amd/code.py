@@ -1,4 +1,5 @@
-"""The kernels in a gfx9 code object: their descriptors, and their instructions as llvm-objdump prints them."""
+"""The kernels in a code object for gfx9 or gfx10: their descriptors, and their instructions as llvm-objdump prints
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pascal_attn_core.fused.amd_code import arch_of
+
 OBJDUMP = shutil.which("llvm-objdump-16")
 # Scalar registers by name: the numbers that their encodings have.
-VCC, M0, EXEC = 106, 124, 126
-_NAMED = {"vcc": VCC, "vcc_lo": VCC, "vcc_hi": VCC + 1, "m0": M0, "exec": EXEC, "exec_lo": EXEC, "exec_hi": EXEC + 1}
+VCC, M0, NULL, EXEC = 106, 124, 125, 126
+_NAMED = {
+    "vcc": VCC, "vcc_lo": VCC, "vcc_hi": VCC + 1, "m0": M0, "null": NULL,
+    "exec": EXEC, "exec_lo": EXEC, "exec_hi": EXEC + 1,
+}  # fmt: skip
 _INLINE_FLOATS = {
     sign + text: struct.unpack("<I", struct.pack("<f", float(sign + text)))[0]
     for sign in ("", "-")
@@ -32,12 +38,14 @@ _EXACT_FLOATS = 0xF0  # round to nearest even, denormal numbers kept
 
 
 class Operand(NamedTuple):
-    """An operand: ``kind`` "v" or "s" and a register's number, "c" and a constant's bits, or "off"."""
+    """An operand: ``kind`` "v" or "s" and a register's number, "c" and a constant's bits, or "off"; count: of registers
+    from that one on."""
 
     kind: str
     number: int = 0
     negative: bool = False
     absolute: bool = False
+    count: int = 1
 
 
 class Instruction(NamedTuple):
@@ -62,24 +70,30 @@ class MachineKernel:
     Attributes:
         lds_bytes, scratch_bytes: of a block, and of a lane.
         user_registers: what the scalar registers hold at first, and how many each takes.
+        lanes: of a wave, 64 or 32.
     """
 
     name: str
     lds_bytes: int
     scratch_bytes: int
     user_registers: tuple[tuple[str, int], ...]
+    lanes: int
     instructions: tuple[Instruction, ...]
 
 
 @functools.lru_cache(maxsize=8)
-def kernels(code: bytes, arch: str = "gfx906") -> dict[str, MachineKernel]:
-    """The kernels of a code object by name."""
+def kernels(code: bytes) -> dict[str, MachineKernel]:
+    """The kernels of a code object by name.
+
+    Raises:
+        NotImplementedError: bytes that are no instruction of the architecture that the code object names.
+    """
     symbols = dict(_symbols(code))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.co"
         path.write_bytes(code)
         done = subprocess.run(
-            [OBJDUMP or "llvm-objdump-16", "-d", f"--mcpu={arch}", str(path)],
+            [OBJDUMP or "llvm-objdump-16", "-d", f"--mcpu={arch_of(code)}", str(path)],
             capture_output=True,
             text=True,
             check=True,
@@ -99,7 +113,8 @@ def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...])
     registers = [of for bit, of in enumerate(_USER_REGISTERS) if properties >> bit & 1]
     assert sum(size for _, size in registers) == rsrc2 >> 1 & 0x1F, f"{name}: {registers}, and another count of them"
     registers += [(axis, 1) for bit, axis in ((7, "x"), (8, "y"), (9, "z")) if rsrc2 >> bit & 1]
-    return MachineKernel(name, lds_bytes, scratch_bytes, tuple(registers), instructions)
+    lanes = 32 if properties >> 10 & 1 else 64
+    return MachineKernel(name, lds_bytes, scratch_bytes, tuple(registers), lanes, instructions)
 
 
 # ---- ELF -------------------------------------------------------------------------------------------------------------
@@ -132,11 +147,15 @@ def _read(code: bytes, address: int, size: int) -> bytes:
 
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")
 _OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|\w+)(?![\d:]*\])")
-_FLAGS = re.compile(r"\b(glc|slc)\b")  # which caches a transfer passes by
-_KNOWN_OPTIONS = {"offset", "offset0", "offset1", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel"}
+_FLAGS = re.compile(r"\b(glc|slc|dlc)\b")  # which caches a transfer passes by
+_KNOWN_OPTIONS = {"offset", "offset0", "offset1", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel"}
+_NO_OPERANDS = ("s_nop", "s_endpgm", "s_barrier", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end")
 
 
 def _instructions(body: str, start: int) -> tuple[Instruction, ...]:
+    unknown = [line for line in body.splitlines() if "//" in line and not _LINE.match(line)]
+    if unknown:
+        raise NotImplementedError(unknown[0].strip())
     lines = [found for found in map(_LINE.match, body.splitlines()) if found]
     places = {int(line[3], 16): place for place, line in enumerate(lines)}
     return tuple(
@@ -154,7 +173,9 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
     text = f"{name} {rest}"
     if name == "s_waitcnt":
         return Instruction(name, (), dict(re.findall(r"(\w+)\((\d+)\)", rest)), 0, text)
-    if "branch" in name or name in ("s_nop", "s_endpgm", "s_barrier"):
+    if name == "s_waitcnt_vscnt":
+        return Instruction(name, (), {"vscnt": str(int(rest.removeprefix("null,"), 0))}, 0, text)
+    if "branch" in name or name in _NO_OPERANDS:
         return Instruction(name, (), {}, target, text)
     options = dict(_OPTION.findall(rest))
     if not options.keys() <= _KNOWN_OPTIONS:
@@ -170,9 +191,10 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
 
 
 def _operand(text: str) -> Operand:
-    found = re.fullmatch(r"(-?)(\|?)([vs])(?:(\d+)|\[(\d+):\d+\])\|?", text)
+    found = re.fullmatch(r"(-?)(\|?)([vs])(?:(\d+)|\[(\d+):(\d+)\])\|?", text)
     if found:
-        return Operand(found[3], int(found[4] or found[5]), bool(found[1]), bool(found[2]))
+        count = int(found[6]) - int(found[5]) + 1 if found[5] else 1
+        return Operand(found[3], int(found[4] or found[5]), bool(found[1]), bool(found[2]), count)
     if text == "off":
         return Operand("off")
     if text in _NAMED:

@@ -1,4 +1,5 @@
-"""Executes the launches of the fused route from gfx9 machine code: each instruction of a code object, wave by wave.
+"""Executes the launches of the fused route from machine code for gfx9 and gfx10: each instruction of a code object,
+wave by wave.
 
 A block's shared memory and all registers begin as NaN; what is read arrives when the wave waits for it, and is NaN
 before; an address outside of the launch's tensors, parameters and shared memory is an error, and so is an instruction
@@ -28,16 +29,16 @@ Watch = Callable[[Wave, Instruction], None]
 OPERATIONS = SCALAR | VECTOR | TRANSFERS
 
 
-def execute(launches: Iterable[Launch], code_of: Callable[[Variant], bytes]) -> int:
+def execute(launches: Iterable[Launch], code_of: Callable[[Variant], bytes], watch: Watch | None = None) -> int:
     """Run launches one after the other; returns how many block barriers were passed.
 
     Args:
-        code_of: gives the code object of a variant.
+        code_of: gives the code object of a variant; watch: as of :func:`run`.
     """
     barriers = 0
     for launch in launches:
         kernel = kernels(code_of(launch.variant))[launch.function]
-        barriers += run(launch, kernel)
+        barriers += run(launch, kernel, watch)
     return barriers
 
 
@@ -62,7 +63,9 @@ def run(launch: Launch, kernel: MachineKernel, watch: Watch | None = None) -> in
             known = dict(zip("xyz", block)) | {"arguments": arguments, "packet": packet}
             scalars = [word for what, count in kernel.user_registers for word in _words(known.get(what), count)]
             lds = np.full(-(-(kernel.lds_bytes + launch.shared_bytes) // 4), POISON, U32)
-            waves = [Wave(index, memory, lds, scalars) for index in range(-(-launch.threads // 64))]
+            waves = [
+                Wave(index, memory, lds, scalars, kernel.lanes) for index in range(-(-launch.threads // kernel.lanes))
+            ]
             barriers += _run_block(waves, kernel, operations)
     return barriers
 

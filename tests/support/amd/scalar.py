@@ -1,11 +1,12 @@
-"""Scalar instructions of gfx9 ("Vega" Instruction Set Architecture, chapter 12), as far as the kernels have them."""
+"""Scalar instructions of gfx9 ("Vega" Instruction Set Architecture, chapter 12) and gfx10 ("RDNA 2" Instruction Set
+Architecture, chapter 12), as far as the kernels have them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 
-from .code import EXEC, VCC, Instruction
+from .code import EXEC, Instruction
 from .wave import ALL, Wave
 
 Operation = Callable[[Wave, Instruction], None]
@@ -80,6 +81,16 @@ def _extreme(choose: Callable[[int, int], int]) -> Operation:
 SCALAR["s_min_i32"], SCALAR["s_max_i32"] = _extreme(min), _extreme(max)
 
 
+def _for(lanes: int, operation: Operation) -> Operation:
+    """That waves of another size must not meet: the other half of a mask would be lost."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        assert wave.size == lanes, f"a mask of {lanes} lanes in a wave of {wave.size}"
+        operation(wave, i)
+
+    return run
+
+
 def _bits(name: str, f: Callable[[int, int], int]) -> None:
     """A bitwise operation in its three forms."""
 
@@ -94,13 +105,16 @@ def _bits(name: str, f: Callable[[int, int], int]) -> None:
         wave.scc = int(result != 0)
 
     def of_exec(wave: Wave, i: Instruction) -> None:
-        before, operand = wave.exec, wave.scalar64(i.operands[1])
-        result = f(operand, before) & ALL
-        wave.write_scalar64(i.operands[0].number, before)
-        wave.write_scalar64(EXEC, result)
+        is_wide = wave.size == 64
+        before, operand = wave.exec, wave.scalar64(i.operands[1]) if is_wide else wave.scalar(i.operands[1])
+        result = f(operand, before) & (ALL if is_wide else 0xFFFFFFFF)
+        wave.write_lanes(i.operands[0].number, before)
+        wave.write_lanes(EXEC, result)
         wave.scc = int(result != 0)
 
-    SCALAR[f"s_{name}_b32"], SCALAR[f"s_{name}_b64"], SCALAR[f"s_{name}_saveexec_b64"] = of_32, of_64, of_exec
+    SCALAR[f"s_{name}_b32"], SCALAR[f"s_{name}_b64"] = of_32, of_64
+    SCALAR[f"s_{name}_saveexec_b32"] = _for(32, of_exec)
+    SCALAR[f"s_{name}_saveexec_b64"] = _for(64, of_exec)
 
 
 _bits("and", operator.and_)
@@ -201,20 +215,17 @@ def _branch(condition: Callable[[Wave], bool]) -> Operation:
     return run
 
 
-def _vcc(wave: Wave) -> int:
-    return wave.scalars[VCC] | wave.scalars[VCC + 1] << 32
-
-
 SCALAR |= {
     "s_branch": _branch(lambda wave: True),
     "s_cbranch_scc0": _branch(lambda wave: not wave.scc),
     "s_cbranch_scc1": _branch(lambda wave: bool(wave.scc)),
-    "s_cbranch_vccz": _branch(lambda wave: not _vcc(wave)),
-    "s_cbranch_vccnz": _branch(lambda wave: bool(_vcc(wave))),
+    "s_cbranch_vccz": _branch(lambda wave: not wave.vcc),
+    "s_cbranch_vccnz": _branch(lambda wave: bool(wave.vcc)),
     "s_cbranch_execz": _branch(lambda wave: not wave.exec),
     "s_cbranch_execnz": _branch(lambda wave: bool(wave.exec)),
-    "s_nop": lambda wave, i: None,
-}
+} | dict.fromkeys(
+    ("s_nop", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "buffer_gl0_inv"), lambda wave, i: None
+)
 
 
 def _waitcnt(wave: Wave, i: Instruction) -> None:
@@ -232,4 +243,4 @@ def _end(wave: Wave, i: Instruction) -> None:
     wave.done = True
 
 
-SCALAR |= {"s_waitcnt": _waitcnt, "s_barrier": _barrier, "s_endpgm": _end}
+SCALAR |= {"s_waitcnt": _waitcnt, "s_waitcnt_vscnt": _waitcnt, "s_barrier": _barrier, "s_endpgm": _end}

@@ -1,5 +1,6 @@
-"""What gfx9 moves between registers and memory, or between lanes by way of shared memory ("Vega" Instruction Set
-Architecture, chapters 7, 8, 10 and 11), as far as the kernels have it."""
+"""What gfx9 and gfx10 move between registers and memory, or between lanes by way of shared memory ("Vega" Instruction
+Set Architecture, chapters 7, 8, 10 and 11; "RDNA 2" Instruction Set Architecture, the same chapters), as far as the
+kernels have it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from .code import Instruction, Operand
 from .scalar import Operation
-from .wave import I64, LANES, U32, U64, Wave
+from .wave import I64, U32, U64, Wave
 
 TRANSFERS: dict[str, Operation] = {}
 
@@ -64,7 +65,7 @@ def _store(size: int, is_flat: bool) -> Operation:
         words = wave.vectors[source.number : source.number + max(1, size // 4), lanes].T
         content = np.ascontiguousarray(words).view(np.uint8)[:, :size]
         wave.memory.write(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), content)
-        wave.send("vmcnt", in_order=not is_flat)
+        wave.send(wave.store_counter, in_order=not is_flat)
         if is_flat:
             wave.send("lgkmcnt", in_order=False)
 
@@ -157,7 +158,7 @@ def _from_lanes(wave: Wave, destination: Operand, source: Operand, other: np.nda
 
 def _permute(wave: Wave, i: Instruction) -> None:
     destination, vector, source = i.operands
-    _from_lanes(wave, destination, source, (wave.unsigned(vector).astype(I64) + i.offset) // 4 % 64)
+    _from_lanes(wave, destination, source, (wave.unsigned(vector).astype(I64) + i.offset) // 4 % wave.size)
 
 
 def _swizzle(wave: Wave, i: Instruction) -> None:
@@ -165,7 +166,7 @@ def _swizzle(wave: Wave, i: Instruction) -> None:
     if found is None:
         raise NotImplementedError(i.text)
     destination, source = i.operands
-    _from_lanes(wave, destination, source, LANES ^ int(found[1]))
+    _from_lanes(wave, destination, source, wave.numbers ^ int(found[1]))
 
 
 TRANSFERS |= {"ds_bpermute_b32": _permute, "ds_swizzle_b32": _swizzle}

@@ -1,4 +1,5 @@
-"""Vector arithmetic of gfx9 ("Vega" Instruction Set Architecture, chapter 12), as far as the kernels have it.
+"""Vector arithmetic of gfx9 ("Vega" Instruction Set Architecture, chapter 12) and gfx10 ("RDNA 2" Instruction Set
+Architecture, chapter 12), as far as the kernels have it. What gfx10 calls by another name is at the end.
 
 Products of two floats and their sum are computed in float64 and rounded once more to float32, and so are exp, log and
 reciprocals: at least as exact as the card, whose exp, log and reciprocal are within one unit in the last place.
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .code import Instruction
+from .code import EXEC, Instruction, Operand
 from .scalar import Operation
 from .wave import F32, F64, I64, U32, U64, Wave, with_signs
 
@@ -38,7 +39,7 @@ def _plain(operands: str, name: str, f: Callable[..., np.ndarray]) -> None:
 _FIVE = U32(31)
 _plain("u", "v_mov_b32", lambda x: x)
 _plain("u", "v_not_b32", lambda x: ~x)
-_plain("u", "v_bfrev_b32", lambda x: np.packbits(np.unpackbits(x.astype(">u4").view(np.uint8)).reshape(64, 32)[:, ::-1])
+_plain("u", "v_bfrev_b32", lambda x: np.packbits(np.unpackbits(x.astype(">u4").view(np.uint8)).reshape(-1, 32)[:, ::-1])
        .view(">u4").astype(U32))  # fmt: skip
 _plain("uu", "v_add_u32", lambda x, y: x + y)
 _plain("uu", "v_sub_u32", lambda x, y: x - y)
@@ -71,13 +72,13 @@ _plain("rrm", "v_cndmask_b32", _chosen)
 
 
 def _ones(x: np.ndarray) -> np.ndarray:
-    return np.unpackbits(x.view(np.uint8).reshape(64, 4), axis=1).sum(1).astype(U32)
+    return np.unpackbits(x.view(np.uint8).reshape(-1, 4), axis=1).sum(1).astype(U32)
 
 
 _BELOW = np.array([(1 << lane) - 1 for lane in range(64)], U64)  # the lanes before each one
 _LOW, _HIGH = (_BELOW & U64(0xFFFFFFFF)).astype(U32), (_BELOW >> U64(32)).astype(U32)
-_plain("uu", "v_mbcnt_lo_u32_b32", lambda x, y: _ones(x & _LOW) + y)
-_plain("uu", "v_mbcnt_hi_u32_b32", lambda x, y: _ones(x & _HIGH) + y)
+_plain("uu", "v_mbcnt_lo_u32_b32", lambda x, y: _ones(x & _LOW[: len(x)]) + y)
+_plain("uu", "v_mbcnt_hi_u32_b32", lambda x, y: _ones(x & _HIGH[: len(x)]) + y)
 
 
 def _carries(sign: int, *, reversed_: bool = False) -> Operation:
@@ -129,13 +130,13 @@ def _read_first_lane(wave: Wave, i: Instruction) -> None:
 
 def _read_lane(wave: Wave, i: Instruction) -> None:
     destination, source, lane = i.operands
-    wave.write_scalar(destination.number, int(wave.unsigned(source)[wave.scalar(lane) & 63]))
+    wave.write_scalar(destination.number, int(wave.unsigned(source)[wave.scalar(lane) % wave.size]))
 
 
 def _write_lane(wave: Wave, i: Instruction) -> None:
     """Whether it is active or not."""
     destination, source, lane = i.operands
-    wave.vectors[destination.number, wave.scalar(lane) & 63] = wave.scalar(source)
+    wave.vectors[destination.number, wave.scalar(lane) % wave.size] = wave.scalar(source)
 
 
 VECTOR |= {"v_readfirstlane_b32": _read_first_lane, "v_readlane_b32": _read_lane, "v_writelane_b32": _write_lane}
@@ -160,7 +161,12 @@ def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndar
         destination, x, y = i.operands
         wave.write_mask(destination.number, f(read(wave, x), read(wave, y)))
 
-    VECTOR[f"v_cmp_{name}_{kind}"] = run
+    def of_exec(wave: Wave, i: Instruction) -> None:
+        assert wave.size == 32  # gfx9 writes a mask beside EXEC
+        x, y = i.operands
+        wave.write_mask(EXEC, f(read(wave, x), read(wave, y)))
+
+    VECTOR[f"v_cmp_{name}_{kind}"], VECTOR[f"v_cmpx_{name}_{kind}"] = run, of_exec
 
 
 _OF_FLOATS = ("neq", "nlt", "nle", "ngt", "nge", "u", "o")
@@ -206,7 +212,7 @@ VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
 def _div_scale(wave: Wave, i: Instruction) -> None:
     destination, scaled, x, _, _ = i.operands
     wave.write(destination.number, wave.single(x))
-    wave.write_mask(scaled.number, np.zeros(64, bool))
+    wave.write_mask(scaled.number, np.zeros(wave.size, bool))
 
 
 VECTOR["v_div_scale_f32"] = _div_scale
@@ -263,3 +269,36 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
 
 
 VECTOR |= {"v_cvt_f16_f32_sdwa": _to_high_half, "v_cvt_f32_f16_sdwa": _of_high_half, "v_fma_mix_f32": _fma_mix}
+
+
+# ---- gfx10 -----------------------------------------------------------------------------------------------------------
+
+for _own, _of_gfx9 in (
+    ("v_add_nc_u32", "v_add_u32"), ("v_sub_nc_u32", "v_sub_u32"), ("v_subrev_nc_u32", "v_subrev_u32"),
+    ("v_add_co_ci_u32", "v_addc_co_u32"), ("v_sub_co_ci_u32", "v_subb_co_u32"),
+    ("v_subrev_co_ci_u32", "v_subbrev_co_u32"),
+):  # fmt: skip
+    VECTOR[_own] = VECTOR[_of_gfx9]
+_plain("uuu", "v_xad_u32", lambda x, y, z: (x ^ y) + z)
+_plain("fff", "v_fmamk_f32", _fma)  # the factor is a constant
+_plain("fff", "v_fmaak_f32", _fma)  # the summand is
+
+
+def _dot2_in_place(wave: Wave, i: Instruction) -> None:
+    destination, x, y = i.operands
+    wave.write(destination.number, _dot2(wave.unsigned(x), wave.unsigned(y), wave.single(destination)))
+
+
+def _selected(wave: Wave, operand: Operand, selection: str) -> np.ndarray:
+    words = wave.unsigned(operand)
+    return words if selection == "DWORD" else words >> U32(16 * int(selection.removeprefix("WORD_"))) & U32(0xFFFF)
+
+
+def _or_of_halves(wave: Wave, i: Instruction) -> None:
+    chosen = [i.options[name] for name in ("src0_sel", "src1_sel")]
+    _options_are(i, dst_sel="DWORD", dst_unused="UNUSED_PAD", src0_sel=chosen[0], src1_sel=chosen[1])
+    x, y = (_selected(wave, source, selection) for source, selection in zip(i.operands[1:], chosen))
+    wave.write(i.operands[0].number, x | y)
+
+
+VECTOR |= {"v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves}

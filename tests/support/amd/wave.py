@@ -1,4 +1,4 @@
-"""A wave of 64 lanes: its registers, and the transfers that it has not waited for."""
+"""A wave of 64 or of 32 lanes: its registers, and the transfers that it has not waited for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .code import EXEC, Operand
+from .code import EXEC, NULL, VCC, Operand
 from .memory import Memory
 
-LANES = np.arange(64)
 POISON = 0xFFFFFFFF  # NaN as float32 and as two of float16
 ALL = (1 << 64) - 1
 U32, U64, I32, I64 = np.uint32, np.uint64, np.int32, np.int64
@@ -20,19 +19,19 @@ F32, F64 = np.float32, np.float64
 
 
 def bits(number: int) -> np.ndarray:
-    """The lanes of a mask."""
+    """The lanes of a mask of 64."""
     return np.unpackbits(np.array([number], "<u8").view(np.uint8), bitorder="little").astype(bool)
 
 
 def number_of(lanes: np.ndarray) -> int:
     """The mask of lanes."""
-    return int(np.packbits(lanes, bitorder="little").view("<u8")[0])
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
 @functools.lru_cache(maxsize=4096)
-def everywhere(number: int) -> np.ndarray:
+def everywhere(number: int, lanes: int = 64) -> np.ndarray:
     """The same 32 bits in every lane."""
-    found = np.full(64, number & 0xFFFFFFFF, U32)
+    found = np.full(lanes, number & 0xFFFFFFFF, U32)
     found.flags.writeable = False
     return found
 
@@ -51,16 +50,21 @@ class Wave:
     Args:
         index: which one of the block; memory, lds: what the block can reach, lds as words.
         scalars: what the first scalar registers hold.
+        size: lanes: 64 (gfx9), or 32 (gfx10), where masks of lanes are one scalar register and not two, and stores
+            are counted apart from loads.
     """
 
-    def __init__(self, index: int, memory: Memory, lds: np.ndarray, scalars: list[int]):
-        self.index, self.memory, self.lds = index, memory, lds
+    def __init__(self, index: int, memory: Memory, lds: np.ndarray, scalars: list[int], size: int = 64):
+        self.index, self.memory, self.lds, self.size = index, memory, lds, size
+        self.numbers = np.arange(size)
         self.place, self.done, self.scc = 0, False, 0
-        self.vectors = np.full((256, 64), POISON, U32)
-        self.vectors[0] = LANES + 64 * index
+        self.vectors = np.full((256, size), POISON, U32)
+        self.vectors[0] = self.numbers + size * index
         self.scalars = scalars + [POISON] * (128 - len(scalars))
-        self.transfers: dict[str, deque[Pending]] = {"vmcnt": deque(), "lgkmcnt": deque()}
-        self.write_scalar64(EXEC, ALL)
+        self.scalars[NULL] = 0
+        self.transfers: dict[str, deque[Pending]] = {"vmcnt": deque(), "lgkmcnt": deque(), "vscnt": deque()}
+        self.store_counter = "vmcnt" if size == 64 else "vscnt"
+        self.write_lanes(EXEC, ALL)
 
     # ---- scalars -----------------------------------------------------------------------------------------------------
 
@@ -77,9 +81,10 @@ class Wave:
         return self.scalars[operand.number] | self.scalars[operand.number + 1] << 32
 
     def write_scalar(self, register: int, number: int) -> None:
-        self.scalars[register] = number & 0xFFFFFFFF
+        if register != NULL:
+            self.scalars[register] = number & 0xFFFFFFFF
         if register in (EXEC, EXEC + 1):
-            self.lanes = bits(self.scalars[EXEC] | self.scalars[EXEC + 1] << 32)
+            self.lanes = bits(self.exec)[: self.size]
             self.all_lanes = bool(self.lanes.all())
 
     def write_scalar64(self, register: int, number: int) -> None:
@@ -88,21 +93,35 @@ class Wave:
 
     @property
     def exec(self) -> int:
-        return self.scalars[EXEC] | self.scalars[EXEC + 1] << 32
+        return self._lanes(EXEC)
+
+    @property
+    def vcc(self) -> int:
+        return self._lanes(VCC)
+
+    def _lanes(self, register: int) -> int:
+        """A mask of lanes: of 32, one register; of 64, two."""
+        return self.scalars[register] | (self.scalars[register + 1] << 32 if self.size == 64 else 0)
+
+    def write_lanes(self, register: int, mask: int) -> None:
+        if self.size == 64:
+            self.write_scalar64(register, mask)
+        else:
+            self.write_scalar(register, mask)
 
     # ---- vectors -----------------------------------------------------------------------------------------------------
 
     def unsigned(self, operand: Operand) -> np.ndarray:
         assert not operand.negative
         assert not operand.absolute
-        return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand))
+        return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand), self.size)
 
     def integer(self, operand: Operand) -> np.ndarray:
         return self.unsigned(operand).view(I32)
 
     def raw(self, operand: Operand) -> np.ndarray:
         """The bits that a sign belongs to."""
-        return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand))
+        return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand), self.size)
 
     def single(self, operand: Operand) -> np.ndarray:
         return with_signs(self.raw(operand).view(F32), operand)
@@ -111,14 +130,14 @@ class Wave:
         if operand.kind == "v":
             low, high = self.vectors[operand.number], self.vectors[operand.number + 1]
             return low.astype(U64) | high.astype(U64) << U64(32)
-        return np.full(64, self.scalar64(operand), U64)
+        return np.full(self.size, self.scalar64(operand), U64)
 
     def integer64(self, operand: Operand) -> np.ndarray:
         return self.unsigned64(operand).view(I64)
 
     def mask(self, operand: Operand) -> np.ndarray:
-        """A scalar pair as lanes."""
-        return bits(self.scalar64(operand))
+        """Scalars as lanes."""
+        return bits(self._lanes(operand.number) if operand.kind == "s" else operand.number & ALL)[: self.size]
 
     def write(self, register: int, words: np.ndarray) -> None:
         """``words``: any 32-bit dtype; in the active lanes."""
@@ -133,7 +152,7 @@ class Wave:
 
     def write_mask(self, register: int, lanes: np.ndarray) -> None:
         """A comparison's answer: 0 in the lanes that are not active."""
-        self.write_scalar64(register, number_of(lanes & self.lanes))
+        self.write_lanes(register, number_of(lanes & self.lanes))
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.compilation import Compilation
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
 
 from .emulation import BUILD, GXX, HERE
 
@@ -68,7 +68,7 @@ class Answers:
     ):
         self.card, self.execute, self.devices, self.current_stream = card, execute, devices, current_stream
         self.streams = {0, 1, 2, current_stream}  # none, and the headers' names of the two default streams
-        self.variants: dict[bytes, Variant] = {}
+        self.variants: dict[bytes, Compilation] = {}
         self.faults: dict[str, Fault] = {}
         self.queued: list[Launch] = []
         self.asked: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.compilation import Compilation
 from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.gpu_runtime import GpuRuntime
 from pascal_attn_core.fused.hip_runtime import HipRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.linear import LinearTrials
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
 from pascal_attn_core.routes.timing import PlainTimings, TensorTimings, Times, Timings
@@ -41,7 +42,7 @@ def execute(launch: Launch) -> None:
 
 
 @functools.cache
-def _emulated_error(variant: Variant) -> float:
+def _emulated_error(variant: Compilation) -> float:
     """What the check of a kernel's first answers finds: the same whenever the kernel is executed by the emulation."""
     return verify.largest_error(variant, torch.device("cpu"), emulate)
 
@@ -69,12 +70,13 @@ class CardKernels(Kernels):
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
 
-    def machine_code(self, variant: Variant) -> bytes:
+    def machine_code(self, variant: Compilation) -> bytes:
         cubin = super().machine_code(variant)
         self.driver.variants[cubin] = variant
         return cubin
 
-    def ensure(self, variants: tuple[Variant, ...]) -> None:  # type: ignore[override]
+    def ensure(self, variants: Iterable[Compilation]) -> None:
+        variants = list(variants)
         self.ensured.append([variant.kind for variant in variants])
         super().ensure(variants)
 
@@ -83,19 +85,25 @@ class EmulatedKernels(CardKernels):
     """Whose first answers are checked once in a process, since the emulation always gives the same, and outside of
     ``queued``. Where launches are not executed there is nothing to check."""
 
-    def largest_error(self, variant: Variant) -> float:
+    def largest_error(self, variant: Compilation) -> float:
         return _emulated_error(variant) if self.driver.execute is execute else 0.0
 
 
 class UncheckedKernels(CardKernels):
     """Whose first answers nobody looks at: for launches that are not executed."""
 
-    def largest_error(self, variant: Variant) -> float:
+    def largest_error(self, variant: Compilation) -> float:
         return 0.0
 
 
 class Trusted(Trials):
     """A card on which every kernel has had its trial."""
+
+    is_trusted = True
+
+
+class TrustedLinear(LinearTrials):
+    """The same for the kernels of linear layers."""
 
     is_trusted = True
 
@@ -218,6 +226,7 @@ def _card(
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,
         Trials: Trusted,
+        LinearTrials: TrustedLinear,
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)

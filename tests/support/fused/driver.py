@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import nvrtc, params
+from pascal_attn_core.fused.compilation import Compilation
 from pascal_attn_core.fused.cuda_runtime import CudaDriver
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant, all_variants, source
+from pascal_attn_core.fused.source import all_variants, linear_variants, source
 
 from .answers import Answers, fails_once, library
 from .emulation import CARD, PARAMS
@@ -71,7 +72,7 @@ class Function(NamedTuple):
 
     name: str
     context: int
-    variant: Variant
+    variant: Compilation
     registers: int
     shared_bytes: int
     params_bytes: int
@@ -298,7 +299,7 @@ def _attributes(content: bytes) -> dict[int, bytes]:
     return found
 
 
-def cubin(variant: Variant, arch: int, registers: int = 255, shared_bytes: int = 33024) -> bytes:
+def cubin(variant: Compilation, arch: int, registers: int = 255, shared_bytes: int = 33024) -> bytes:
     """A file like those that NVRTC makes, as far as a driver looks at it before it runs anything; no machine code."""
     sections: list[tuple[str, int, int, bytes, int]] = [(".comment", 1, 0, variant.name.encode(), 0)]
     for name in variant.functions:
@@ -339,8 +340,8 @@ def usage() -> dict[tuple[str, int], tuple[int, int]]:
 
 
 @functools.cache
-def _by_macros() -> dict[tuple[str, str], Variant]:
-    return {(source(variant.kind), str(variant.macros())): variant for variant in all_variants()}
+def _by_macros() -> dict[tuple[str, str], Compilation]:
+    return {(source(variant.kind), str(variant.macros())): variant for variant in (*all_variants(), *linear_variants())}
 
 
 class Compiler:
@@ -353,7 +354,7 @@ class Compiler:
     version = (12, 6)
 
     def __init__(self) -> None:
-        self.compiled: list[Variant] = []
+        self.compiled: list[Compilation] = []
 
     def compile(self, text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
         variant = _by_macros()[text, str(macros)]

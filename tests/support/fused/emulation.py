@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused.compilation import Compilation
 from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant, source
+from pascal_attn_core.fused.source import source
 
 HERE = Path(__file__).parent / "emulator"
 BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"
@@ -33,6 +34,8 @@ PARAMS = {
     **dict.fromkeys(("pa_capped", "pa_capped_split", "pa_capped_combine"), "Forward"),
     "pa_forward_int8": "Forward",
     "pa_quantize": "Quantize",
+    "pa_linear_quantize": "QuantizeRows",
+    **dict.fromkeys(("pa_linear", "pa_linear_small", "pa_linear_few", "pa_linear_some"), "Linear"),
     **dict.fromkeys(
         [
             f"pa_{name}{suffix}"
@@ -63,7 +66,7 @@ class Deadlock(RuntimeError):
 
 
 @functools.cache
-def build(variant: Variant, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def build(variant: Compilation, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The variant as a shared library; ``text`` in place of its own source, for mutations."""
     text = source(variant.kind) if text is None else text
     kernels = {name: PARAMS[name] for name in variant.functions}

@@ -280,7 +280,7 @@ class HipCompiler:
         self.archs: list[str] = []
 
     def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
-        if options != amd_geometry.OPTIONS:
+        if options != amd_geometry.options(arch):
             raise CompileError(f"HIPRTC_ERROR_INVALID_OPTION: {options}")
         variant = next((v for v in amd_variants(arch) if source(v.kind, arch) == text and v.macros() == macros), None)
         if variant is None:

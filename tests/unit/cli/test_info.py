@@ -187,3 +187,14 @@ def test_this_machine_can_be_described():
     for route in ROUTES:
         assert route in text
     assert not any(info.routes["float32"]["tiled"])
+
+
+def test_what_would_compute_linear_layers_in_8_bits_is_named_with_the_reason():
+    assert "linear layers" not in block(CARDS["P100"], CU126)
+    why = "the int8 linear kernel needs dp4a"
+    text = block(CARDS["P100"], CU126, int8=("int_mm", why))
+    assert f"linear layers, if asked for: by torch._int_mm; {why}" in text
+    assert (
+        block(CARDS["V100"], CU126, int8=("kernel", "")).splitlines()[-1].endswith("if asked for: by the int8 kernel")
+    )
+    assert gather().int8 == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")

@@ -21,7 +21,7 @@ from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused import cache
 from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.source import all_variants, digest
+from pascal_attn_core.fused.source import all_variants, digest, linear_variants
 from pascal_attn_core.observe import machine
 from pascal_attn_core.observe.machine import Clocks, ClockWatch, parse_clocks
 from pascal_attn_core.routes.tiled import TiledRoute
@@ -157,7 +157,7 @@ def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
 
 
 def test_only_kernels_that_a_call_can_ask_for_are_tried() -> None:
-    assert set(checked_variants()) <= set(all_variants())
+    assert set(checked_variants()) <= {*all_variants(), *linear_variants()}
 
 
 def test_a_wrong_route_on_tensor_cores_is_switched_off_with_the_others() -> None:

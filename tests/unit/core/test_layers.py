@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
         "interception",
         "own_thread",
         "amd_system",
+        "selectors",
     },
     {"device", "call", "stand_in"},
     {"runtime", "observe"},
@@ -31,7 +32,7 @@ FLOORS: list[set[str]] = [
     {"fused", "plots"},
     {"routes"},
     {"attention"},
-    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae"},
+    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
     {"diffusers", "transformers", "host_hooks", "selftest", "layers"},
     {"auto", ""},
     {"cli", "nodes"},
@@ -41,7 +42,10 @@ FLOORS: list[set[str]] = [
 HOSTS: dict[str, set[str]] = {
     "diffusers": {"diffusers", "cli"},
     "transformers": {"transformers", "cli"},
-    **{name: {"nodes"} for name in ("comfy", "comfy_execution", "comfyui_version", "folder_paths", "server")},
+    **{
+        name: {"nodes"}
+        for name in ("comfy", "comfy_execution", "comfy_kitchen", "comfyui_version", "folder_paths", "server")
+    },
     "PIL": {"nodes", "cli"},
     "safetensors": {"capture", "cli"},
     "numpy": {"nodes", "cli"},

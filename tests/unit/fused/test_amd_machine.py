@@ -1,4 +1,4 @@
-"""Single instructions of the machine that executes gfx9 code, where the right result can be written down."""
+"""Single instructions of the machine that executes gfx9 and gfx10 code, where the right result can be written down."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ LANES = np.arange(64, dtype=np.uint32)
 @pytest.fixture
 def wave() -> Wave:
     return Wave(0, Memory(()), np.full(64, POISON, np.uint32), [])
+
+
+@pytest.fixture
+def half_wave() -> Wave:
+    """Of gfx10."""
+    return Wave(1, Memory(()), np.full(64, POISON, np.uint32), [], size=32)
 
 
 def _do(wave: Wave, *texts: str) -> None:
@@ -92,6 +98,73 @@ def test_pairs_of_float16(wave: Wave) -> None:
     _do(wave, "v_dot2_f32_f16 v3, v1, v2, 1.0", "v_cvt_f32_f16_e32 v4, v1")
     assert (wave.vectors[3].view(np.float32) == 1.5 * 4 - 2 * 0.25 + 1).all()
     assert (wave.vectors[4].view(np.float32) == 1.5).all()
+
+
+# ---- waves of 32 lanes -----------------------------------------------------------------------------------------------
+
+
+def test_a_wave_of_32_lanes_has_masks_of_one_register(half_wave: Wave) -> None:
+    wave = half_wave
+    assert (wave.vectors[0] == LANES[:32] + 32).all()
+    _do(wave, "s_mov_b32 s5, 7", "v_cmp_gt_u32_e64 s4, 40, v0")
+    assert (wave.scalars[4], wave.scalars[5]) == (0xFF, 7)
+    _do(wave, "s_and_saveexec_b32 s6, s4")
+    assert (wave.scalars[6], wave.exec) == (0xFFFFFFFF, 0xFF)
+    _do(wave, "v_mov_b32_e32 v1, 3", "v_cndmask_b32_e64 v1, v1, 9, s5")
+    assert wave.vectors[1][:9].tolist() == [9, 9, 9, 3, 3, 3, 3, 3, POISON]
+    _do(wave, "v_cmpx_eq_u32_e32 9, v1")
+    assert wave.exec == 7
+    _do(wave, "s_or_b32 exec_lo, exec_lo, s6", "v_mbcnt_lo_u32_b32 v2, -1, 5", "v_mbcnt_hi_u32_b32 v2, -1, v2")
+    assert (wave.vectors[2] == LANES[:32] + 5).all()
+
+
+def test_a_mask_of_64_lanes_is_none_of_32(half_wave: Wave, wave: Wave) -> None:
+    with pytest.raises(AssertionError):
+        _do(half_wave, "s_and_saveexec_b64 s[6:7], vcc")
+    with pytest.raises(AssertionError):
+        _do(wave, "s_and_saveexec_b32 s6, vcc_lo")
+
+
+def test_lanes_of_a_wave_of_32_read_from_each_other(half_wave: Wave) -> None:
+    wave = half_wave
+    wave.vectors[1] = 4 * LANES[:32][::-1]
+    _do(wave, "ds_bpermute_b32 v2, v1, v0", "ds_swizzle_b32 v3, v0 offset:swizzle(SWAP,16)", "s_waitcnt lgkmcnt(0)")
+    assert (wave.vectors[2] == 32 + LANES[:32][::-1]).all()
+    assert (wave.vectors[3] == 32 + (LANES[:32] ^ 16)).all()
+
+
+def test_stores_of_gfx10_are_counted_apart(half_wave: Wave) -> None:
+    tensor = torch.zeros(64, dtype=torch.int32)
+    wave = half_wave
+    wave.memory = Memory([tensor])
+    wave.write_scalar64(2, tensor.data_ptr())
+    _do(wave, "v_lshlrev_b32_e32 v1, 2, v0", "global_store_dword v1, v0, s[2:3]")
+    assert [len(wave.transfers[name]) for name in ("vmcnt", "vscnt")] == [0, 1]
+    _do(wave, "s_waitcnt_vscnt null, 0x0")
+    assert not wave.transfers["vscnt"]
+    assert tensor[32:].tolist() == list(range(32, 64))
+
+
+def test_what_gfx10_has_besides(half_wave: Wave) -> None:
+    wave = half_wave
+    one, two = np.array([[1.5, -2.0], [4.0, 0.25]], np.float16).view(np.uint32)[:, 0]
+    wave.vectors[1], wave.vectors[2] = one, two
+    wave.vectors[3] = np.float32(1.0).view(np.uint32)
+    _do(wave, "v_dot2c_f32_f16_e32 v3, v1, v2")
+    assert (wave.vectors[3].view(np.float32) == 1.5 * 4 - 2 * 0.25 + 1).all()
+    _do(wave, "v_fmamk_f32 v4, v3, 0x40000000, v3")  # times 2
+    assert (wave.vectors[4].view(np.float32) == 19.5).all()
+    _do(wave, "v_xad_u32 v5, 0xf0, v0, 1", "v_add_nc_u32_e32 v6, v0, v0", "v_subrev_nc_u32_e32 v7, 2, v0")
+    assert wave.vectors[5:8, 0].tolist() == [(0xF0 ^ 32) + 1, 64, 30]
+    _do(wave, "v_add_co_u32 v8, s4, -1, v0", "v_add_co_ci_u32_e64 v9, s4, 0, v0, s4")
+    assert wave.vectors[8:10, 1].tolist() == [32, 34]
+    _do(wave, "v_or_b32_sdwa v10, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1")
+    assert (wave.vectors[10] == (one | two >> 16)).all()
+    with pytest.raises(NotImplementedError):
+        _do(wave, "v_or_b32_sdwa v10, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_that_of_its_tensors() -> None:

@@ -157,6 +157,25 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
         assert ("v_dot" in text) == expected, variant.name
 
 
+@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump (Debian: llvm-16)")
+@pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1012-no-dot", "gfx1030-no-dot"])
+def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
+    """To what the card calls itself, and to what the code was made for: it may be either. Those that divide 64-bit
+    integers, and some of the others."""
+    path = tmp_path / "code"
+    shipped = prebuilt.amd_variants(arch)
+    others = [variant for variant in shipped if variant.kind != "split"]
+    chosen = random.Random(seeds(1)[0]).sample(others, min(times(6), len(others)))
+    for variant in (*chosen, *(variant for variant in shipped if variant.kind == "split")):
+        path.write_bytes(_shipped(variant))
+        texts = [
+            subprocess.run([str(OBJDUMP), "-d", f"--mcpu={name}", path], capture_output=True, text=True, check=True)
+            for name in (amd_geometry.target(arch), amd_geometry.base(arch))
+        ]
+        assert "s_endpgm" in texts[0].stdout
+        assert texts[0].stdout == texts[1].stdout, variant.name
+
+
 def test_a_card_of_the_family_takes_the_code_under_its_own_name() -> None:
     code = _shipped(Variant("forward", 64, "float16", arch="gfx1030"))
     for name in ("gfx1031", "gfx1036"):
@@ -266,5 +285,5 @@ def test_hiprtc_makes_code_that_takes_what_the_host_passes(arch: str) -> None:
     assert HIPRTC is not None
     for variant in (Variant("forward", 64, "float16", arch=arch), Variant("grad_query", 64, "float32", arch=arch)):
         text = source(variant.kind, arch)
-        code = HIPRTC.compile(text, amd_geometry.compile_target(arch), variant.macros(), amd_geometry.OPTIONS)
+        code = HIPRTC.compile(text, amd_geometry.compile_target(arch), variant.macros(), amd_geometry.options(arch))
         check_metadata(variant, unbundled(code), scratch=64)  # by an older LLVM, with other registers

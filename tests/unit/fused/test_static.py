@@ -23,10 +23,12 @@ import earlier  # noqa: E402
 import fused as tool  # noqa: E402
 import maxwell  # noqa: E402
 import simulate  # noqa: E402
+from linear_share import linear_share  # noqa: E402
 from share import KERNELS, backward_share, share  # noqa: E402
 
 from pascal_attn_core.fused import nvrtc, prebuilt  # noqa: E402
 from pascal_attn_core.fused import source as _source  # noqa: E402
+from pascal_attn_core.fused.compilation import Compilation  # noqa: E402
 from pascal_attn_core.fused.gpu_runtime import CompileError  # noqa: E402
 from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
 
@@ -42,7 +44,7 @@ LIBRARY = _library()
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
 
 
-def _compile(variant: Variant, arch: int) -> nvrtc.Compiled:
+def _compile(variant: Compilation, arch: int) -> nvrtc.Compiled:
     assert LIBRARY is not None
     return LIBRARY.compile(source(variant.kind), arch, variant.macros())
 
@@ -63,7 +65,7 @@ def _drawn(count: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("place", range(times(6)))
 def test_ptxas_says_what_the_table_says(place: int) -> None:
     name, arch = _drawn(times(6))[place]
-    variant = next(v for v in tool.all_variants() if v.name == name)
+    variant = next(v for v in tool.every_variant() if v.name == name)
     found, shared = tool.usage(_compile(variant, arch).log)
     expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
     assert (shared, [spilled for _, spilled in found]) == (expected_shared, [spilled for _, spilled in expected])
@@ -83,7 +85,7 @@ def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() ->
 
 
 def test_the_table_has_every_variant_on_every_architecture() -> None:
-    expected = {(variant.name, arch) for variant in tool.all_variants() for arch in tool.archs_of(variant)}
+    expected = {(variant.name, arch) for variant in tool.every_variant() for arch in tool.archs_of(variant)}
     assert {(name, arch) for name, row in tool.read_table().items() for arch in row} == expected
 
 
@@ -124,6 +126,20 @@ def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -
 def test_most_instructions_of_gradients_are_their_products(kind: str, head_dim: int, dtype: str, least: float) -> None:
     variant = Variant(kind, head_dim, dtype)
     assert share(variant, _cubin(variant)).value >= least
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("columns", "product", "whole"), [(1024, 0.79, 0.72), (3072, 0.85, 0.82)])
+def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a(columns: int, product: float, whole: float) -> None:
+    assert LIBRARY is not None
+    for dtype in range(3):
+        found = linear_share(LIBRARY, columns, columns, dtype)
+        assert found.main_loop >= 0.88
+        assert found.product >= product
+        assert found.whole >= whole
+        assert found.rotated >= whole - 0.03
+    with pytest.raises(ValueError, match=r"found 512 dp4a in the loop, want"):
+        linear_share(LIBRARY, columns, columns, dtype, chunk_words=16)
 
 
 @needs_nvrtc
@@ -201,7 +217,7 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
 
 def test_what_ships_stays_small() -> None:
     packs = list(prebuilt.FOLDER.glob("sm_*"))
-    assert sum(path.stat().st_size for path in packs) < 3_800_000
+    assert sum(path.stat().st_size for path in packs) < 3_900_000
 
 
 def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:

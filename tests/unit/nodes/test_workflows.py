@@ -48,8 +48,19 @@ def values(node: dict[str, Any]) -> list[Any]:
     return [value for value in found if not (isinstance(value, str) and value in SEED_MODES)]
 
 
+BYPASSED = 4  # the mode of a node that stands there for the user to switch on
+
+
 def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {str(node["id"]): node for node in workflow["nodes"] if node["type"] not in PAGES}
+    nodes = (node for node in workflow["nodes"] if node["type"] not in PAGES and node["mode"] != BYPASSED)
+    return {str(node["id"]): node for node in nodes}
+
+
+def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
+    """Link -> node and output that it comes from, past the bypassed nodes."""
+    found = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    past = {str(node["id"]): found[node["inputs"][0]["link"]] for node in workflow["nodes"] if node["mode"] == BYPASSED}
+    return {link: past.get(source[0], source) for link, source in found.items()}
 
 
 def test_there_is_a_workflow_for_each_family_and_a_tiny_model_for_each_workflow() -> None:
@@ -88,7 +99,7 @@ def test_both_twins_are_the_same_graph(name: str) -> None:
     assert {key: node["type"] for key, node in nodes.items()} == {
         key: node["class_type"] for key, node in prompt.items()
     }
-    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    links = sources(workflow)
     for key, node in nodes.items():
         given = prompt[key]["inputs"]
         linked = {slot["name"]: links[slot["link"]] for slot in node.get("inputs", []) if slot.get("link") is not None}
@@ -154,7 +165,14 @@ def test_each_workflow_patches_the_model_and_ends_in_a_report(name: str) -> None
 def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
     """All but the switch for other packs, which changes the process and no model, and what needs a second card."""
     others = {"PascalFlashAttnFunctions", "PascalSecondCard"}
-    assert set(ours(prompt_of("Pascal-SD15-every-node")).values()) == set(NODES) - others
+    found = {node["type"]: node["mode"] for node in opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES}
+    assert set(found) == set(NODES) - others
+    assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["PascalInt8Linear"], "it is not exact"
+
+
+@every_workflow
+def test_no_workflow_runs_what_is_not_exact(name: str) -> None:
+    assert "PascalInt8Linear" not in ours(prompt_of(name)).values()
 
 
 @every_workflow

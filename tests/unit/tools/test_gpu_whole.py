@@ -63,7 +63,7 @@ def ran(python: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> di
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(sanitizer.parent), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
-        names = "tests,selftest,bench-forward,bench-backward,sanitizer,sweep"
+        names = "tests,selftest,bench-forward,bench-backward,bench-linear,sanitizer,sweep"
         given = ["--device", "cpu", "--tiny", "--parts", names, "--out", str(folder / "out")]
         status = main(given, python)
     card = folder / "out" / "gtx-1080-ti"
@@ -77,6 +77,7 @@ def test_every_part_was_run_and_written(ran: dict[str, Any]) -> None:
         "selftest": "right",
         "bench-forward": "right",
         "bench-backward": "right",
+        "bench-linear": "right",
         "sanitizer": "wrong",
         "sweep": "right",
     }
@@ -107,6 +108,15 @@ def test_the_selftest_and_the_benchmarks_have_their_figures(ran: dict[str, Any])
         ran_by = {each["name"]: each["ran"] for each in shape["results"]}
         assert ran_by["ours-tiled"] == "tiled"
         assert ran_by.get("ours-fused", "fused") == "fused"
+
+
+def test_the_benchmark_of_linear_layers_runs_our_kernel(ran: dict[str, Any]) -> None:
+    [layer] = ran["bench-linear"]["figures"]["layers"]
+    found = {result["name"]: result for result in layer["results"]}
+    ways = {result["ran"] for name, result in found.items() if name == "int8" or name.startswith("int8 by")}
+    assert "kernel" in ways or "int8 by kernel" in found
+    assert all(result["error"] < 0.02 for name, result in found.items() if name.startswith("int8"))
+    assert "int8 in units of float32: M=40,K=64,N=48" in ran["bench-linear"]["summary"]
 
 
 def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any]) -> None:

@@ -251,7 +251,14 @@ static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
     return sum;
 }
-static inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+static inline int __float2int_rn(float x) { return x == x ? (int)nearbyintf(x) : 0; }
+// Each rounded on its own, as everything is here: built with -ffp-contract=off.
+static inline float __int2float_rn(int x) { return (float)x; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline float __fsub_rn(float x, float y) { return x - y; }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __frcp_rn(float x) { return 1.f / x; }
+static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float emu_half2float(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return (float)half; }
 static inline unsigned short emu_float2half(float x) {
     const _Float16 half = (_Float16)x;

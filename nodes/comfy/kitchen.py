@@ -1,0 +1,180 @@
+"""Int8 layers of ComfyUI's own files (``TensorWiseINT8Layout`` of comfy_kitchen) by this package's product.
+
+comfy_kitchen chooses among backends by what each call needs; its CUDA backend begins at compute capability 7.5, and
+below it every call copies the weight and holds the whole int32 result. Ours is registered while a model runs for which
+it was asked, and only that thread prefers it; the list of priorities is never touched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...pascal_attn_core.int8.product import int8_linear as product
+from ...pascal_attn_core.int8.quantize import Int8Matrix
+from ...pascal_attn_core.int8.ways import Call, way_of
+from .host import KEY
+
+NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
+CHOICES = ("auto", "always", "off")
+_NEWER = (7, 5)  # where comfy_kitchen's CUDA backend begins
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "none": lambda x: x,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
+}
+
+
+def registry_of_host() -> Any | None:
+    """comfy_kitchen's registry of backends, where the host has one that knows int8 layers."""
+    try:
+        import comfy_kitchen
+    except ImportError:
+        return None
+    registry: Any = getattr(comfy_kitchen, "registry", None)
+    if not hasattr(registry, "use_backend") or not hasattr(registry, "get_constraints"):
+        return None
+    return registry if registry.get_constraints("eager", FUNCTION) is not None else None
+
+
+def int8_layers(model: nn.Module) -> int:
+    """How many layers of ``model`` have a weight in 8 bits from their file."""
+    weights = (module._parameters.get("weight") for module in model.modules())
+    return sum(getattr(weight, "_layout_cls", "") == LAYOUT for weight in weights)
+
+
+def why_not(device: torch.device, choice: str) -> str:
+    """Why our product does not take the int8 layers of a file on this device; "" = it does."""
+    registry = registry_of_host()
+    if registry is None:
+        return "this ComfyUI has no comfy_kitchen with int8 layers"
+    if choice == "off":
+        return "int8_files is off"
+    if choice == "always":
+        return ""
+    if device.type != "cuda" or torch.version.hip:
+        return "int8_files is auto: on NVIDIA cards alone"
+    has_cuda = registry.is_available("cuda") and registry.get_constraints("cuda", FUNCTION) is not None
+    if has_cuda and torch.cuda.get_device_capability(device) >= _NEWER:
+        return "int8_files is auto: ComfyUI has a kernel of its own for this card"
+    return ""
+
+
+class Served:
+    """Our backend for one node's model.
+
+    Attributes:
+        calls: of int8 layers since the count was reset.
+        way: what computed the first of them, see :data:`.ways.WAYS`.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.way = 0, ""
+
+    def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the diffusion model."""
+        registry = registry_of_host()
+        if registry is None:
+            return executor(*args, **kwargs)
+        with serving(registry, self):
+            return executor(*args, **kwargs)
+
+    def saw(self, x: Tensor, matrix: Int8Matrix) -> None:
+        self.calls += 1
+        if not self.way:
+            flat = x.reshape(-1, x.shape[-1])
+            self.way = way_of(Call(flat, matrix, None, "none", flat.new_empty(len(flat), len(matrix.codes)))).name
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.served: list[Served] = []
+
+
+_local = _Local()
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def serving(registry: Any, served: Served) -> Iterator[None]:
+    """Within it, int8 layers that this thread runs are ours. Registered with the first user, gone with the last."""
+    global _users
+    with _lock:
+        if not _users:
+            registry.register(NAME, _Backend, {FUNCTION: registry.get_constraints("eager", FUNCTION)})
+            registry.enable(NAME)
+        _users += 1
+    _local.served.append(served)
+    try:
+        with registry.use_backend(NAME):
+            yield
+    finally:
+        _local.served.pop()
+        with _lock:
+            _users -= 1
+            if not _users:
+                _unregister(registry)
+
+
+def _unregister(registry: Any) -> None:
+    """The registry has no way to: without its tables, the backend stays known, and disabled."""
+    entries: dict[str, Any] = {"_backends": NAME, "_capabilities": NAME, "_constraints": (NAME, FUNCTION)}
+    if not all(isinstance(getattr(registry, table, None), dict) for table in entries):
+        registry.disable(NAME)
+        return
+    for table, entry in entries.items():
+        getattr(registry, table).pop(entry, None)
+
+
+class _Backend:
+    """What comfy_kitchen calls."""
+
+    @staticmethod
+    def int8_linear(
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = torch.bfloat16,
+        convrot: bool = False,
+        convrot_groupsize: int = 256,
+        input_act: str | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """``act(x) W^T + bias`` with W ``[N, K]`` int8, scale ``[]``, ``[1]``, ``[N]`` or ``[N, 1]``."""
+        if others or input_act not in _ACTIVATIONS:
+            implementation = _registry().get_implementation(FUNCTION, backend="eager")
+            own = {"convrot": convrot, "convrot_groupsize": convrot_groupsize, "input_act": input_act}
+            return implementation(x, weight, weight_scale, bias, out_dtype, **own, **others)
+        x = _ACTIVATIONS[input_act](x)
+        codes, scales = weight.to(x.device).contiguous(), weight_scale.to(x.device, torch.float32).reshape(-1)
+        matrix = Int8Matrix(codes, scales, convrot_groupsize if convrot else 0)
+        if bias is not None:
+            bias = bias.to(x.device).reshape(-1)
+        if _local.served:
+            _local.served[-1].saw(x, matrix)
+        return product(x, matrix, bias, out_dtype=out_dtype)
+
+
+def _registry() -> Any:
+    registry = registry_of_host()
+    assert registry is not None
+    return registry
+
+
+def install(patcher: Any, served: Served | None) -> None:
+    """Let the clone's diffusion model run with ``served``; what the clone had of ours goes. None = nothing."""
+    from comfy.patcher_extension import WrappersMP
+
+    key = f"{KEY}_int8_files"
+    patcher.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, key)
+    if served is not None:
+        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, key, served.wrapper)

@@ -1,0 +1,161 @@
+"""Where the float weight of a linear layer is in a ComfyUI model that has been loaded, and what patches it.
+
+Loaded on the device, a patched weight (LoRA) has its patches in it, and ``patcher.backup`` holds what was there before.
+Left in host memory ("lowvram", dynamic loading), it has not: a function on the layer adds them in each call. In both
+cases plain LoRA adapters can be told from the weight, and everything else is a part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...pascal_attn_core.int8.binding import REMOVED, Source
+from ...pascal_attn_core.int8.branch import LowRank, joined
+
+PREFIX = "diffusion_model."
+_FUNCTIONS = ("weight_function", "bias_function")
+_LATER = "_lowvram_function"  # with dynamic loading
+Adapter = tuple[Tensor, Tensor, float]
+
+
+class LoadedWeight(Source):
+    """The weight of one layer under one patcher; to be asked for when the model has been loaded."""
+
+    def __init__(self, patcher: Any, name: str, module: nn.Module):
+        model, key = patcher.model, f"{PREFIX}{name}.weight"
+        self._model = weakref.ref(model)
+        self._base: Tensor | None = None  # what was there before the patches
+        self._adapters: list[Adapter] = []
+        self._functions = functions_of(module, "weight")
+        self._whole: Tensor | None = None  # patched here, in host memory
+        self.why_not = _why_not(module, self._functions)
+        if self._functions and not self.why_not:
+            function = self._functions[-1]
+            self._split(function.patches[function.key], module)
+            if self._adapters:
+                self._functions = []
+        elif key in patcher.hook_backup:
+            self.note = "rounded as a hook has patched it"
+        elif key in patcher.backup:
+            if model.current_weight_patches_uuid == patcher.patches_uuid and key in patcher.patches:
+                self._split(patcher.patches[key], module)
+                if self._adapters:
+                    self._base = patcher.backup[key].weight
+            else:
+                self.note = "rounded with the patches that it was loaded with"
+
+    def _split(self, patches: list[Any], module: nn.Module) -> None:
+        weight = module._parameters["weight"]
+        assert weight is not None
+        adapters, other = plain_adapters(patches, tuple(weight.shape))
+        self._adapters = adapters
+        self.note = f"LoRA of rank {sum(len(down) for down, _, _ in adapters)} beside it in float" if adapters else ""
+        if other:
+            self.note = f"rounded with its patch ({other})"
+
+    def weight(self, module: nn.Module, device: torch.device) -> Tensor:
+        if self._base is not None:
+            return self._base.detach().to(device)
+        parameter = super().weight(module, device)
+        if not self._functions:
+            return parameter
+        patched = parameter.float().clone()
+        for function in self._functions:
+            patched = function(patched)
+        self._whole = patched.to("cpu", parameter.dtype)
+        return patched
+
+    def original(self) -> Tensor | None:
+        return self._whole if self._base is None else self._base.detach()
+
+    def branch(self, device: torch.device) -> LowRank | None:
+        adapters = joined(self._adapters)
+        return None if adapters is None else adapters.to(device)
+
+    def bias(self, module: nn.Module, device: torch.device) -> Tensor | None:
+        functions, bias = functions_of(module, "bias"), module._parameters.get("bias")
+        if bias is None or not functions:
+            return None
+        patched = bias.detach().to(device, torch.float32, copy=True)
+        for function in functions:
+            patched = function(patched)
+        return patched
+
+    def overrides(self, module: nn.Module) -> dict[str, Any]:
+        """The layer needs no casting: its weight takes inputs of any dtype and device."""
+        if not hasattr(module, "comfy_cast_weights"):
+            return {}
+        found: dict[str, Any] = {"comfy_cast_weights": False, **{name: [] for name in _FUNCTIONS}}
+        for name in ("_v", f"weight{_LATER}", f"bias{_LATER}"):
+            if name in module.__dict__:
+                found[name] = REMOVED
+        return found
+
+    def stays_in_host_memory(self, module: nn.Module) -> bool:
+        """As ComfyUI leaves the weights of a layer that it unloads while its model runs on."""
+        model = self._model()
+        if model is None or not hasattr(module, "comfy_cast_weights"):
+            return False
+        if not hasattr(module, "prev_comfy_cast_weights"):
+            module.prev_comfy_cast_weights = module.comfy_cast_weights
+        module.comfy_cast_weights = True  # type: ignore[assignment]
+        weight = module._parameters["weight"]
+        assert weight is not None
+        model.model_lowvram = True
+        model.model_loaded_weight_memory -= weight.numel() * weight.element_size()
+        return True
+
+
+def functions_of(module: nn.Module, parameter: str) -> list[Any]:
+    """What the host calls with a layer's parameter, ``"weight"`` or ``"bias"``, in each call of the layer."""
+    later = getattr(module, parameter + _LATER, None)
+    return [*getattr(module, f"{parameter}_function", []), *([] if later is None else [later])]
+
+
+def plain_adapters(patches: list[Any], shape: tuple[int, ...]) -> tuple[list[Adapter], str]:
+    """ComfyUI's patches of one weight ``[N, K]`` as LoRA adapters ``(down [R, K], up [N, R], factor)``; or none of
+    them, and the name of the first that is something else (``"loha"``, ``"diff"``)."""
+    from comfy import weight_adapter
+
+    found: list[Adapter] = []
+    for strength, value, strength_model, offset, function in patches:
+        kind = _kind_of(value)
+        weights: Any = getattr(value, "weights", ())
+        if not isinstance(value, weight_adapter.LoRAAdapter) or len(weights) != 6:
+            return [], kind
+        up, down, alpha, mid, dora, reshape = weights
+        if strength_model != 1.0:
+            return [], f"{kind} that scales the weight"
+        if offset is not None or function is not None or mid is not None or reshape is not None:
+            return [], f"{kind} of a part of the weight"
+        if dora is not None:
+            return [], "dora"
+        up, down = up.flatten(1), down.flatten(1)
+        if (up.shape[0], down.shape[1]) != shape or up.shape[1] != down.shape[0]:
+            return [], f"{kind} of another shape"
+        if strength:
+            found.append((down, up, float(strength) * (1.0 if alpha is None else float(alpha) / down.shape[0])))
+    return found, ""
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 2 and isinstance(value[0], str) else "diff"
+    if isinstance(value, list):
+        return "merged model"
+    return str(getattr(value, "name", type(value).__name__))
+
+
+def _why_not(module: nn.Module, functions: list[Any]) -> str:
+    from comfy import ops
+
+    forwards = (nn.Linear.forward, ops.disable_weight_init.Linear.forward)
+    if type(module).forward not in forwards:
+        return f"left: {type(module).__module__}.{type(module).__qualname__} computes it in its own way"
+    if any(type(function).__name__ != "LowVramPatch" for function in [*functions, *functions_of(module, "bias")]):
+        return "left: another node changes its weight in each call"
+    return ""

@@ -1,0 +1,101 @@
+"""Node: Pascal Int8 Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..pascal_attn_core.int8.report import Int8Report
+from .attention_patch import name_of_model
+from .comfy import host, inputs, int8, kitchen
+from .comfy.injection import install, network_of
+
+
+class PascalInt8Linear:
+    """MODEL -> MODEL: the linear layers of the diffusion model in 8-bit integers."""
+
+    DESCRIPTION = (
+        "Not exact: typical relative error per layer about 1 %, measured on your model in the report. Runs the linear "
+        "layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later cards multiply up to four times "
+        "as fast as float32; the int8 weights are a quarter to a half of the float ones. Each layer is measured with "
+        "its first inputs and stays as it is where its error is too large. LoRAs stay in float. Bypassed, the model "
+        "is exactly what it was."
+    )
+    CATEGORY = "model/patch/attention"
+    SEARCH_ALIASES = ("int8", "quantize", "quantization", "dp4a", "speed", "faster", "low vram", "w8a8", "pascal")
+    RETURN_TYPES = ("MODEL", "STRING")
+    RETURN_NAMES = ("model", "report")
+    OUTPUT_TOOLTIPS = (
+        "The model with its linear layers in 8 bits. Give it to the sampler.",
+        "Which layers will run in 8 bits, which are left and why. What a run did, with each layer's error, time and "
+        "memory, is in Pascal Attention Report.",
+    )
+    FUNCTION = "patch"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The node's inputs, as ComfyUI asks for them."""
+        limit = (
+            "Largest relative error of a layer's result, on its own inputs. A layer above it stays in float. Typical "
+            "are 0.01 to 0.02."
+        )
+        include = (
+            "Only these layers, separated by commas: names of blocks or layers (double_blocks.3, img_mlp), or shell "
+            "patterns for whole names (*.ff.*). Empty = the layers of the repeated blocks, without embeddings, norms "
+            "and modulation."
+        )
+        exclude = "Never these layers; likewise. Empty = none."
+        weights = (
+            "What becomes of the float weights while the model is loaded. host: they move to main memory, and the card "
+            "has room for more. keep: they stay on the card; loading is quicker."
+        )
+        files = (
+            "Files whose layers are in int8 already. auto: on NVIDIA cards below compute capability 7.5, where ComfyUI "
+            "has no kernel for them, this package computes them. always: on every device. off: ComfyUI does."
+        )
+        more = inputs.ADVANCED
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
+                "max_error": ("FLOAT", {"default": 0.05, "min": 0.0, "max": 1.0, "step": 0.001, "tooltip": limit}),
+                "include": ("STRING", {"default": "", "tooltip": include, **more}),
+                "exclude": ("STRING", {"default": "", "tooltip": exclude, **more}),
+                "weights": (["host", "keep"], {"default": "host", "tooltip": weights, **more}),
+                "int8_files": (list(kitchen.CHOICES), {"default": "auto", "tooltip": files, **more}),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def patch(
+        self,
+        model: Any,
+        max_error: float,
+        include: str,
+        exclude: str,
+        weights: str,
+        int8_files: str = "auto",
+        unique_id: str | None = None,
+    ) -> tuple[Any, str]:
+        """A clone of ``model`` whose linear layers run in 8 bits, and what can be said of each before a run."""
+        patched = model.clone()
+        options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
+        binding = int8.binding_for(network_of(patched), options)
+        settings = f"error at most {max_error:.1%}, weights {weights}"
+        files = int8.Files(patched, int8_files)
+        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files)
+        install(patched, layers)
+        kitchen.install(patched, files.served)
+        report = binding.report(network_of(patched))
+        parts = [status(report, layers.subject, settings), files.text()]
+        host.say("; ".join(filter(None, parts)), unique_id)
+        return patched, "\n".join(filter(None, [report.text(), files.text()]))
+
+
+def status(report: Int8Report, subject: str, settings: str) -> str:
+    """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
+    left, cannot = report.count("left"), report.count("cannot be")
+    able = len(report.lines) - left - cannot
+    text = (
+        f"{able} linear layers of {subject} for int8, {settings}" if able else f"0 linear layers of {subject} for int8"
+    )
+    others = [f"{count} {words}" for count, words in ((left, "left"), (cannot, "cannot be")) if count]
+    return "; ".join([text, ", ".join(others)]) if others else text

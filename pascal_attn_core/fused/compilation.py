@@ -1,0 +1,58 @@
+"""What the kernels' loader, checks and packs need to know of one compilation, whatever it computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+
+class Compilation(ABC):
+    """A text of kernels with macros. Immutable and hashable: a frozen dataclass.
+
+    Attributes:
+        kind: names the text, see :func:`.source.source`; dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        arch: "" for NVIDIA, else AMD's architecture.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+    dtype: str
+    arch: str
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique among all compilations, for people and for files."""
+
+    @property
+    @abstractmethod
+    def functions(self) -> tuple[str, ...]:
+        """The kernels in it, the one that gives the kind its name first."""
+
+    @property
+    @abstractmethod
+    def pack(self) -> str:
+        """Of the packs of an architecture, the one that it ships in."""
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory of a block of the first function that is asked for at launch."""
+        return 0
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether it multiplies there."""
+        return False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the tiles of a launch must stay together: its grid is not only tiles."""
+        return False
+
+    @abstractmethod
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it is for NVIDIA's devices of this compute capability."""
+
+    @abstractmethod
+    def macros(self) -> dict[str, object]:
+        """What the text is compiled with."""

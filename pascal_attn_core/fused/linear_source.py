@@ -1,0 +1,75 @@
+"""The compilations of the linear layer in 8-bit integers, ``cuda/int8_linear.cu``, and the sizes of its tiles."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .compilation import Compilation
+
+KIND = "int8_linear"
+FILES = ("base.cuh", "elements.cuh", "int8_linear.cu")
+LEAST_CAPABILITY = (6, 1)  # dp4a
+CHUNK_WORDS = 8  # CHUNK of the text: rows of x in 8 bits are padded to a multiple of it
+QUANTIZE = "pa_linear_quantize"
+ROTATIONS = (0, 4, 16, 64, 256)
+MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, fit 32 bits
+
+
+class LinearTile(NamedTuple):
+    """What a block of one of the products computes.
+
+    Attributes:
+        rows: of x; cols: rows of the weight.
+        threads: of a block.
+        has_few_rows: a block reads whole rows of the weight; else it is one of a grid of tiles.
+    """
+
+    rows: int
+    cols: int
+    threads: int
+    has_few_rows: bool = False
+
+
+TILES = {
+    "pa_linear": LinearTile(128, 128, 256),
+    "pa_linear_small": LinearTile(64, 64, 64),
+    "pa_linear_few": LinearTile(4, 32, 256, True),
+    "pa_linear_some": LinearTile(16, 16, 256, True),
+}
+
+
+@dataclass(frozen=True)
+class LinearVariant(Compilation):
+    """All functions for tensors of one dtype: x for the one that rounds its rows, the output for the products.
+
+    Attributes:
+        kind: ``"int8_linear"``; dtype: one of ``source.DTYPES``.
+        arch: "", since AMD's devices have none of these.
+    """
+
+    kind: str
+    dtype: str
+    arch: str = ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        return f"{self.kind}-{self.dtype}"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return FUNCTIONS
+
+    @property
+    def pack(self) -> str:
+        return "int8-linear"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return capability >= LEAST_CAPABILITY
+
+    def macros(self) -> dict[str, object]:
+        return {"PA_DTYPE": ("float32", "float16", "bfloat16").index(self.dtype)}
+
+
+FUNCTIONS = (*TILES, QUANTIZE)

@@ -1,0 +1,101 @@
+"""Finds the linear layers of a model, and which of them are worth running in 8 bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..selectors import matches, selectors
+from .quantize import MOST_COLUMNS
+from .ways import FLOATS
+
+# What sets the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
+_SENSITIVE = re.compile(
+    r"(?:^|[._])(?:time|timestep|t|guidance|vector|context|caption|label|pos|patch|x|y|img|txt)_?(?:emb|embed|embedder|"
+    r"embedding|embeddings|in)(?:[._]|$)|embed|emb_layers|time_proj|distilled_guidance|modulation|"
+    r"(?:^|[._])mod(?:[._]|$)|adaln|ada_?norm|(?:^|[._])norm|"
+    r"router|(?:^|\.)gate$|lora_"
+)
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+(?:\.|$)")
+_LEAST_NUMBERS = 64 * 64
+
+
+class Found(NamedTuple):
+    """One linear layer: its qualified name ("" for the model itself), and if it is not to run in 8 bits, why."""
+
+    name: str
+    module: nn.Module
+    why_not: str = ""
+
+
+def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
+    """The linear layers of ``model``, each once.
+
+    Args:
+        include: exactly these instead of the default, which is those of the repeated blocks without embeddings, norms,
+            modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
+            ``(name, module) -> bool``, or several of them.
+        exclude: never these; likewise.
+    """
+    chosen, dropped = selectors("include", include), selectors("exclude", exclude)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        if dropped and matches(dropped, name, module):
+            continue
+        if include is not None:
+            if matches(chosen, name, module):
+                yield Found(name, module, why_not(module, name, owners))
+            continue
+        yield Found(name, module, _left(name, module) or why_not(module, name, owners))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is ``x W^T + bias`` with a weight ``[out_features, in_features]`` of its own."""
+    if any(True for _ in module.children()) or not hasattr(module, "in_features"):
+        return False
+    weight, kind = getattr(module, "weight", None), type(module).__name__
+    if not isinstance(weight, Tensor) or not (isinstance(module, nn.Linear) or "Linear" in kind):
+        return False
+    return isinstance(module, nn.Linear) or tuple(weight.shape) == (module.out_features, module.in_features)
+
+
+def why_not(module: nn.Module, name: str, owners: dict[int, str]) -> str:
+    """Why the layer cannot run in 8 bits; "" = it can."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "cannot be: its weight is computed, or is no parameter"
+    if tuple(weight.shape) != (module.out_features, module.in_features):
+        return f"cannot be: its weight is stored as {list(weight.shape)}"
+    if weight.dtype not in FLOATS or type(weight) is not nn.Parameter:
+        kind = "" if type(weight) is nn.Parameter else f" in a {type(weight).__name__}"
+        return f"cannot be: its weight is {str(weight.dtype).removeprefix('torch.')}{kind}"
+    if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
+        return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
+    owner = owners.get(id(weight), name)
+    if owner != name:
+        return f"cannot be: it shares its weight with {owner}"
+    if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "cannot be: torch's MultiheadAttention uses its weight without calling it"
+    return ""
+
+
+def _left(name: str, module: nn.Module) -> str:
+    """Why the default leaves a layer that could run in 8 bits."""
+    weight = module._parameters.get("weight")
+    if not _IN_BLOCK.search(name):
+        return "left: outside the repeated blocks"
+    if _SENSITIVE.search(name):
+        return "left: every layer behind depends on its few numbers"
+    if weight is not None and weight.numel() < _LEAST_NUMBERS:
+        return f"left: fewer than {_LEAST_NUMBERS} numbers"
+    return ""

@@ -1,0 +1,162 @@
+"""Report: the state of each linear layer of a patched model, its error, its time and its memory."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..device import MIB
+from .find import Found
+from .layer import FLOAT, INT8, WAITING, Layer
+
+
+class Int8ReportLine(NamedTuple):
+    """One layer.
+
+    Attributes:
+        name: qualified; kind: its class; shape: of its weight.
+        state: "int8", "float" (measured, and left as it was), "waiting", "left" (not chosen) or "cannot be".
+        why: one sentence, or "".
+        error: relative error of the layer's product on real inputs, the largest seen; None = not measured.
+        rotation: columns of a group that is rotated before rounding; 0 = none.
+        way: what computes it: "kernel", "int_mm" or "float"; why_way: why nothing faster does.
+        float_ms, int8_ms: of the call that it was measured with; None = not timed.
+        float_bytes, int8_bytes: of its weight.
+        calls: in 8 bits.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    state: str
+    why: str
+    error: float | None = None
+    rotation: int = 0
+    way: str = ""
+    why_way: str = ""
+    float_ms: float | None = None
+    int8_ms: float | None = None
+    float_bytes: int = 0
+    int8_bytes: int = 0
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Int8Report:
+    """The state of each linear layer.
+
+    Attributes:
+        max_error: above which a layer stays in float.
+        weights: what became of the float weights: "keep", "host" or "free".
+    """
+
+    lines: list[Int8ReportLine]
+    max_error: float
+    weights: str
+
+    def count(self, state: str) -> int:
+        """How many layers are in this state."""
+        return sum(line.state == state for line in self.lines)
+
+    def of(self, state: str) -> list[Int8ReportLine]:
+        """The layers in this state."""
+        return [line for line in self.lines if line.state == state]
+
+    @property
+    def worst(self) -> Int8ReportLine | None:
+        """The layer in 8 bits with the largest error; None = none has been measured."""
+        measured = [line for line in self.of(INT8) if line.error is not None]
+        return max(measured, key=lambda line: line.error or 0.0, default=None)
+
+    @property
+    def median_error(self) -> float | None:
+        """Of the layers in 8 bits."""
+        errors = [line.error for line in self.of(INT8) if line.error is not None]
+        return statistics.median(errors) if errors else None
+
+    def sentence(self) -> str:
+        """All in one: how many layers, their errors, times and memory."""
+        on, able = self.of(INT8), len(self.lines) - self.count("left") - self.count("cannot be")
+        text = f"{len(on)} of {able} linear layers in int8"
+        worst, median = self.worst, self.median_error
+        if worst is not None and median is not None:
+            text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
+        timed = [line for line in on if line.float_ms is not None and line.int8_ms is not None]
+        if timed:
+            before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
+            text += f"; one call of each {before:.1f} -> {after:.1f} ms"
+        if on:
+            before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
+            text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
+        if self.count(FLOAT):
+            text += f"; {self.count(FLOAT)} stay in float"
+        if self.count(WAITING):
+            text += f"; {self.count(WAITING)} not measured yet"
+        return text
+
+    def text(self) -> str:
+        """The sentence, and one line per layer; equal neighbours (``blocks.0``, ``blocks.1`` ...) are one line."""
+        rows = [self.sentence() if self.lines else "no linear layers found"]
+        groups: dict[tuple[str, ...], list[Int8ReportLine]] = {}
+        for line in self.lines:
+            key = line.name if line.state in (INT8, FLOAT) else ""
+            groups.setdefault((line.kind, line.state, line.why, key), []).append(line)
+        for lines in groups.values():
+            first, more = lines[0], f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+            rows.append(f"  {first.name or '(the model)'}{more} ({first.kind}): {first.state}{_facts(first)}")
+        ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
+        rows += [f"  computed by {WAYS[way]}: {why}" for way, why in sorted(ways) if way]
+        return "\n".join(rows)
+
+
+def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
+    """The state of one layer; ``layer`` is None where it is not patched."""
+    name, module, why_not = found
+    kind = type(module).__name__
+    if layer is None:
+        state, _, why = why_not.partition(": ")
+        weight = module._parameters.get("weight")
+        return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
+    times, state, why = layer.times, layer.state, layer.why
+    if layer.was_replaced:
+        state, why = FLOAT, "its weight was replaced: by a host that loads the float one for each call, say"
+    return Int8ReportLine(
+        name,
+        kind,
+        layer.shape,
+        state,
+        why,
+        layer.error,
+        layer.rotation,
+        *layer.way,
+        None if times is None else times.in_float,
+        None if times is None else times.in_int8,
+        layer.float_bytes,
+        layer.int8_bytes,
+        layer.calls,
+    )
+
+
+def _facts(line: Int8ReportLine) -> str:
+    parts = [line.why] if line.why else []
+    if line.state == INT8:
+        rows, columns = line.shape
+        parts.append(f"{columns} -> {rows}, error {line.error or 0.0:.2%}")
+        if line.rotation:
+            parts.append(f"rotated by {line.rotation}")
+        if line.float_ms is not None:
+            parts.append(f"{line.float_ms:.2f} -> {line.int8_ms:.2f} ms")
+    return f": {', '.join(parts)}" if parts else ""
+
+
+_WEIGHTS = {
+    "keep": ", the float ones kept beside them",
+    "host": ", the float ones in host memory",
+    "free": ", the float ones given up",
+}
+WAYS = {
+    "kernel": "the int8 kernel",
+    "int_mm": "torch._int_mm",
+    "float": "weights expanded to float, which saves no time",
+}

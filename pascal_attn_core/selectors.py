@@ -1,0 +1,44 @@
+"""``include`` and ``exclude``: which modules of a model a patch is meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+Selector = str | type | Callable[[str, nn.Module], Any]
+
+
+def selectors(what: str, given: Any) -> list[Selector]:
+    """An argument as a list: a shell pattern for the qualified name (``"blocks.*.ffn"``), a class, a predicate
+    ``(name, module) -> bool``, several of them, or None.
+
+    Raises:
+        TypeError: it is none of these; ``what`` names it.
+    """
+    if given is None:
+        return []
+    several = [given] if isinstance(given, (str, type)) or callable(given) else given
+    if not isinstance(several, Iterable):
+        raise TypeError(f"{what} must be a pattern, a class, a predicate or several of them, got {given!r}")
+    several = list(several)
+    for one in several:
+        if not (isinstance(one, (str, type)) or callable(one)):
+            raise TypeError(f"{what} must hold patterns, classes and predicates, got {one!r}")
+    return several
+
+
+def matches(chosen: list[Selector], name: str, module: nn.Module) -> bool:
+    """Whether any of them chooses the module with this qualified name."""
+    for selector in chosen:
+        if isinstance(selector, str):
+            if fnmatchcase(name, selector):
+                return True
+        elif isinstance(selector, type):
+            if isinstance(module, selector):
+                return True
+        elif selector(name, module):
+            return True
+    return False

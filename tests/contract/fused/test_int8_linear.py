@@ -1,0 +1,376 @@
+"""The linear layer in 8-bit integers: the very CUDA source, emulated thread by thread, against its definition on a CPU.
+Without an activation every bit of the output must be right."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.fused.emulation import GXX, Deadlock, emulate
+from attn_support.fused.far import address_space
+from attn_support.profile import seeds
+from torch import Tensor
+
+from pascal_attn_core.fused import launches_linear
+from pascal_attn_core.fused.kernels import parts
+from pascal_attn_core.fused.launches_linear import ACTIVATIONS, LinearCall, linear_launches, product_of
+from pascal_attn_core.fused.linear_source import KIND, LEAST_CAPABILITY, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
+from pascal_attn_core.fused.source import linear_variants, source
+from pascal_attn_core.int8 import quantize
+from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
+# Half a unit in the last place of the output, and some of float32's: activations are not rounded alike everywhere.
+ROUNDING = {FLOAT32: 4e-7, FLOAT16: 2**-11 + 1e-6, BFLOAT16: 2**-8 + 1e-6}
+_OF_GATE = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    if activation in _OF_GATE:
+        value, gate = y.chunk(2, dim=-1)
+        return value * _activated(gate, _OF_GATE[activation])
+    if activation == "silu":
+        return F.silu(y)
+    return y if activation == "none" else F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _sums(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
+    return (x.codes.double() @ weight.codes.double().T).long()  # whole numbers below 2**53
+
+
+def _before_activation(call: LinearCall) -> Tensor:
+    """float32 ``[M, N or 2 N]``, each step rounded on its own."""
+    weight = Int8Matrix(call.weight.codes, call.weight.scales, call.weight.rotation)
+    x = quantize_rows(call.x, weight.rotation)
+    y = _sums(x, weight).float() * (x.scales[:, None] * weight.scales)
+    return y if call.bias is None else y + call.bias.float()
+
+
+def _weight(rows: int, columns: int, rotation: int = 0, *, one_scale: bool = False) -> Int8Matrix:
+    weight = quantize_rows(torch.randn(rows, columns), rotation)
+    return weight._replace(scales=weight.scales[:1].clone()) if one_scale else weight
+
+
+def _call(
+    x: Tensor, weight: Int8Matrix, bias: Tensor | None = None, activation: str = "none", out: torch.dtype = FLOAT32
+) -> LinearCall:
+    cols = weight.codes.shape[0] // (2 if activation in _OF_GATE else 1)
+    return LinearCall(x, weight, bias, activation, torch.full((x.shape[0], cols), float("nan"), dtype=out))
+
+
+def _check(call: LinearCall, product: str | None = None, seed: int = 1) -> None:
+    emulate(linear_launches(call, 28, product), seed)
+    y = _before_activation(call)
+    if call.activation == "none":
+        assert torch.equal(call.out, y.to(call.out.dtype))
+        return
+    expected = _activated(y.double(), call.activation)
+    allowed = ROUNDING[call.out.dtype] * expected.abs() + 1e-6 * y.abs().max() ** 2
+    assert ((call.out.double() - expected).abs() <= allowed).all()
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _shapes() -> Iterator[tuple[str, int, int, int]]:
+    """Rows and columns of the output at the edges of the tiles, and columns of x around whole chunks and words."""
+    columns = itertools.cycle((4, 12, 16, 28, 32, 36, 64, 100, 128, 512, 516))
+    for product, tile in TILES.items():
+        for rows, cols in (
+            (1, 1),
+            (tile.rows, tile.cols),
+            (tile.rows - 1, tile.cols + 1),
+            (tile.rows + 1, tile.cols - 1),
+            (2 * tile.rows + 3, 2 * tile.cols + 4),
+        ):
+            yield product, rows, cols, next(columns)
+
+
+@pytest.mark.parametrize(("product", "rows", "cols", "columns"), list(_shapes()))
+def test_every_bit_is_that_of_the_definition(product: str, rows: int, cols: int, columns: int) -> None:
+    _check(_call(torch.randn(rows, columns), _weight(cols, columns), torch.randn(cols)), product)
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("product", TILES)
+def test_dtypes_of_x_and_of_the_output_are_independent(product: str, dtype: torch.dtype, out: torch.dtype) -> None:
+    rows, biases = TILES[product].rows + 2, {FLOAT32: FLOAT16, FLOAT16: BFLOAT16, BFLOAT16: FLOAT32}
+    x, bias = torch.randn(rows, 96).to(dtype), torch.randn(70).to(biases[dtype])
+    _check(_call(x, _weight(70, 96, one_scale=out == FLOAT16), bias, out=out), product)
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS)[1:])
+@pytest.mark.parametrize("product", TILES)
+def test_activations_are_rounded_once_and_multiply_the_values(product: str, activation: str) -> None:
+    tile = TILES[product]
+    for out, cols, has_bias in ((FLOAT32, tile.cols + 2, True), (FLOAT16, tile.cols // 2 + 4, False)):
+        weight = _weight(cols * (2 if ACTIVATIONS[activation][1] else 1), 64)
+        bias = torch.randn(weight.codes.shape[0]) if has_bias else None
+        _check(_call(torch.randn(tile.rows + 1, 64), weight, bias, activation, out), product)
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotated_rows_have_the_codes_and_scales_of_the_definition(rotation: int, dtype: torch.dtype) -> None:
+    for rows, groups in ((3, 1), (2, 5)):
+        columns = max(4, rotation) * groups
+        x = torch.randn(rows, columns).mul_(torch.rand(columns).mul_(8).exp_()).to(dtype)
+        _check(_call(x, _weight(7, columns, rotation)))
+
+
+def test_long_rows_are_read_twice_and_their_sums_still_fit() -> None:
+    """Beyond 8192 columns a block keeps no row in registers; the largest sum has 31 bits."""
+    for columns in (8192, 8196, 20000, MOST_COLUMNS):
+        _check(_call(torch.randn(2, columns), _weight(3, columns)))
+    weight = Int8Matrix(torch.full((2, MOST_COLUMNS), -128, dtype=torch.int8), torch.ones(2))
+    call = _call(torch.ones(1, MOST_COLUMNS), weight)
+    _check(call)
+    assert call.out[0, 0] == torch.tensor(-127 * 128 * MOST_COLUMNS).float() * torch.tensor(1 / 127)
+
+
+def test_many_rows_take_less_threads_each() -> None:
+    _check(_call(torch.randn(600, 1100), _weight(5, 1100)))
+
+
+# ---- how tensors lie -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("stride", "first"), [(64, 0), (68, 4), (65, 0), (66, 2), (64, 1), (0, 0), (200, 3)])
+def test_rows_of_x_may_lie_anywhere(dtype: torch.dtype, stride: int, first: int) -> None:
+    memory = torch.randn(20 * 200 + 64).to(dtype)
+    x = memory.as_strided((20, 64), (stride, 1), first)
+    _check(_call(x, _weight(9, 64)))
+
+
+@pytest.mark.parametrize("product", TILES)
+@pytest.mark.parametrize("first", [0, 1, 4, 16])
+def test_a_weight_may_begin_anywhere(product: str, first: int) -> None:
+    codes = torch.randint(-127, 128, (first * 4 + 30 * 64,)).to(torch.int8)[first * 4 :].view(30, 64)
+    _check(_call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(30))), product)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+def test_a_weight_that_no_word_can_be_read_of_is_copied(first: int) -> None:
+    """A CPU reads words anywhere; a GPU ends the process."""
+    codes = torch.randint(-127, 128, (first + 9 * 64,)).to(torch.int8)[first:].view(9, 64)
+    call = _call(torch.randn(5, 64), Int8Matrix(codes, torch.rand(9)))
+    _check(call)
+    _, multiply = linear_launches(call, 28)
+    assert multiply.params.weight % 16 == 0
+    assert multiply.keep[2].data_ptr() == multiply.params.weight
+
+
+@pytest.mark.parametrize("cols", [1, 2, 3, 5, 8])
+def test_an_output_may_have_any_number_of_columns_and_begin_anywhere(cols: int) -> None:
+    x, weight = torch.randn(5, 32), _weight(cols, 32)
+    for product, first in itertools.product(TILES, (0, 1)):
+        out = torch.full((5 * cols + first,), float("nan"), dtype=FLOAT16)
+        _check(LinearCall(x, weight, None, "none", out[first:].view(5, cols)), product)
+
+
+def test_more_rows_than_the_memory_for_their_codes_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches_linear, "_SLICE_BYTES", 300 * (64 + 4))
+    call = _call(torch.randn(600, 64), _weight(9, 64), torch.randn(9))
+    launches = linear_launches(call, 28)
+    assert [launch.function for launch in launches[::2]] == [QUANTIZE] * 3
+    codes, scales = launches[0].keep[1:]
+    assert codes.numel() * 4 + scales.numel() * 4 <= 300 * 68
+    assert len({launch.keep[-2].data_ptr() for launch in launches[::2]}) == 1  # all slices in one buffer
+    _check(call)
+
+
+@pytest.mark.parametrize("product", TILES)
+def test_a_long_launch_in_parts_is_the_same(product: str) -> None:
+    tile = TILES[product]
+    call = _call(torch.randn(2 * tile.rows + 1, 32), _weight(3 * tile.cols - 3, 32))
+    quantized, product_launch = linear_launches(call, 28, product)
+    pieces = parts(product_launch, product_launch.work // 4)
+    assert len(pieces) >= 3
+    emulate([quantized, *pieces])
+    assert torch.equal(call.out, _before_activation(call))
+
+
+def test_tiles_cover_every_output_once_whatever_the_number_of_rows() -> None:
+    """More rows than BAND tiles of them."""
+    _check(_call(torch.randn(64 * 19 + 5, 16), _weight(64 * 3 + 1, 16)), "pa_linear_small")
+
+
+def test_offsets_are_64_bit_numbers() -> None:
+    far = 1 << 32
+    memory = address_space(2 * far, FLOAT16)
+    x = memory.as_strided((2, 64), (far, 1))
+    x.copy_(torch.randn(2, 64))
+    _check(_call(x, _weight(9, 64)))
+    rows = (1 << 16) + 200  # more than 2**31 words
+    codes = address_space(rows * MOST_COLUMNS, torch.int8).view(rows, MOST_COLUMNS)
+    codes[[0, 17000, -1], :40] = torch.randint(-127, 128, (3, 40)).to(torch.int8)
+    out = torch.full((2, codes.shape[0]), float("nan"))
+    call = LinearCall(torch.randn(2, MOST_COLUMNS), Int8Matrix(codes, torch.ones(1)), None, "none", out)
+    launches = linear_launches(call, 28, "pa_linear_few")
+    columns = TILES["pa_linear_few"].cols
+    emulate(launches[:1])
+    for n in (0, 17000, codes.shape[0] - 1):
+        one = launches[1]._replace(grid=(1, 1, 1))
+        one.params.first_tile = n // columns
+        emulate([one])
+        few = Int8Matrix(codes[n : n + 1].clone(), torch.ones(1))
+        expected = _before_activation(call._replace(weight=few, out=out[:, :1]))
+        assert torch.equal(out[:, n : n + 1], expected)
+    assert out[:, 17000].abs().max() > 0
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotation", [0, 16, 256])
+def test_a_nan_or_an_infinity_makes_its_row_nan_and_no_other(rotation: int) -> None:
+    x = torch.randn(9, 512)
+    x[1, 300], x[3, 5], x[5, 511], x[6] = float("nan"), float("inf"), -float("inf"), 0.0
+    x[8, 7], x[8, 8] = float("inf"), float("nan")
+    for product in TILES:
+        call = _call(x, _weight(6, 512, rotation))
+        launches = linear_launches(call, 28, product)
+        emulate(launches)
+        expected = quantize_rows(x, rotation)
+        codes, scales = launches[0].keep[1:]
+        assert torch.equal(codes.view(torch.int8)[:, :512], expected.codes)
+        torch.testing.assert_close(scales, expected.scales, atol=0, rtol=0, equal_nan=True)
+        rows = ~call.out.isfinite().all(dim=1)
+        assert rows.nonzero().flatten().tolist() == [1, 3, 5, 8]
+        assert call.out[rows].isnan().all()
+        assert (call.out[6] == 0).all()
+
+
+def _codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    launches = linear_launches(_call(x, _weight(1, x.shape[1])), 28)
+    emulate(launches[:1])
+    codes, scales = launches[0].keep[1:]
+    return codes.view(torch.int8)[:, : x.shape[1]], scales
+
+
+def test_halves_are_rounded_as_by_a_division() -> None:
+    """Numbers beside each code and a half, for many scales: a product with the reciprocal rounds some of them wrong."""
+    wrong_by_reciprocal = 0
+    for exponent in (-99.0, -60.0, 0.0, 80.0, 120.0):
+        scale = (torch.rand(40, 1, dtype=torch.float64) + 1) * 2**exponent
+        halves = (torch.arange(127) + 0.5) * scale
+        x = halves.float()[:, :, None].view(torch.int32) + torch.arange(-2, 3)
+        x = torch.cat([(127 * scale).float(), x.view(FLOAT32).flatten(1)], dim=1)
+        x = x * torch.where(torch.rand(x.shape) < 0.5, -1.0, 1.0)
+        x = F.pad(x, (0, -x.shape[1] % 4))
+        codes, scales = _codes_of(x)
+        expected = quantize_rows(x)
+        assert torch.equal(scales, expected.scales)
+        assert torch.equal(codes, expected.codes)
+        wrong_by_reciprocal += int(((x * (1 / scales)[:, None]).round() != codes).sum())
+    assert wrong_by_reciprocal > 0
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-31, 1e-30, 1e-28, 1e30, 3e38])
+def test_tiny_and_huge_rows(magnitude: float) -> None:
+    x = torch.rand(3, 64).mul_(2).sub_(1) * magnitude
+    codes, scales = _codes_of(x)
+    expected = quantize_rows(x)
+    assert torch.equal(scales, expected.scales)
+    assert scales.min() >= torch.tensor(quantize.LEAST_SCALE)
+    assert torch.equal(codes, expected.codes)
+
+
+def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() -> None:
+    x = torch.full((2, 64), 3e38)
+    x[1, ::2] = -3e38
+    call = _call(x, _weight(4, 64, 16))
+    emulate(linear_launches(call, 28))
+    assert torch.equal(call.out.isnan(), _before_activation(call).isnan())
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_random_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rotation = draw.choice(ROTATIONS)
+    columns = draw.randrange(1, 6) * rotation if rotation else 4 * draw.randrange(1, 200)
+    activation = draw.choice(["none", *ACTIVATIONS])
+    rows, cols = draw.randrange(1, 150), draw.randrange(1, 150)
+    dtype, out, of_bias = (draw.choice(DTYPES) for _ in range(3))
+    weight = _weight(2 * cols if activation in _OF_GATE else cols, columns, rotation, one_scale=draw.random() < 0.2)
+    bias = torch.randn(weight.codes.shape[0]).to(of_bias) if draw.random() < 0.7 else None
+    x = torch.randn(rows, columns + draw.randrange(5)).to(dtype)[:, :columns]
+    _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_product_is_chosen_by_the_rows_and_by_what_fills_the_device() -> None:
+    assert [product_of(rows, 3072, 28) for rows in (1, 4, 5, 32)] == ["pa_linear_few"] * 2 + ["pa_linear_some"] * 2
+    assert product_of(4096, 3072, 28) == product_of(100_000, 320, 28) == "pa_linear"
+    assert product_of(77, 2048, 28) == product_of(256, 1280, 28) == "pa_linear_small"
+
+
+def test_what_the_host_knows_is_what_the_text_says() -> None:
+    assert quantize.MOST_COLUMNS == MOST_COLUMNS
+    text = source(KIND)
+    assert float(re.search(r"LEAST_SCALE (\S+)f", text)[1]) == quantize.LEAST_SCALE
+    for name, value in (("PIECE", 256), ("KEPT", 4), ("MOST_WARPS", 8), ("CHUNK", 8)):
+        assert int(re.search(rf"#define {name} (\d+)", text)[1]) == value
+    assert (launches_linear._PIECE, launches_linear._KEPT, launches_linear._MOST_WARPS) == (256, 4, 8)
+    (variant,) = {v for v in linear_variants() if v.dtype == "float16"}
+    runs = {capability for capability in ((5, 0), (6, 0), (6, 1), (6, 2), (7, 0)) if variant.runs_on(capability)}
+    assert min(runs) == LEAST_CAPABILITY
+    assert len(runs) == 3
+
+
+# ---- the harness itself must be able to fail -------------------------------------------------------------------------
+
+_BARRIER = re.compile(r"__syncthreads\(\);")
+_SENSITIVE = [(product, TILES[product].rows + 1, TILES[product].cols + 1, 1200) for product in TILES]
+
+
+def _is_right(text: str | None) -> bool:
+    """Whether three runs of each product with another text give the definition's bits."""
+    for (product, rows, cols, columns), seed in itertools.product(_SENSITIVE, (1, 2, 3)):
+        torch.manual_seed(seed)
+        call = _call(torch.randn(rows, columns), _weight(cols, columns))
+        try:
+            emulate(linear_launches(call, 28, product), seed, None if text is None else {KIND: text})
+        except Deadlock:
+            return False
+        if not torch.equal(call.out, _before_activation(call)):
+            return False
+    return True
+
+
+def test_a_kernel_without_any_one_barrier_is_wrong() -> None:
+    text = source(KIND)
+    assert _is_right(None)
+    found = list(_BARRIER.finditer(text))
+    assert len(found) == 3  # of the rounding, of large tiles, of few rows
+    for barrier in found:
+        line = text[: text.index("\n", barrier.start())].rsplit("\n", 1)[-1]
+        assert not _is_right(text[: barrier.start()] + ";" + text[barrier.end() :]), line
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("place = Shape::WORDS - place;", ""),  # one buffer only
+        ("place ^= 1) {", "place ^= 0) {"),
+    ],
+)
+def test_one_buffer_needs_more_barriers(right: str, wrong: str) -> None:
+    text = source(KIND)
+    assert text.count(right) == 1
+    assert not _is_right(text.replace(right, wrong))

@@ -1,0 +1,320 @@
+"""A linear layer in 8-bit integers on a card that is not here: what ships is loaded, checked and launched by the real
+host code, through a strict stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
+from attn_support.fused.driver import StandIn, fails_once
+from attn_support.fused.emulation import CARD, GXX, T4, V100, emulate
+from attn_support.fused.hip import RADEON_VII
+
+from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.fused import trial
+from pascal_attn_core.fused.cuda_runtime import CudaRuntime
+from pascal_attn_core.fused.gpu_runtime import DriverError
+from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
+from pascal_attn_core.fused.linear_source import KIND, LinearVariant
+from pascal_attn_core.fused.source import Variant, linear_variants, source
+from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+from pascal_attn_core.runtime import Runtime, runtime_of, using
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+CPU = torch.device("cpu")
+FLOAT16 = LinearVariant(KIND, "float16")
+
+
+def _call(rows: int = 5, cols: int = 9, columns: int = 64, *, dtype: torch.dtype = torch.float16) -> LinearCall:
+    weight = quantize_rows(torch.randn(cols, columns), 16)
+    bias, out = torch.randn(cols), torch.full((rows, cols), float("nan"), dtype=dtype)
+    return LinearCall(torch.randn(rows, columns).to(dtype), weight, bias, "none", out)
+
+
+def _expected(call: LinearCall) -> torch.Tensor:
+    weight = Int8Matrix(call.weight.codes, call.weight.scales, call.weight.rotation)
+    x = quantize_rows(call.x, weight.rotation)
+    sums = (x.codes.double() @ weight.codes.double().T).float()
+    assert call.bias is not None
+    return (sums * (x.scales[:, None] * weight.scales) + call.bias).to(call.out.dtype)
+
+
+@pytest.mark.parametrize("card", [CARD, V100, T4], ids=lambda card: card.name)
+def test_what_ships_is_loaded_checked_once_and_launched(card: DeviceInfo) -> None:
+    with fresh_card(StandIn(card, execute)) as kernels:
+        assert why_not(CPU, columns=64, rotation=16) == []
+        for _ in range(2):
+            call = _call()
+            run_linear(call)
+            assert torch.equal(call.out, _expected(call))
+        assert kernels.gpu.find_compiler(0).compiled == []
+        functions = [launch.function for launch in kernels.queued]
+        assert functions[-4:] == ["pa_linear_quantize", "pa_linear_some"] * 2
+        checked = functions[:-4]
+        assert set(checked[1::2]) == {"pa_linear", "pa_linear_small", "pa_linear_few", "pa_linear_some"}
+        assert len(checked) == 2 * 4 * 4  # each product on two shapes, with and without an activation
+
+
+def test_other_types_of_x_and_of_the_output_take_a_kernel_of_each() -> None:
+    with fresh_card(StandIn(execute=execute)) as kernels:
+        call = _call()._replace(out=torch.empty(5, 9))
+        run_linear(call)
+        assert torch.equal(call.out, _expected(call))
+        assert {variant.dtype for variant in kernels._checked} == {"float16", "float32"}
+
+
+class _DefaultDtype:
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.before = dtype, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.inference_mode, torch.no_grad, lambda: _DefaultDtype(torch.float64), lambda: _DefaultDtype(torch.float16),
+     lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["inference", "no_grad", "float64", "float16", "meta", "autocast"],
+)  # fmt: skip
+def test_the_first_layer_may_be_run_in_any_mode(mode: Any) -> None:
+    call = _call()
+    with fresh_card(StandIn(execute=execute)) as kernels:
+        with mode():
+            run_linear(call)
+        assert kernels._checked == {FLOAT16}
+    assert torch.equal(call.out, _expected(call))
+
+
+def test_no_rows_and_no_columns_are_no_launch() -> None:
+    with fresh_card(StandIn(execute=execute), kind=UncheckedKernels) as kernels:
+        run_linear(_call(rows=0))
+        assert kernels.queued == []
+
+
+def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCaptureFixture) -> None:
+    text = source(KIND)
+    right = "__fmul_rn(x_scale, scale)"
+    assert text.count(right) == 1
+    mutated = {KIND: text.replace(right, "__fmul_rn(x_scale, scale * 1.0000002f)")}  # the last bit
+    with fresh_card(StandIn(execute=lambda launch: emulate([launch], mutated=mutated))) as kernels:
+        with caplog.at_level(logging.WARNING, logger="pascal_attn"):
+            for _ in range(2):
+                with pytest.raises(KernelUnavailable, match="int8_linear-float16 differs from the definition by inf"):
+                    run_linear(_call())
+        assert len(caplog.records) == 1
+        (reason,) = why_not(CPU, columns=64)
+        assert "differs from the definition" in reason
+        assert why_not(CPU, columns=64, dtypes=[torch.float32]) == []
+        assert {launch.variant.dtype for launch in kernels.queued} == {"float16"}
+
+
+def test_a_launch_that_the_driver_refuses_disables_the_kernel_and_one_that_faults_ends_the_device() -> None:
+    driver = StandIn(execute=execute)
+    with fresh_card(driver) as kernels:
+        run_linear(_call())
+        driver.faults["cuLaunchKernel"] = fails_once(719)
+        with pytest.raises(DriverError, match="this process can no longer use the GPU"):
+            run_linear(_call())
+        run_linear(_call())
+        driver.faults["cuLaunchKernel"] = fails_once(1)
+        with pytest.raises(KernelUnavailable, match="cuLaunchKernel: invalid argument"):
+            run_linear(_call())
+        assert "invalid argument" in why_not(CPU, columns=64)[0]
+        queued = len(kernels.queued)
+        with pytest.raises(KernelUnavailable, match="invalid argument"):
+            run_linear(_call())
+        assert len(kernels.queued) == queued
+
+
+def test_a_lack_of_memory_is_a_reason_for_a_while() -> None:
+    now = [0.0]
+    driver = StandIn(execute=execute)
+    driver.faults["cuModuleLoadData"] = 2
+    with fresh_card(driver, clock=lambda: now[0]):
+        with pytest.raises(KernelUnavailable, match="no memory for the kernel int8_linear-float16"):
+            run_linear(_call())
+        assert "no memory" in why_not(CPU, columns=64)[0]
+        now[0] = 6.0
+        driver.faults.clear()
+        assert why_not(CPU, columns=64) == []
+        run_linear(_call())
+
+
+def test_a_long_layer_is_launched_in_parts() -> None:
+    with fresh_card(StandIn(execute=execute), work_per_sm=1) as kernels:
+        call = _call(rows=140, cols=300)
+        kernels._checked |= set(linear_variants())
+        run_linear(call)
+        assert torch.equal(call.out, _expected(call))
+        assert len(kernels.queued) == 1 + 3 * 5
+
+
+# ---- reasons ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (DeviceInfo("cpu"), "the int8 linear kernel needs a CUDA device, got cpu"),
+        (RADEON_VII, "the int8 linear kernel needs a CUDA device, got hip"),
+        (replace(CARD, capability=(5, 2)), "compute capability 6.1 or newer; compute capability 5.2 has none"),
+        (replace(CARD, capability=(6, 0)), "compute capability 6.1 or newer; compute capability 6.0 has none"),
+        (replace(CARD, capability=None), "compute capability 6.1 or newer; an unknown one has none"),
+    ],
+)
+def test_a_device_without_dp4a_is_refused_with_the_reason(info: DeviceInfo, words: str) -> None:
+    with using(Runtime("cpu", info)):
+        (reason,) = why_not(CPU, columns=64)
+        assert words in reason
+
+
+def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> None:
+    with fresh_card(StandIn()):
+        assert why_not(CPU, columns=6)[0].startswith("columns must be a multiple of 4, at most 131072, got 6")
+        assert why_not(CPU, columns=1 << 18) == ["columns must be a multiple of 4, at most 131072, got 262144"]
+        assert why_not(CPU, columns=1024, rotation=1024)[0].endswith("groups of (4, 16, 64, 256), got 1024")
+        assert why_not(CPU, columns=64, dtypes=[torch.float64]) == [
+            "the int8 linear kernel takes float32, float16 and bfloat16, got torch.float64"
+        ]
+
+
+def test_without_a_driver_that_is_the_reason() -> None:
+    def none() -> None:
+        raise OSError("libcuda.so.1: no such file")
+
+    parts = {Kernels: lambda runtime: Kernels(runtime, gpu=CudaRuntime(none, lambda arch: None))}  # type: ignore[arg-type]
+    with using(Runtime("cpu", CARD, parts)):
+        assert why_not(CPU, columns=64) == ["the CUDA driver could not be opened: libcuda.so.1: no such file"]
+
+
+def _cut(weight: Int8Matrix, columns: int) -> Int8Matrix:
+    return weight._replace(codes=weight.codes[:, :columns].contiguous(), rotation=0)
+
+
+def _wrong_arguments() -> list[tuple[str, LinearCall]]:
+    call = _call()
+    weight = call.weight
+    return [
+        ("activation must be one of none, gelu", call._replace(activation="relu")),
+        ("codes must be .18, 64.", call._replace(activation="geglu")),
+        ("out .M, N.", call._replace(out=call.out[:3])),
+        ("codes must have fewer than 1073741824 rows", call._replace(out=torch.empty(1).expand(5, 1 << 30))),
+        ("all tensors must be on one device", call._replace(out=call.out.to("meta"))),
+        ("columns must be a multiple of 4", call._replace(x=call.x[:, :6], weight=_cut(weight, 6))),
+        ("columns must be a multiple of 4", call._replace(x=call.x[:, :0], weight=_cut(weight, 0))),
+        ("rotates groups of .4, 16, 64, 256., got 32", call._replace(weight=weight._replace(rotation=32))),
+        ("takes float32, float16 and bfloat16, got torch.float64", call._replace(x=call.x.double())),
+        ("bias must be float32, float16 or bfloat16", call._replace(bias=call.bias.double())),
+        ("codes must be int8", call._replace(weight=weight._replace(codes=weight.codes.int()))),
+        ("whole rows", call._replace(x=call.x.T.contiguous().T)),
+        ("codes must be .9, 60.", call._replace(x=call.x[:, :60])),
+        ("scales must be .9. or .1.", call._replace(weight=weight._replace(scales=weight.scales[:4]))),
+        ("bias must be .9.", call._replace(bias=torch.zeros(8))),
+        ("out must be contiguous", call._replace(out=torch.empty(9, 5).T)),
+        ("rotation must divide the 64 columns, got 256", call._replace(weight=weight._replace(rotation=256))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "call"), _wrong_arguments(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_arguments_that_do_not_fit_are_an_error(words: str, call: LinearCall) -> None:
+    with fresh_card(StandIn()) as kernels:
+        with pytest.raises(ValueError, match=words):
+            run_linear(call)
+        assert kernels.queued == []
+
+
+# ---- trial -----------------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import json, sys
+job = json.loads(sys.argv[1])
+with open(sys.argv[2], "a") as file:
+    for row in job["needed"] + job["others"]:
+        name = "-".join(row[:2])
+        print(json.dumps({"variant": name, "begun": True}), file=file, flush=True)
+        print(json.dumps({"variant": name, "error": ERROR, "limit": 1e-5}), file=file, flush=True)
+"""
+
+
+class _Starter:
+    """Starts children that find this error for every kernel."""
+
+    def __init__(self, error: float):
+        self.error, self.jobs = error, []
+
+    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+        self.jobs.append(job)
+        code = _CHILD.replace("ERROR", str(self.error))
+        return subprocess.Popen([sys.executable, "-c", code, json.dumps(job._asdict()), str(answers)])
+
+
+def _tried(start: _Starter, folder: Path) -> Runtime:
+    parts = {
+        Kernels: lambda runtime: CardKernels(runtime, StandIn()),
+        **{kind: (lambda runtime, kind=kind: kind(runtime, start=start, folder=lambda: folder))
+           for kind in (Trials, LinearTrials)},
+    }  # fmt: skip
+    return Runtime("cpu", CARD, parts)
+
+
+def test_the_kernels_are_tried_in_a_process_of_their_own_before_the_first_layer(tmp_path: Path) -> None:
+    start = _Starter(0.0)
+    with using(_tried(start, tmp_path)):
+        assert why_not(CPU, columns=64, untried=True) == []
+        assert start.jobs == []
+        assert why_not(CPU, columns=64) == why_not(CPU, columns=64, dtypes=[torch.float32]) == []
+    assert [(job.needed, len(job.others)) for job in start.jobs] == [([["int8_linear", "float16", ""]], 2)]
+    with using(_tried(start, tmp_path)):  # another process
+        assert why_not(CPU, columns=64) == []
+    assert len(start.jobs) == 1
+
+
+def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = _Starter(0.5)
+    attention = Variant("forward", 64, "float32")
+    with using(_tried(start, tmp_path)) as runtime, caplog.at_level(logging.WARNING, logger="pascal_attn"):
+        (reason,) = why_not(CPU, columns=64)
+        assert "int8_linear-float16 gives wrong numbers, 0.5 off" in reason
+        assert caplog.records[0].getMessage().startswith("the int8 linear kernel is left off")
+        trials = runtime.part(Trials)
+        trials._good.add(attention.name)
+        trials._is_loaded = True
+        assert trials.reason([attention]) == ""
+        assert runtime_of(CPU) is runtime
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_child_as_it_is_started_knows_these_kernels(tmp_path: Path) -> None:
+    """On this machine the CPU is no card."""
+    answers = tmp_path / "answers"
+    answers.touch()
+    child = trial.start_child(Job("cpu", "CPU", [["int8_linear", "float16", ""]], []), answers)
+    assert child.wait(120) == 0
+    assert "the fused kernel needs a GPU of NVIDIA's" in answers.read_text()
+
+
+def test_a_child_checks_them_like_any_other() -> None:
+    said = []
+    with fresh_card(StandIn(execute=execute)) as kernels:
+        trial._run_one(kernels, FLOAT16, lambda **line: said.append(line))
+    begun, found = said
+    assert begun == {"variant": "int8_linear-float16", "begun": True}
+    assert found["error"] <= found["limit"]

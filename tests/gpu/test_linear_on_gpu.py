@@ -1,0 +1,141 @@
+"""Linear layers in 8-bit integers on a GPU: every bit against the definition on a CPU, and time beside float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pascal_attn_core.fused import verify
+from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.launches_linear import linear_launches
+from pascal_attn_core.fused.linear import LinearCall, run_linear, why_not
+from pascal_attn_core.fused.linear_source import ROTATIONS, TILES
+from pascal_attn_core.fused.source import linear_variants
+from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+from pascal_attn_core.runtime import runtime_of
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
+_DEVICE = torch.device("cuda", torch.cuda.current_device())
+if reasons := why_not(_DEVICE, columns=64, untried=True):
+    pytest.skip(reasons[0], allow_module_level=True)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST_GAIN = 2.5
+
+
+def _call(
+    rows: int, cols: int, columns: int, dtype: torch.dtype = torch.float16, rotation: int = 0, activation: str = "none"
+) -> LinearCall:
+    """Made on the CPU, so that its numbers are the same on every card."""
+    weight = quantize_rows(torch.randn(cols * (2 if activation == "geglu" else 1), columns), rotation)
+    weight = weight._replace(codes=weight.codes.cuda(), scales=weight.scales.cuda())
+    bias = torch.randn(weight.codes.shape[0], dtype=dtype)
+    out = torch.full((rows, cols), float("nan"), dtype=dtype, device="cuda")
+    return LinearCall(torch.randn(rows, columns).to(dtype).cuda(), weight, bias.cuda(), activation, out)
+
+
+def _expected(call: LinearCall) -> Tensor:
+    """float32 ``[M, N or 2 N]`` before the activation, on the CPU."""
+    x = quantize_rows(call.x.cpu(), call.weight.rotation)
+    sums = (x.codes.double() @ call.weight.codes.cpu().double().T).float()
+    y = sums * (x.scales[:, None] * call.weight.scales.cpu())
+    return y if call.bias is None else y + call.bias.cpu().float()
+
+
+def _assert_bits(call: LinearCall) -> None:
+    assert torch.equal(call.out.cpu(), _expected(call).to(call.out.dtype))
+
+
+@pytest.mark.parametrize("variant", linear_variants(), ids=lambda variant: variant.name)
+def test_every_variant_is_right_on_this_card(variant) -> None:
+    error = runtime_of(_DEVICE).part(Kernels).largest_error(variant)
+    assert error <= verify.tolerance(variant)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_every_bit_is_that_of_the_definition(rotation: int, dtype: torch.dtype) -> None:
+    for rows, cols, columns in ((1, 320, 1280), (17, 77, 512), (333, 640, 768), (1025, 1030, 2304)):
+        call = _call(rows, cols, columns, dtype, rotation)
+        run_linear(call)
+        _assert_bits(call)
+
+
+@pytest.mark.parametrize("product", TILES)
+def test_every_product_on_sizes_at_the_edges_of_its_tiles(product: str) -> None:
+    kernels, tile = runtime_of(_DEVICE).part(Kernels), TILES[product]
+    for extra in (-1, 0, 1):
+        call = _call(3 * tile.rows + extra, 3 * tile.cols + extra, 100 + 4 * extra)
+        kernels.run(linear_launches(call, 1, product))
+        _assert_bits(call)
+
+
+@pytest.mark.parametrize("rotation", [0, 16, 256])
+def test_the_definition_gives_the_same_bits_on_the_card_as_on_a_cpu(rotation: int) -> None:
+    x = torch.randn(300, 1280)
+    here, there = quantize_rows(x, rotation), quantize_rows(x.cuda(), rotation)
+    assert torch.equal(there.scales.cpu(), here.scales)
+    assert torch.equal(there.codes.cpu(), here.codes)
+
+
+def test_long_rows_and_nan() -> None:
+    call = _call(40, 24, 20000, torch.float32)
+    call.x[3, 19999], call.x[7, 0] = float("nan"), float("inf")
+    run_linear(call)
+    finite = call.out.isfinite().all(dim=1).cpu()
+    assert (~finite).nonzero().flatten().tolist() == [3, 7]
+    assert torch.equal(call.out.cpu()[finite], _expected(call)[finite])
+
+
+def test_gated_activations() -> None:
+    call = _call(200, 96, 320, torch.float32, activation="geglu")
+    run_linear(call)
+    value, gate = _expected(call).chunk(2, dim=1)
+    torch.testing.assert_close(call.out.cpu(), value * F.gelu(gate), atol=1e-4, rtol=1e-5)
+
+
+def test_a_layer_in_a_graph() -> None:
+    call = _call(64, 128, 256)
+    run_linear(call)
+    right = call.out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_linear(call)
+    call.out.zero_()
+    graph.replay()
+    assert torch.equal(call.out, right)
+
+
+def _times(attempts: list[Callable[[], object]], rounds: int = 7) -> list[float]:
+    """Median milliseconds of each, in turns."""
+    found: list[list[float]] = [[] for _ in attempts]
+    for turn in range(rounds + 2):
+        for times, attempt in zip(found, attempts):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            attempt()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                times.append(begin.elapsed_time(end))
+    return [median(times) for times in found]
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() >= (8, 0), reason="float32 is as fast there, or has TF32")
+@pytest.mark.parametrize(("rows", "cols", "columns"), [(1024, 1280, 1280), (4096, 3072, 3072), (4096, 10240, 1280)])
+def test_it_takes_less_than_40_percent_of_the_time_of_float32(
+    rows: int, cols: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    call = _call(rows, cols, columns, torch.float32, rotation=256)
+    weight: Int8Matrix = call.weight  # type: ignore[assignment]
+    wide = weight.float()
+    ours, theirs = _times([lambda: run_linear(call), lambda: F.linear(call.x, wide, call.bias)])
+    print(f"\n{rows} x {cols} x {columns}: {ours:.2f} ms, float32 {theirs:.2f} ms, {theirs / ours:.2f} times")
+    assert theirs / ours >= LEAST_GAIN

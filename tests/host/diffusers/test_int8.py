@@ -1,0 +1,246 @@
+"""int8 linear layers beside what diffusers, peft, accelerate and transformers do to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import torch
+from torch import Tensor, nn
+
+from pascal_attn_core import patch_ffn, patch_linear_int8
+from pascal_attn_core.diffusers import PascalAttnProcessor
+from pascal_attn_core.int8 import Int8Weight
+from tools import int8_table
+from tools.families import families
+from tools.families.proof import outputs
+
+FAMILIES = {family.name: family for family in families()}
+SOME = [
+    "UNet2DConditionModel (SDXL)",
+    "SD3Transformer2DModel (SD3)",
+    "FluxTransformer2DModel",
+    "WanTransformer3DModel (text to video)",
+    "LTXVideoTransformer3DModel",
+    "CogVideoXTransformer3DModel (CogVideoX)",
+    "HunyuanVideoTransformer3DModel (text to video)",
+    "QwenImageTransformer2DModel",
+    "AutoencoderKL",
+]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore")
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ["to_q", "to_k", "to_v"]}
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return ((out - expected).float().norm() / expected.float().norm()).item()
+
+
+@pytest.fixture
+def unet() -> nn.Module:
+    torch.manual_seed(0)
+    model, _ = int8_table.sdxl()
+    return model.eval().requires_grad_(False)
+
+
+def run(model: nn.Module) -> Tensor:
+    latent, text, pooled, ids = (
+        torch.randn(*size, generator=torch.Generator().manual_seed(3))
+        for size in ((1, 4, 16, 16), (1, 9, 96), (1, 64), (1, 6))
+    )
+    more = {"text_embeds": pooled, "time_ids": ids}
+    with torch.no_grad():
+        return model(latent, torch.tensor([400]), text, added_cond_kwargs=more).sample
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_layer_of_a_family_and_back(name: str) -> None:
+    family = FAMILIES[name]
+    if family.model_class() is None:
+        pytest.skip(f"this diffusers has no {name}")
+    model = family.build()
+    expected = outputs(family, model)
+    with patch_linear_int8(model, include="*", max_error=1.0) as patch:
+        out = outputs(family, model)
+        report = patch.report()
+    assert report.count("int8") >= 0.9 * len(report.lines) - 1
+    assert 0 < difference(out, expected) < 0.3  # the layers of these models are a few numbers wide
+    assert torch.equal(outputs(family, model), expected)
+
+
+@pytest.mark.parametrize("name", list(int8_table.MODELS))
+def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
+    with torch.no_grad():
+        errors, report = int8_table.errors_of(name, seed=0)
+    assert report.count("int8") > 0.6 * len(report.lines)
+    assert errors["float32"] < 1e-5 < errors["int8, rest in float32"] < errors["bfloat16"]
+    assert errors["int8, rest in float16"] < errors["bfloat16"]
+    assert report.median_error is not None
+    assert report.median_error < 0.01
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = run(unet)
+    torch.manual_seed(1)
+    if when == "before":
+        unet.add_adapter(peft.LoraConfig(**LORA))
+        unet.eval()
+    patch = patch_linear_int8(unet)
+    run(unet)
+    if when == "after":
+        unet.add_adapter(peft.LoraConfig(**LORA))
+        unet.eval()
+    out = run(unet)
+    names = {line.name for line in patch.report().of("int8")}
+    assert not any("lora_" in name for name in names)
+    layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
+    assert isinstance(layer.base_layer.weight, Int8Weight)
+    assert type(layer.lora_A["default"].weight) is nn.Parameter
+    unet.disable_adapters()
+    assert difference(run(unet), base) < 0.02
+    unet.enable_adapters()
+    patch.remove()
+    expected = run(unet)
+    assert difference(expected, base) > 0.1
+    assert difference(out, expected) < 0.02
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_adapters_are_fused_into_rounded_weights_and_taken_out(unet: nn.Module, is_safe: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    base = run(unet)
+    unet.add_adapter(peft.LoraConfig(**LORA))
+    unet.eval()
+    expected = run(unet)
+    patch = patch_linear_int8(unet)
+    run(unet)
+    unet.fuse_lora(safe_fusing=is_safe)
+    assert difference(run(unet), expected) < 0.02
+    unet.unfuse_lora()
+    assert difference(run(unet), expected) < 0.02
+    patch.remove()
+    assert difference(run(unet), expected) < 1e-5
+    unet.disable_adapters()
+    assert difference(run(unet), base) < 1e-5
+
+
+def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    patch = patch_linear_int8(unet)
+    run(unet)
+    torch.manual_seed(1)
+    unet.add_adapter(peft.LoraConfig(**LORA))
+    unet.train()
+
+    def gradients() -> dict[str, Tensor]:
+        unet.zero_grad()
+        latent, text = (
+            torch.randn(*s, generator=torch.Generator().manual_seed(3)) for s in ((1, 4, 16, 16), (1, 9, 96))
+        )
+        more = {"text_embeds": torch.ones(1, 64), "time_ids": torch.ones(1, 6)}
+        unet(latent, torch.tensor([400]), text, added_cond_kwargs=more).sample.square().mean().backward()
+        return {name: p.grad.clone() for name, p in unet.named_parameters() if p.grad is not None}
+
+    found = gradients()
+    patch.remove()
+    expected = gradients()
+    assert set(found) == set(expected)
+    assert all("lora_" in name for name in found)
+    assert max(difference(found[name], expected[name]) for name in found) < 0.15
+    assert sum(difference(found[name], expected[name]) for name in found) / len(found) < 0.05
+
+
+def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
+    expected = run(unet)
+    unet.set_attn_processor(PascalAttnProcessor())
+    chunks, patch = patch_ffn(unet, num_chunks=2, min_tokens=32), patch_linear_int8(unet)
+    out = [run(unet) for _ in range(3)]
+    assert torch.equal(out[1], out[2])
+    assert difference(out[2], expected) < 0.02
+    assert chunks.report().count("chunked") > 0
+    assert patch.report().count("int8") > 0
+
+
+@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
+    hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
+    blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+    expected = run(unet)
+    if is_first:
+        patch = patch_linear_int8(unet)
+        out = run(unet)
+    hooks.apply_group_offloading(unet, onload_device=CPU, offload_device=CPU, offload_type=offload, **blocks)
+    if not is_first:
+        patch = patch_linear_int8(unet)
+        out = run(unet)
+    assert patch.report().count("int8") > 100
+    assert torch.equal(run(unet), out)
+    assert 0 < difference(out, expected) < 0.02
+
+
+def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_so(unet: nn.Module) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = run(unet)
+    patch = patch_linear_int8(unet)
+    run(unet)
+    accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
+    assert torch.equal(run(unet), expected)
+    report = patch.report()
+    assert report.count("int8") == 0
+    assert "its weight was replaced" in report.of("float")[0].why
+    patch.remove()
+    assert torch.equal(run(unet), expected)
+
+
+def test_offloaded_before_it_waits_and_says_why(unet: nn.Module) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = run(unet)
+    accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
+    patch = patch_linear_int8(unet)
+    assert torch.equal(run(unet), expected)
+    assert {line.why for line in patch.report().of("waiting")} == {
+        "its weight is not there when it is called: a hook loads it"
+    }
+
+
+def test_saved_models_have_float_weights(unet: nn.Module, tmp_path: Path) -> None:
+    expected = run(unet)
+    patch_linear_int8(unet)
+    run(unet)
+    unet.save_pretrained(tmp_path)
+    assert torch.equal(run(type(unet).from_pretrained(tmp_path)), expected)
+
+
+def test_a_language_model_generates() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(0, 100, (1, 12))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        patch = patch_linear_int8(model, weights="free")
+        out = model(tokens).logits
+    report = patch.report()
+    assert [line.name for line in report.lines if line.state != "int8"] == ["lm_head"]
+    assert 0 < difference(out, expected) < 0.03
+    generated = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 17)
+    with torch.no_grad():  # with and without the cache, so with one row and with many
+        assert torch.equal(model(generated[:, :-1]).logits.argmax(-1)[:, 11:], generated[:, 12:])

@@ -1,0 +1,102 @@
+"""``pascal-attn bench --linear``: the layers, the figures, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pascal_attn_core.cli import main
+from pascal_attn_core.cli.bench import linear
+from pascal_attn_core.cli.bench.clock import Clock
+from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, eager, own_layers, race_layer
+from pascal_attn_core.int8 import int8_linear, quantize_rows
+
+TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LAYERS", (TINY, Layer("narrow", "12 features", rows=3, columns=12, outs=5)))
+
+
+def test_every_way_is_timed_and_its_error_measured() -> None:
+    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Clock(torch.device("cpu"), 1), 2, 10.0)}
+    assert set(figures) == {
+        *("float32", "float16", "bfloat16", "int8", "int8 by float", "int8, rotated by 64", "int8 eager")
+    }
+    assert all(f.seconds and f.ratio and f.flops for f in figures.values())
+    assert figures["float32"].ratio == 1.0
+    assert figures["float32"].error < 1e-6 < figures["float16"].error < figures["bfloat16"].error < 0.01
+    assert 0.004 < figures["int8 by float"].error < figures["int8"].error < 0.02
+    assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
+    assert figures["float32"].weight_bytes == 4 * 48 * 64
+    assert figures["int8"].weight_bytes == 48 * 64 + 4 * 48
+    assert figures["int8"].ran == "int_mm"
+    # The whole matrix of 32-bit sums and its float copies against one slice of them.
+    assert figures["int8 eager"].extra_bytes > 0
+
+
+def test_the_eager_way_computes_the_same() -> None:
+    x, bias, matrix = torch.randn(7, 64), torch.randn(48), quantize_rows(torch.randn(48, 64))
+    assert torch.allclose(eager(x, matrix, bias), int8_linear(x, matrix, bias), atol=1e-5)
+
+
+def test_a_way_that_fails_is_told_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no int8 here\nand more")
+
+    monkeypatch.setattr(linear, "eager", broken)
+    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Clock(torch.device("cpu"), 1), 1, 1.0)}
+    assert figures["int8 eager"].note == "no int8 here"
+    assert figures["int8 eager"].seconds is None
+    assert figures["int8"].seconds is not None
+
+
+def test_the_listed_layers_are_those_of_real_models() -> None:
+    assert {layer.name.split("-")[0] for layer in LAYERS} == {"sdxl", "flux", "wan", "llm"}
+    assert len({layer.name for layer in LAYERS}) == len(LAYERS)
+    assert all(layer.columns % 4 == 0 for layer in LAYERS)
+    assert [layer.name for layer in choose_layers("flux-ff*,llm-decode")] == ["flux-ff-in", "flux-ff-out", "llm-decode"]
+    assert choose_layers(None) == choose_layers("quick")
+    assert choose_layers("all") == list(LAYERS)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    assert main(["bench", "--linear", "--shapes", "all", "--rounds", "1", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "tiny: a small layer, 100 x 64 -> 48" in out
+    assert "vs float32" in out
+    found = json.loads(path.read_text())
+    assert [report["layer"]["name"] for report in found["layers"]] == ["tiny", "narrow"]
+    assert found["command"].startswith("pascal-attn bench --linear")
+    assert {"torch", "python"} <= set(found["versions"])
+
+
+def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--linear", "--shape", "M=5,K=12,N=7", "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "5 x 12 -> 7" in out
+    assert out.count("vs float32") == 1
+    assert own_layers(["N=3,M=1,K=2"]) == [Layer("N=3,M=1,K=2", "a layer of your own", rows=1, columns=2, outs=3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "sd3"], "must name layers of sdxl-attn"),
+        (["--backward"], "--linear does not take --backward"),
+        (["--png", "a.png", "--dtype", "float16"], "--linear does not take --png, --dtype"),
+        (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must be like M=4096,K=640,N=2560 with --linear, got 'B=1,Hq=1"),
+        (["--shape", "M=4,K=0,N=8"], "--shape must be like"),
+        (["--shape", "M=4,K=8,N=8,N=9"], "--shape must be like"),
+        (["--rounds", "0"], "rounds"),
+    ],
+)
+def test_what_it_does_not_take_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--linear", *arguments]) != 0
+    assert message in capsys.readouterr().err

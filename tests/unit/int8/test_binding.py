@@ -1,0 +1,418 @@
+"""Int8Binding: attached and detached again and again, on plain modules."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pascal_attn_core.int8.binding import REMOVED, Int8Binding, Room, Source
+from pascal_attn_core.int8.branch import LowRank, joined
+from pascal_attn_core.int8.quantize import quantize_rows
+from pascal_attn_core.int8.weight import Int8Weight
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).eval().requires_grad_(False)
+
+
+def inputs(seed: int = 1, rows: int = 32) -> Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def codes_of(model: nn.Module) -> list[Tensor]:
+    return [module.weight.matrix.codes for module in model if isinstance(getattr(module, "weight", None), Int8Weight)]
+
+
+def error_of(out: Tensor, exact: Tensor) -> float:
+    return float((out - exact).norm() / exact.norm())
+
+
+def state_of(model: nn.Module) -> dict[str, tuple[int, int, Tensor]]:
+    """Of each parameter: the object, its storage and a copy of its values."""
+    return {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+
+
+def assert_same(model: nn.Module, before: dict[str, tuple[int, int, Tensor]]) -> None:
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    for name, (identity, pointer, values) in before.items():
+        assert after[name][:2] == (identity, pointer), name
+        assert torch.equal(after[name][2], values), name
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._state_dict_hooks
+
+
+def test_attached_it_waits_measures_and_runs_in_8_bits_detached_it_is_as_before() -> None:
+    model, x = network(), inputs()
+    before, exact = state_of(model), model(x)
+    binding = Int8Binding()
+    assert binding.attach(model) == 2
+    assert [line.state for line in binding.report(model).lines] == ["waiting", "waiting"]
+    first = model(x)
+    assert len(codes_of(model)) == 2
+    error = error_of(first, exact)
+    assert 1e-4 < error < 0.05, error
+    report = binding.report(model)
+    assert [line.state for line in report.lines] == ["int8", "int8"]
+    assert all(line.error is not None and 0 < line.error < 0.03 for line in report.lines)
+    assert all(line.float_ms is not None and line.calls == 1 for line in report.lines)
+    assert binding.detach(model) == 2
+    assert_same(model, before)
+    assert torch.equal(model(x), exact)
+    assert binding.detach(model) == 0
+
+
+def test_attached_again_it_only_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = network(), inputs()
+    binding = Int8Binding()
+    binding.attach(model)
+    first, codes = model(x), codes_of(model)
+    binding.detach(model)
+    measured: list[Any] = []
+    monkeypatch.setattr("pascal_attn_core.int8.layer.errors_by_rotation", lambda *args: measured.append(args))
+    binding.attach(model)
+    assert all(torch.equal(a, b) for a, b in zip(codes, codes_of(model), strict=True))
+    assert torch.equal(model(x), first)
+    assert not measured
+    with torch.no_grad():
+        binding.detach(model)
+        model[0].weight.mul_(-1)
+        binding.attach(model)
+    assert torch.equal(codes_of(model)[0], -codes[0])
+
+
+def test_what_was_decided_for_float_stays_in_float() -> None:
+    model, x = network(), inputs()
+    exact = model(x)
+    binding = Int8Binding(max_error=1e-5)
+    for _ in range(2):
+        assert binding.attach(model) == 2
+        assert torch.equal(model(x), exact)
+        (line, _) = binding.report(model).lines
+        assert line.state == "float"
+        assert "above 0.00%" in line.why
+        assert not codes_of(model)
+        binding.detach(model)
+
+
+def test_calls_are_counted_from_a_restart_and_checks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pascal_attn_core.int8 import layer
+
+    model, checked = network(), []
+    binding = Int8Binding()
+    binding.attach(model)
+    real = layer.relative_error
+    monkeypatch.setattr(layer, "relative_error", lambda *args: checked.append(1) or real(*args))
+    for _ in range(5):
+        model(inputs())
+    assert len(checked) == 2 * 2, "after 2 and 4 calls"
+    binding.restart()
+    model(inputs())
+    assert [line.calls for line in binding.report(model).lines] == [1, 1]
+    for _ in range(2):
+        model(inputs())
+    assert len(checked) == 2 * 3, "after 8 in all"
+
+
+def test_a_layer_whose_error_grows_goes_back_to_the_host_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    before = state_of(model)
+    binding = Int8Binding(max_error=0.02)
+    binding.attach(model)
+    model(inputs())
+    assert len(codes_of(model)) == 2
+    outliers = inputs(2)
+    outliers[:, 0] *= 1e4
+    outliers[:, 1:] *= torch.sign(outliers[:, 1:])
+    model[0].weight.matrix.codes.zero_()  # an error that the check sees
+    model(outliers)
+    line = binding.report(model).lines[0]
+    assert line.state == "float"
+    assert "in call 2, above 2.00%" in line.why
+    assert any("0: its error was" in record.message for record in caplog.records)
+    assert model[0].weight is not None
+    assert id(model[0].weight) == before["0.weight"][0]
+    assert torch.equal(model[0](outliers), F.linear(outliers, before["0.weight"][2], model[0].bias))
+    binding.detach(model)
+    assert_same(model, before)
+
+
+def test_one_binding_at_a_time_the_second_takes_the_first_off() -> None:
+    model, x = network(), inputs()
+    before = state_of(model)
+    first, second = Int8Binding(), Int8Binding(exclude="2")
+    first.attach(model)
+    model(x)
+    second.attach(model)
+    model(x)
+    assert not isinstance(model[2].weight, Int8Weight)
+    assert isinstance(model[0].weight, Int8Weight)
+    assert first.detach(model) == 0
+    assert isinstance(model[0].weight, Int8Weight)
+    first.attach(model)
+    assert second.detach(model) == 0
+    assert len(codes_of(model)) == 2
+    first.detach(model)
+    assert_same(model, before)
+
+
+def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> None:
+    binding = Int8Binding()
+    models = [network(), network(1)]
+    for model in models:
+        binding.attach(model)
+        model(inputs())
+    assert not torch.equal(*(codes_of(model)[0] for model in models))
+    assert all(binding.report(model).count("int8") == 2 for model in models)
+    watched = weakref.ref(models.pop()[0])
+    del model
+    gc.collect()
+    assert watched() is None
+    assert len(binding._layers) == 2
+    assert binding.report(models[0]).count("int8") == 2
+
+
+def test_a_deep_copy_made_meanwhile_can_be_taken_off_too() -> None:
+    model, x = network(), inputs()
+    exact = model(x)
+    binding = Int8Binding()
+    binding.attach(model)
+    ours = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), ours)
+    other = Int8Binding(max_error=0.0)
+    other.attach(copied)
+    assert torch.equal(copied(x), exact)
+    assert torch.equal(model(x), ours)
+    other.detach(copied)
+    assert type(copied[0].weight) is nn.Parameter
+    binding.detach(model)
+    assert torch.equal(model(x), exact)
+
+
+def test_state_dicts_hold_the_float_weights_under_their_names() -> None:
+    model = network()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    binding = Int8Binding()
+    binding.attach(model)
+    model(inputs())
+    now = model.state_dict()
+    assert list(now) == list(before)
+    assert all(torch.equal(now[name], before[name]) for name in before)
+    assert type(now["0.weight"]) is not Int8Weight
+
+
+def test_in_inference_mode_as_hosts_run() -> None:
+    with torch.inference_mode():
+        model, x = network(), inputs()
+        exact = model(x)
+        binding = Int8Binding()
+        binding.attach(model)
+        first = model(x)
+        binding.detach(model)
+        assert torch.equal(model(x), exact)
+        binding.attach(model)
+    assert torch.equal(model(inputs()), first)
+    binding.detach(model)
+    assert torch.equal(model(inputs()), exact)
+
+
+class Adapted(Source):
+    """A host that has put an adapter into the parameter and kept what was there before."""
+
+    def __init__(self, base: Tensor, adapter: LowRank):
+        self.base, self.adapter = base, adapter
+
+    def weight(self, module: nn.Module, device: torch.device) -> Tensor:
+        return self.base
+
+    def original(self) -> Tensor:
+        return self.base
+
+    def branch(self, device: torch.device) -> LowRank:
+        return self.adapter
+
+
+def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
+    model, x = network(), inputs()
+    base = model[0].weight.detach().clone()
+    generator = torch.Generator().manual_seed(3)
+    down, up = torch.randn(4, 64, generator=generator), torch.randn(128, 4, generator=generator)
+    adapter = joined([(down, up, 0.02)])
+    assert adapter is not None
+    with torch.no_grad():
+        model[0].weight += adapter.matrix()
+    before, exact = state_of(model), model(x)
+    binding = Int8Binding(exclude="2")
+    binding.attach(model, lambda name, module: Adapted(base, adapter) if name == "0" else Source())
+    ours = model(x)
+    weight = model[0].weight
+    assert torch.equal(weight.matrix.codes, quantize_rows(base, weight.matrix.rotation).codes)
+    assert 1e-4 < error_of(ours, exact) < 0.03
+    product = F.linear(x, base, model[0].bias)
+    assert error_of(model[0](x) - adapter(x), product) < 0.03
+    assert error_of(weight + 0.0, before["0.weight"][2]) < 1e-6, "to everybody else it is the whole weight"
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"][2])
+    binding.detach(model)
+    assert_same(model, before)
+
+
+def test_adapters_add_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    some = [
+        (torch.randn(rank, 64, generator=generator), torch.randn(32, rank, generator=generator), factor)
+        for rank, factor in ((2, 0.5), (7, -1.5))
+    ]
+    whole = joined(some)
+    assert whole is not None
+    expected = sum(factor * up.double() @ down.double() for down, up, factor in some)
+    torch.testing.assert_close(whole.matrix().double(), expected, rtol=1e-5, atol=1e-5)
+    x = torch.randn(5, 64, generator=generator)
+    torch.testing.assert_close(whole(x), F.linear(x, whole.matrix()), rtol=1e-4, atol=1e-4)
+    assert whole(x.half()).dtype == torch.float16
+    assert joined([]) is None
+    with pytest.raises(ValueError, match=r"down and up must be \[R, K\] and \[N, R\]"):
+        LowRank(some[0][0], some[1][1])
+
+
+class Casting(Source):
+    def overrides(self, module: nn.Module) -> dict[str, Any]:
+        return {"casts": False, "cache": REMOVED, "extra": 1}
+
+    def bias(self, module: nn.Module, device: torch.device) -> Tensor:
+        return torch.zeros(128)
+
+
+def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
+    model, x = network(), inputs()
+    layer = model[0]
+    layer.casts, layer.cache, bias = True, "kept", layer.bias
+    binding = Int8Binding(exclude="2")
+    binding.attach(model, lambda name, module: Casting())
+    assert layer.casts is True, "not before it is in"
+    model(x)
+    assert (layer.casts, hasattr(layer, "cache"), layer.extra) == (False, False, 1)
+    assert not layer.bias.any()
+    binding.detach(model)
+    assert (layer.casts, layer.cache, hasattr(layer, "extra")) == (True, "kept", False)
+    assert layer.bias is bias
+
+
+def test_a_source_may_leave_a_layer() -> None:
+    class Left(Source):
+        why_not = "left: its host changes it in each call"
+
+    model = network()
+    binding = Int8Binding()
+    assert binding.attach(model, lambda name, module: Left() if name == "2" else Source()) == 1
+    model(inputs())
+    report = binding.report(model)
+    assert [line.state for line in report.lines] == ["int8", "left"]
+    assert report.lines[1].why == "its host changes it in each call"
+
+
+def test_an_accident_in_the_middle_leaves_the_model_as_it_was() -> None:
+    class Broken(Source):
+        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
+            raise RuntimeError("an accident")
+
+    model, x = network(), inputs()
+    before = state_of(model)
+    binding = Int8Binding()
+    binding.attach(model)
+    model(x)
+    binding.detach(model)
+    with pytest.raises(RuntimeError, match="an accident"):
+        binding.attach(model, lambda name, module: Broken() if name == "2" else Source())
+    assert_same(model, before)
+
+
+def test_room_is_taken_until_there_is_none() -> None:
+    room = Room(10)
+    assert room.take(4)
+    assert not room.take(7)
+    assert room.take(6)
+    assert not room.take(1)
+
+
+def test_before_a_run_the_preview_says_what_it_is_about() -> None:
+    model = network()
+    binding = Int8Binding(exclude="2")
+    report = binding.preview(model)
+    assert [(line.name, line.state) for line in report.lines] == [("0", "waiting")]
+    assert binding.report(model).lines == report.lines
+    binding.attach(model)
+    model(inputs())
+    binding.detach(model)
+    assert binding.preview(model).lines[0].state == "int8"
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="weights must be host or keep"):
+        Int8Binding(weights="free")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_blocks.1.0.emb_layers.1",  # ComfyUI's UNets
+        "time_embed.0",
+        "label_emb.0.0",
+        "time_projection.1",  # Wan
+        "distilled_guidance_layer.layers.0.in_layer",  # Chroma
+        "double_blocks.0.img_mod.lin",  # Flux
+        "joint_blocks.0.x_block.adaLN_modulation.1",  # SD3
+    ],
+)
+def test_layers_that_set_the_timestep_are_left_under_comfyuis_names_too(name: str) -> None:
+    model: nn.Module = nn.Linear(64, 64)
+    for part in reversed(name.split(".")):
+        model = nn.ModuleDict({part: model})
+    (line,) = Int8Binding().preview(model).lines
+    assert (line.name, line.state) == (name, "left")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input_blocks.4.1.transformer_blocks.0.attn1.to_q",
+        "middle_block.1.transformer_blocks.0.ff.net.0.proj",
+        "double_blocks.0.img_attn.qkv",
+        "double_blocks.0.txt_mlp.0",
+        "single_blocks.3.linear2",
+        "joint_blocks.0.context_block.mlp.fc1",
+        "blocks.0.cross_attn.k_img",
+        "layers.5.feed_forward.w1",
+    ],
+)
+def test_layers_of_the_repeated_blocks_are_taken(name: str) -> None:
+    model: nn.Module = nn.Linear(64, 64)
+    for part in reversed(name.split(".")):
+        model = nn.ModuleDict({part: model})
+    (line,) = Int8Binding().preview(model).lines
+    assert (line.name, line.state) == (name, "waiting")
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_weight_can_be_viewed_and_copied_in_and_out_of_inference_mode(made: bool, used: bool) -> None:
+    with torch.inference_mode(made):
+        values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        weight = nn.Parameter(Int8Weight(quantize_rows(values)), requires_grad=False)
+    matrix = weight.matrix.float()
+    with torch.inference_mode(used):
+        for same in (weight.detach(), weight.data, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight)):
+            assert isinstance(same, Int8Weight)
+            assert torch.equal(same.matrix.codes, weight.matrix.codes)
+        assert torch.equal(weight[:2], matrix[:2])
+        assert torch.equal(weight.t(), matrix.t())
+        assert torch.equal(weight + 0, matrix)

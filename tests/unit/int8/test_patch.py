@@ -1,0 +1,683 @@
+"""patch_linear_int8: which layers, how they decide, what hosts do to their weights, and that nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pascal_attn_core import patch_ffn
+from pascal_attn_core.int8 import Int8Patch, Int8Weight, patch_linear_int8, quantize_rows
+from pascal_attn_core.int8 import layer as layers
+from pascal_attn_core.int8.layer import WEIGHTS
+from pascal_attn_core.int8.measure import best_rotation, relative_error
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Residual, with a feed-forward part that chunking knows, and a layer that sets the scale of all."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.norm_linear = nn.Linear(width, width)
+        self.attn = nn.ModuleDict({"to_q": nn.Linear(width, width), "to_out": nn.Linear(width, width, bias=False)})
+        self.ff = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.tiny = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn["to_out"](self.attn["to_q"](x * torch.tanh(self.norm_linear(x))))
+        return x + self.ff(x) + self.tiny(x).mean()
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2):
+        super().__init__()
+        self.proj_in = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj_in(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+CHOSEN = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.to_q", "attn.to_out", "ff.0", "ff.2")]
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval().requires_grad_(False)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 33, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return ((out - expected).float().norm() / expected.float().norm()).item()
+
+
+def states(patch: Int8Patch) -> dict[str, str]:
+    return {line.name: line.state for line in patch.report().lines}
+
+
+def in_int8(patch: Int8Patch) -> list[str]:
+    return [name for name, state in states(patch).items() if state == "int8"]
+
+
+def outlier(linear: nn.Linear, channel: int = 3, factor: float = 300.0) -> None:
+    """Let one input channel's weight be large: 8 bits hold little of the others then."""
+    linear.weight.data[:, channel] *= factor
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_the_blocks_are_chosen_and_the_others_named_with_a_reason(model: Model, x: Tensor) -> None:
+    patch = patch_linear_int8(model)
+    model(x)
+    assert in_int8(patch) == CHOSEN
+    left = {line.name: line.why for line in patch.report().of("left")}
+    assert left["proj_in"] == "outside the repeated blocks"
+    assert left["blocks.0.norm_linear"] == "every layer behind depends on its few numbers"
+    assert left["blocks.1.tiny"] == "fewer than 4096 numbers"
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("*.ff.*", None, ["blocks.0.ff.0", "blocks.0.ff.2", "blocks.1.ff.0", "blocks.1.ff.2"]),
+        (["proj_in", "blocks.0.tiny"], None, ["proj_in", "blocks.0.tiny"]),
+        (None, "blocks.0.*", CHOSEN[4:]),
+        (None, lambda name, module: module.bias is None, [n for n in CHOSEN if not n.endswith("to_out")]),
+        (lambda name, module: module.out_features == 4 * WIDTH, None, ["blocks.0.ff.0", "blocks.1.ff.0"]),
+    ],
+)
+def test_include_and_exclude(model: Model, x: Tensor, include: Any, exclude: Any, expected: list[str]) -> None:
+    patch = patch_linear_int8(model, include=include, exclude=exclude)
+    model(x)
+    assert in_int8(patch) == expected
+
+
+def test_what_cannot_run_in_8_bits_is_named() -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+    layers[1].weight = layers[0].weight
+    layers[2].double()
+    layers[3] = nn.Linear(WIDTH + 2, WIDTH)
+    nn.utils.parametrizations.weight_norm(layers[4])
+    attention = nn.MultiheadAttention(WIDTH, 2)
+    patch = patch_linear_int8(nn.ModuleList([*layers, attention]), include=nn.Linear)
+    why = {line.name: line.why for line in patch.report().of("cannot be")}
+    assert why["1"] == "it shares its weight with 0"
+    assert why["2"] == "its weight is float64"
+    assert why["3"].startswith("its width must be a multiple of 4 up to 131072, got 66")
+    assert "MultiheadAttention" in why["5.out_proj"]
+    assert "4" not in states(patch) or why["4"] == "its weight is computed, or is no parameter"
+    assert states(patch)["0"] == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "arguments"),
+    [
+        (TypeError, "must be a torch.nn.Module, got dict; of a pipeline pass", {"model": {}}),
+        (TypeError, "max_error must be a number, got '1%'", {"max_error": "1%"}),
+        (ValueError, "max_error must be at least 0, got -1", {"max_error": -1}),
+        (ValueError, "max_error must be at least 0, got nan", {"max_error": float("nan")}),
+        (ValueError, "weights must be one of keep, host, free, got 'drop'", {"weights": "drop"}),
+        (TypeError, "calibrate must be a function of the model, got 3", {"calibrate": 3}),
+        (TypeError, "include must be a pattern", {"include": 5}),
+        (TypeError, "exclude must hold patterns", {"exclude": [5]}),
+    ],
+)
+def test_what_cannot_be_used_is_refused(model: Model, kind: type, message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(kind, match=message):
+        patch_linear_int8(**{"model": model, **arguments})
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_in_the_report_is_the_one_of_the_first_input(model: Model) -> None:
+    layer, x = model.blocks[0].attn["to_q"], torch.randn(1, 40, WIDTH)
+    weight = layer.weight.detach().clone()
+    patch = patch_linear_int8(model, include="blocks.0.attn.to_q")
+    out = layer(x)
+    (line,) = patch.report().lines
+    matrix = quantize_rows(weight, line.rotation)
+    assert line.error == pytest.approx(relative_error(x[0], weight, matrix))
+    assert 0.004 < line.error < 0.02
+    exact = F.linear(x.double(), weight.double(), layer.bias.double())
+    centred = (out - exact).norm() / (exact - layer.bias).norm()
+    assert line.error == pytest.approx(centred.item(), rel=1e-3)
+    assert line.float_ms is not None
+    assert line.int8_ms is not None
+    assert (line.float_bytes, line.int8_bytes) == (4 * WIDTH * WIDTH, WIDTH * WIDTH + 4 * WIDTH)
+
+
+def test_layers_above_the_limit_stay_as_they_are_and_are_named(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch = patch_linear_int8(model, max_error=0.0)
+    assert torch.equal(model(x), expected)
+    report = patch.report()
+    assert report.count("float") == len(CHOSEN)
+    assert all(line.why == f"its error {line.error:.2%} is above 0.00%" for line in report.of("float"))
+    assert all(line.error is not None and 0 < line.error < 0.02 for line in report.of("float"))
+    assert report.sentence().endswith("8 stay in float")
+    assert all(type(module.weight) is nn.Parameter for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def test_an_outlier_channel_is_rotated_away() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, WIDTH)).eval()
+    outlier(model[0])
+    weight = model[0].weight.detach().clone()
+    x = torch.randn(100, 256)
+    x[:, 3] /= 300
+    patch = patch_linear_int8(model, include="0", max_error=1.0)
+    model(x)
+    (line,) = patch.report().lines
+    assert line.rotation == 256
+    plain = relative_error(x, weight, quantize_rows(weight))
+    assert line.error is not None
+    assert line.error < 0.75 * plain
+
+
+def test_a_rotation_must_be_worth_its_time() -> None:
+    assert best_rotation({0: 0.010, 256: 0.009}, 0.05) == 0
+    assert best_rotation({0: 0.010, 256: 0.004}, 0.05) == 256
+    assert best_rotation({0: 0.052, 256: 0.048}, 0.05) == 256
+    assert best_rotation({0: 0.9, 256: 0.8}, 0.05) == 0
+    assert best_rotation({0: 0.01}, 0.05) == 0
+
+
+def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model) -> None:
+    plain = torch.randn(1, 50, WIDTH)
+    spiky = plain.clone()
+    spiky[..., 0] = 1000.0
+    layer = model.blocks[0].attn["to_q"]
+    layer.weight.data[:, 0] = 0.0  # what is large does not count, what is left of the others does
+
+    def calibrate(given: nn.Module) -> None:
+        assert given is model
+        for each in (plain, spiky, plain):
+            layer(each)
+
+    patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=calibrate)
+    assert states(patch) == {"blocks.0.attn.to_q": "float", "blocks.1.attn.to_q": "waiting"}
+    patch.remove()
+    patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=lambda model: layer(plain))
+    assert states(patch) == {"blocks.0.attn.to_q": "int8", "blocks.1.attn.to_q": "waiting"}
+
+
+def test_without_memory_to_measure_a_layer_stays_in_float(
+    model: Model, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, layer = model(x), model.blocks[0].ff[0]
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    real, calls = layers.errors_by_rotation, []
+
+    def short(*arguments: Tensor) -> dict[int, float]:
+        calls.append(arguments)
+        if len(calls) < limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(layers, "errors_by_rotation", short)
+    limit = 3
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)
+    assert patch.report().lines[0].why == "there was no memory to measure it"
+    assert not torch.equal(model(x), expected)
+    assert in_int8(patch) == ["blocks.0.ff.0"]
+    patch.remove()
+    calls.clear()
+    limit = 100
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    for _ in range(5):
+        assert torch.equal(model(x), expected)
+    assert len(calls) == 3
+    assert states(patch) == {"blocks.0.ff.0": "float"}
+    assert not layer._forward_pre_hooks
+
+
+def test_an_error_during_calibration_leaves_the_model_as_it_was(model: Model, x: Tensor) -> None:
+    expected = model(x)
+
+    def calibrate(model: nn.Module) -> None:
+        model(x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patch_linear_int8(model, calibrate=calibrate)
+    assert torch.equal(model(x), expected)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_later_input_with_a_larger_error_is_found(
+    model: Model, weights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = model.blocks[0].attn["to_q"]
+    layer.weight.data[:, 0] = 0.0
+    plain = torch.randn(50, WIDTH)
+    spiky = plain.clone()
+    spiky[:, 0] = 1000.0
+    expected = layer(spiky)
+    patch = patch_linear_int8(model, include="blocks.0.attn.to_q", weights=weights)
+    layer(plain)
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        for _ in range(8):
+            out = layer(spiky)
+    (line,) = patch.report().lines
+    assert line.error is not None
+    assert line.error > 0.05
+    assert "above 5.00%" in line.why
+    assert line.state == ("int8" if weights == "free" else "float")  # there is nothing to go back to
+    assert len([record for record in caplog.records if "above 5.00%" in record.message]) >= 1
+    if weights != "free":
+        assert torch.equal(out, expected)
+        assert len(caplog.records) == 1
+
+
+# ---- what runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_model_is_near_its_float_self(model: Model, x: Tensor, weights: str, dtype: torch.dtype) -> None:
+    expected = model(x)
+    model.to(dtype)
+    patch = patch_linear_int8(model, weights=weights)
+    first = model(x.to(dtype))
+    assert first.dtype == dtype
+    assert 1e-4 < difference(first, expected) < 0.02
+    assert torch.equal(model(x.to(dtype)), first)
+    assert in_int8(patch) == CHOSEN
+
+
+def test_keyword_inputs_and_single_rows(model: Model) -> None:
+    layer = model.blocks[0].attn["to_q"]
+    patch = patch_linear_int8(model, include="blocks.0.attn.to_q")
+    x = torch.randn(WIDTH)
+    exact = F.linear(x, layer.weight, layer.bias)
+    assert difference(layer(input=x), exact) < 0.03
+    assert in_int8(patch) == ["blocks.0.attn.to_q"]
+
+
+def test_in_inference_mode_and_out_of_it(model: Model, x: Tensor) -> None:
+    patch = patch_linear_int8(model)
+    with torch.inference_mode():
+        out = model(x)
+    assert in_int8(patch) == CHOSEN
+    assert torch.equal(model(x), out)
+    x.requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_under_autocast_the_result_is_of_its_dtype(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch_linear_int8(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.blocks[0].ff[0](x)
+        whole = model(x)
+    assert out.dtype == torch.bfloat16
+    assert difference(whole, expected) < 0.03
+
+
+def test_gradients_reach_the_input(model: Model, x: Tensor) -> None:
+    expected, found = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(expected).square().sum().backward()
+    patch = patch_linear_int8(model)
+    model(x)
+    model(found).square().sum().backward()
+    assert expected.grad is not None
+    assert found.grad is not None
+    assert difference(found.grad, expected.grad) < 0.05
+    assert in_int8(patch) == CHOSEN
+
+
+def test_a_weight_that_is_being_trained_is_left_alone(x: Tensor) -> None:
+    model = Model().train()
+    patch = patch_linear_int8(model)
+    model(x).sum().backward()
+    report = patch.report()
+    assert report.count("waiting") == len(CHOSEN)
+    assert report.of("waiting")[0].why == "its weight is being trained"
+    assert model.blocks[0].ff[0].weight.grad is not None
+
+
+def test_graphs_take_the_operator(model: Model, x: Tensor) -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    patch_linear_int8(model)
+    eager = model(x)
+    operators: list[str] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+    assert torch.equal(compiled(x), eager)
+    assert sum("int8_linear" in name for name in operators) == len(CHOSEN)
+
+
+def test_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch = patch_linear_int8(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert difference(compiled(x), expected) < 1e-6
+    assert patch.report().count("waiting") == len(CHOSEN)
+    eager = model(x)
+    assert difference(eager, expected) > 1e-4
+    assert torch.equal(compiled(x), eager)
+    patch.remove()
+    assert difference(compiled(x), expected) < 1e-6
+
+
+def test_functional_transforms_see_the_float_layer(model: Model) -> None:
+    layer, x = model.blocks[0].ff[0], torch.randn(3, 5, WIDTH)
+    weight = layer.weight.detach().clone()
+    patch = patch_linear_int8(model, include="blocks.0.ff.0")
+    torch.vmap(layer)(x)
+    assert states(patch) == {"blocks.0.ff.0": "waiting"}
+    layer(x)
+    exact = F.linear(x, weight, layer.bias)
+    assert torch.allclose(torch.vmap(layer)(x), exact, atol=1e-5)
+    out, derivative = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    assert torch.allclose(out, exact, atol=1e-5)
+    assert torch.allclose(derivative, weight.sum(dim=1).expand_as(derivative), atol=1e-4)
+    assert not torch.allclose(layer(x), exact, atol=1e-5)
+
+
+def test_fake_tensors_decide_nothing(model: Model) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    patch = patch_linear_int8(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(2, 5, WIDTH)).shape == (2, 5, WIDTH)
+    assert patch.report().count("waiting") == len(CHOSEN)
+
+
+@pytest.mark.parametrize("order", ["int8 first", "chunks first"])
+def test_with_feed_forward_chunking(model: Model, order: str) -> None:
+    x = torch.randn(1, 600, WIDTH)
+    expected = model(x)
+    makers: dict[str, Callable[[], Any]] = {
+        "int8": lambda: patch_linear_int8(model),
+        "chunks": lambda: patch_ffn(model, num_chunks=3, include="blocks.*.ff"),
+    }
+    first, second = order.split()[0], "chunks" if order.startswith("int8") else "int8"
+    patches = {name: makers[name]() for name in (first, second)}
+    whole = model(x)  # layers are measured, with hooks: nothing is cut
+    assert patches["chunks"].report().count("refused") == 2
+    for _ in range(3):
+        assert torch.equal(model(x), whole)
+    assert patches["chunks"].report().count("chunked") == 2
+    assert in_int8(patches["int8"]) == CHOSEN
+    patches["chunks"].remove()
+    assert torch.equal(model(x), whole)
+    patches["int8"].remove()
+    assert torch.equal(model(x), expected)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_removed_the_model_is_what_it_was(model: Model, x: Tensor, weights: str) -> None:
+    expected, before = model(x), dict(model.named_parameters())
+    with patch_linear_int8(model, weights=weights) as patch:
+        model(x)
+        assert isinstance(model.blocks[0].ff[0].weight, Int8Weight)
+    assert not patch.active
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert not any(m._forward_pre_hooks or m._state_dict_hooks for m in model.modules())
+    if weights == "free":
+        assert 1e-4 < difference(model(x), expected) < 0.02
+        assert all(type(p) is nn.Parameter for p in after.values())
+    else:
+        assert all(before[name] is after[name] for name in before)
+        assert torch.equal(model(x), expected)
+
+
+def test_removed_before_any_call(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch_linear_int8(model).remove()
+    assert torch.equal(model(x), expected)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_given_up_weights_take_a_quarter_of_the_memory(model: Model, x: Tensor) -> None:
+    patch = patch_linear_int8(model, weights="free", include="*")
+    model(x)
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if isinstance(parameter, Int8Weight)
+        for tensor in (parameter.codes, parameter.scales, *filter(None, parameter.holder))
+    }
+    report = patch.report()
+    assert sum(held.values()) == sum(line.int8_bytes for line in report.of("int8"))
+    assert sum(held.values()) < 0.32 * sum(line.float_bytes for line in report.of("int8"))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_state_dicts_hold_float_weights_under_the_same_names(model: Model, x: Tensor, weights: str) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    patch_linear_int8(model, weights=weights)
+    model(x)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(type(tensor) is Tensor for tensor in after.values())
+    for name, tensor in after.items():
+        is_rounded = weights == "free" and name.removesuffix(".weight") in CHOSEN
+        assert torch.equal(tensor, before[name]) != is_rounded
+    fresh = Model()
+    fresh.load_state_dict(after)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_loading_a_state_dict_changes_what_runs(model: Model, x: Tensor, weights: str) -> None:
+    torch.manual_seed(5)
+    other = Model().eval().requires_grad_(False)
+    expected = other(x)
+    patch = patch_linear_int8(model, weights=weights)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    assert difference(model(x), expected) < 0.02
+    patch.remove()
+    assert torch.equal(model(x), expected) == (weights != "free")
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_writing_into_a_weight_rounds_what_is_written(weights: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    x, delta = torch.randn(9, WIDTH), torch.randn(WIDTH, WIDTH) / 20
+    patch = patch_linear_int8(layer, include=nn.Linear, weights=weights, max_error=1)
+    layer(x)
+    start = layer.weight.float_matrix().clone()
+    for write in (
+        lambda: layer.weight.data.add_(delta),
+        lambda: setattr(layer.weight, "data", layer.weight.data.clone() + delta),
+        lambda: setattr(layer.weight, "data", layer.weight.data.clone().add_(delta)),
+        lambda: layer.weight.copy_(start + delta),
+    ):
+        write()
+        assert isinstance(layer.weight, Int8Weight)
+        assert difference(layer.weight.float_matrix(), start + delta) < (0.01 if weights == "free" else 1e-6)
+        assert difference(layer(x), F.linear(x, start + delta, layer.bias)) < 0.03
+        layer.weight.data.copy_(start)
+    patch.remove()
+    assert difference(layer.weight, start) < (0.01 if weights == "free" else 1e-6)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_data_of_another_dtype(weights: str) -> None:
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    patch = patch_linear_int8(layer, include=nn.Linear, weights=weights)
+    layer(torch.randn(9, WIDTH))
+    values = torch.randn(WIDTH, WIDTH, dtype=torch.float16)
+    layer.weight.data = values
+    assert isinstance(layer.weight, Int8Weight)
+    assert layer.weight.dtype == torch.float16
+    assert difference(layer.weight.float_matrix(), values) < 0.01
+    patch.remove()
+    assert torch.equal(layer.weight, values) == (weights != "free")
+
+
+def test_a_copy_of_a_weight_is_its_own() -> None:
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    patch_linear_int8(layer, include=nn.Linear)
+    layer(torch.randn(9, WIDTH))
+    before = layer.weight.float_matrix().clone()
+    layer.weight.data.clone().mul_(2)
+    layer.weight.to(torch.float16).zero_()
+    copy.deepcopy(layer.weight).zero_()
+    assert torch.equal(layer.weight.float_matrix(), before)
+    assert torch.equal(layer.weight.matrix.float(), quantize_rows(before, layer.weight.matrix.rotation).float())
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_deep_copies_follow_the_patch(model: Model, x: Tensor, weights: str) -> None:
+    expected = model(x)
+    patch = patch_linear_int8(model, weights=weights)
+    waiting = copy.deepcopy(model)
+    out = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), out)
+    assert torch.equal(waiting(x), out)
+    assert isinstance(waiting.blocks[0].ff[0].weight, Int8Weight)
+    assert copied.blocks[0].ff[0].weight is not model.blocks[0].ff[0].weight
+    copied.blocks[0].ff[0].weight.data.zero_()
+    assert torch.equal(model(x), out)
+    patch.remove()
+    if weights != "free":
+        assert torch.equal(waiting(x), expected)
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_pickles_do_not_depend_on_this_package(model: Model, x: Tensor, is_measured: bool) -> None:
+    expected = model(x)
+    patch_linear_int8(model)
+    if is_measured:
+        model(x)
+    for stored in (pickle.dumps(model), _saved(model)):
+        assert b"pascal_attn_core" not in stored
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(x), expected)
+    assert torch.equal(copy.deepcopy(loaded)(x), expected)
+
+
+def _saved(model: nn.Module) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_casts_and_moves(model: Model, x: Tensor, weights: str) -> None:
+    expected = model(x)
+    patch = patch_linear_int8(model, weights=weights)
+    model(x)
+    codes = model.blocks[0].ff[0].weight.codes.clone()
+    model.to(torch.bfloat16)
+    weight = model.blocks[0].ff[0].weight
+    assert isinstance(weight, Int8Weight)
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight.codes, codes)
+    assert weight.scales.dtype == torch.float32
+    assert difference(model(x.bfloat16()), expected) < 0.02
+    model.to("cpu").float()
+    assert difference(model(x), expected) < 0.02
+    patch.remove()
+    assert model.blocks[0].ff[0].weight.dtype == torch.float32
+
+
+def test_a_moved_weight_takes_its_integers_along(model: Model, x: Tensor) -> None:
+    patch_linear_int8(model, weights="free")
+    model(x)
+    weight = model.blocks[0].ff[0].weight
+    moved = weight.to("meta")
+    assert isinstance(moved, Int8Weight)
+    assert moved.device.type == moved.codes.device.type == moved.scales.device.type == "meta"
+    empty = torch.empty_like(weight)
+    assert isinstance(empty, Int8Weight)
+    empty.copy_(weight)
+    assert torch.equal(empty.matrix.float(), weight.matrix.float())
+
+
+def test_other_operators_see_the_float_matrix(model: Model, x: Tensor) -> None:
+    float_weight = model.blocks[0].ff[0].weight.detach().clone()
+    patch_linear_int8(model)
+    model(x)
+    weight = model.blocks[0].ff[0].weight
+    assert isinstance(weight, nn.Parameter)
+    assert torch.equal(weight.t() @ weight, float_weight.t() @ float_weight)
+    assert torch.equal(weight[3:5], float_weight[3:5])
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([float_weight, float_weight]))
+    assert weight.norm() == float_weight.norm()
+    assert type(weight + 1) is Tensor
+
+
+def test_a_weight_that_somebody_replaced_is_theirs(model: Model, x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    patch = patch_linear_int8(model)
+    model(x)
+    theirs = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    model.blocks[0].attn["to_q"].weight = theirs
+    assert states(patch)["blocks.0.attn.to_q"] == "float"
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        patch.remove()
+    assert model.blocks[0].attn["to_q"].weight is theirs
+    assert "the weight of blocks.0.attn.to_q was replaced meanwhile" in caplog.text
+
+
+def test_two_patches_one_after_the_other(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    first = patch_linear_int8(model, include="*.ff.*")
+    out = model(x)
+    second = patch_linear_int8(model)
+    reasons = {line.name: line.why for line in second.report().of("cannot be")}
+    assert reasons["blocks.0.ff.0"] == "its weight is float32 in a Int8Weight"
+    assert difference(model(x), out) > 0
+    second.remove()
+    assert torch.equal(model(x), out)
+    first.remove()
+    assert torch.equal(model(x), expected)
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:
+    patch = patch_linear_int8(model)
+    assert patch.report().sentence() == "0 of 8 linear layers in int8; 8 not measured yet"
+    model(x)
+    report = patch.report()
+    assert report.sentence().startswith("8 of 8 linear layers in int8, not exact: relative error per layer 0.")
+    assert "the float ones in host memory" in report.sentence()
+    text = report.text()
+    assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, error 0." in text
+    assert "computed by torch._int_mm" in text
+    assert report.worst is not None
+    assert report.median_error is not None
+    assert report.worst.error >= report.median_error
+    assert patch_linear_int8(nn.ReLU()).report().text() == "no linear layers found"

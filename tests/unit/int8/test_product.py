@@ -1,0 +1,194 @@
+"""The linear layer in 8 bits: integers exactly, the rest to the last bit, gradients, graphs and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, product, quantize_rows, ways
+from pascal_attn_core.int8.quantize import MOST_COLUMNS
+from pascal_attn_core.int8.ways import GATED, Call, activated, by_float, by_int_mm, way_of
+from pascal_attn_core.observe.memory import PeakMemory
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def definition(x: Tensor, weight: Int8Matrix, bias: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
+    """With the sums in 64-bit integers, one rounding in float32 for each step."""
+    rounded = quantize_rows(x.reshape(-1, x.shape[-1]), weight.rotation)
+    sums = (rounded.codes.long() @ weight.codes.long().T).float()
+    sums = sums * (rounded.scales[:, None] * weight.scales)
+    if bias is not None:
+        sums = sums + bias.float()
+    return activated(sums, activation).to(dtype).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_definition_bit_for_bit(dtype: torch.dtype, activation: str) -> None:
+    for rows, outs, columns, rotation in ((1, 8, 4, 0), (3, 34, 60, 4), (77, 70, 256, 256), (2, 128, 64, 16)):
+        x, bias = torch.randn(2, rows, columns).to(dtype), torch.randn(outs)
+        weight = quantize_rows(torch.randn(outs, columns), rotation)
+        for given in (None, bias, bias.to(dtype)):
+            out = int8_linear(x, weight, given, activation=activation)
+            assert out.dtype == dtype
+            assert out.shape == (2, rows, outs // 2 if activation in GATED else outs)
+            assert torch.equal(out, definition(x, weight, given, activation, dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_the_result_may_have_another_dtype(out_dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 16).half(), quantize_rows(torch.randn(9, 16))
+    out = int8_linear(x, weight, out_dtype=out_dtype)
+    assert torch.equal(out, definition(x, weight, None, "none", out_dtype))
+
+
+def test_one_scale_for_the_whole_weight() -> None:
+    x, codes = torch.randn(5, 16), torch.randint(-128, 128, (9, 16), dtype=torch.int8)
+    weight = Int8Matrix(codes, torch.tensor([0.02]))
+    assert torch.equal(int8_linear(x, weight), definition(x, weight, None, "none", torch.float32))
+
+
+def test_the_largest_sums_fit_32_bits() -> None:
+    x, codes = torch.ones(2, MOST_COLUMNS), torch.full((8, MOST_COLUMNS), -128, dtype=torch.int8)
+    out = int8_linear(x, Int8Matrix(codes, torch.ones(1)))
+    assert torch.equal(out, torch.full((2, 8), -128.0 * 127 * MOST_COLUMNS) * quantize_rows(x).scales[:, None])
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "geglu"])
+@pytest.mark.parametrize("rotation", [0, 64])
+def test_expanding_the_weight_rounds_only_the_weight(rotation: int, activation: str) -> None:
+    x, weight, bias = torch.randn(33, 64), torch.randn(48, 64), torch.randn(48)
+    matrix = quantize_rows(weight, rotation)
+    out = torch.empty(33, 24 if activation == "geglu" else 48)
+    by_float(Call(x, matrix, bias, activation, out))
+    expected = activated(F.linear(x.double(), matrix.float().double(), bias.double()), activation)
+    assert (out - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(100, 64), quantize_rows(torch.randn(48, 64), 16), torch.randn(48)
+    for function in (by_int_mm, by_float):
+        for activation in ("none", "swiglu"):
+            whole, parts = torch.empty(2, 100, 24 if activation == "swiglu" else 48)
+            function(Call(x, weight, bias, activation, whole))
+            monkeypatch.setattr(ways, "_SLICE_BYTES", {"cpu": 5 * 16 * 64})
+            function(Call(x, weight, bias, activation, parts))
+            monkeypatch.undo()
+            is_exact = function is by_int_mm and activation == "none"
+            assert torch.equal(whole, parts) if is_exact else (whole - parts).norm() < 1e-6 * whole.norm()
+
+
+def test_memory_beside_the_result_stays_small() -> None:
+    for way, activation, rotation in (("int_mm", "none", 0), ("int_mm", "swiglu", 64), ("float", "silu", 64)):
+        x, weight = torch.randn(20_000, 64), quantize_rows(torch.randn(512, 64), rotation)
+        with PeakMemory() as memory:
+            out = int8_linear(x, weight, activation=activation, way=way)
+        extra = memory.peak_bytes - out.numel() * out.element_size()
+        assert extra < 18 << 20, (way, activation)  # the integer sums alone would take 39 MiB, and as floats again
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "geglu"])
+def test_gradients_are_those_of_the_rounded_weight(activation: str) -> None:
+    matrix = quantize_rows(torch.randn(24, 64), 16)
+    x, bias = torch.randn(3, 5, 64, requires_grad=True), torch.randn(24, requires_grad=True)
+    out = int8_linear(x, matrix, bias, activation=activation)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, (x, bias), grad)
+    expected = torch.autograd.grad(activated(F.linear(x, matrix.float(), bias), activation), (x, bias), grad)
+    for mine, other in zip(found, expected):
+        # The derivative of the activation is taken at sums that 8 bits have rounded.
+        assert (mine - other).norm() <= (1e-5 if activation == "none" else 0.03) * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_in_half_precision_keep_their_dtype(dtype: torch.dtype) -> None:
+    matrix = quantize_rows(torch.randn(16, 32))
+    x, bias = torch.randn(5, 32, dtype=dtype, requires_grad=True), torch.randn(16, dtype=dtype, requires_grad=True)
+    int8_linear(x, matrix, bias).sum().backward()
+    assert x.grad is not None
+    assert bias.grad is not None
+    assert x.grad.dtype == bias.grad.dtype == dtype
+    expected = matrix.float().sum(dim=0)
+    assert ((x.grad.float() - expected).norm() / expected.norm()).item() < 0.01
+
+
+def test_it_is_one_node_of_a_graph() -> None:
+    weight, bias = quantize_rows(torch.randn(24, 64), 64), torch.randn(24)
+
+    def layer(x: Tensor) -> Tensor:
+        return int8_linear(x, weight, bias, activation="swiglu") * 2
+
+    x = torch.randn(3, 7, 64)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+
+
+def test_the_operator_passes_torchs_own_checks() -> None:
+    matrix = quantize_rows(torch.randn(8, 16), 16)
+    for x, bias, activation in (
+        (torch.randn(3, 16), None, "none"),
+        (torch.randn(2, 3, 16, requires_grad=True), torch.randn(8, requires_grad=True), "none"),
+        (torch.randn(3, 16).half(), torch.randn(8), "geglu"),
+    ):
+        torch.library.opcheck(product._op, (x, *matrix[:2], bias, 16, activation, x.dtype, "auto"))
+
+
+def test_a_way_may_be_asked_for_by_name() -> None:
+    x, weight = torch.randn(40, 64), quantize_rows(torch.randn(24, 64))
+    assert torch.equal(int8_linear(x, weight, way="int_mm"), int8_linear(x, weight))
+    exact = F.linear(x, weight.float())
+    assert torch.allclose(int8_linear(x, weight, way="float"), exact, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="way 'kernel' cannot compute this call: "):
+        int8_linear(x, weight, way="kernel")
+
+
+def test_no_rows_and_no_outputs() -> None:
+    assert int8_linear(torch.empty(2, 0, 16), quantize_rows(torch.randn(8, 16))).shape == (2, 0, 8)
+    assert int8_linear(torch.randn(3, 16), quantize_rows(torch.empty(0, 16))).shape == (3, 0)
+
+
+def test_a_cpu_takes_int_mm_and_says_why() -> None:
+    way = way_of(Call(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
+    assert way == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")
+
+
+def test_rows_with_nan_are_nan_and_others_are_not() -> None:
+    x, weight = torch.randn(3, 16), quantize_rows(torch.randn(8, 16))
+    x[1, 0] = float("nan")
+    out = int8_linear(x, weight)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+_EMPTY = Int8Matrix(torch.empty(8, 0, dtype=torch.int8), torch.ones(8))
+_WEIGHT = quantize_rows(torch.randn(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "arguments"),
+    [
+        (TypeError, "float32, float16 or bfloat16, got torch.float64", {"x": torch.randn(2, 16).double()}),
+        (TypeError, "torch.int32", {"out_dtype": torch.int32}),
+        (TypeError, "int8 codes", {"weight": Int8Matrix(torch.randn(8, 16), torch.ones(8))}),
+        (TypeError, "float32 scales", {"weight": _WEIGHT._replace(scales=torch.ones(8).half())}),
+        (ValueError, r"x must be \[..., 16\] for a weight \[8, 16\], got \[2, 12\]", {"x": torch.randn(2, 12)}),
+        (ValueError, r"scales must be \[8\] or \[1\], got \[3\]", {"weight": _WEIGHT._replace(scales=torch.ones(3))}),
+        (ValueError, r"bias must be \[8\], got \[4\]", {"bias": torch.ones(4)}),
+        (ValueError, "way must be 'auto' or one of kernel, int_mm, float, got 'cuda'", {"way": "cuda"}),
+        (ValueError, "activation must be one of none, gelu", {"activation": "relu"}),
+        (
+            ValueError,
+            "even number of rows, got 7",
+            {"weight": quantize_rows(torch.randn(7, 16)), "activation": "geglu"},
+        ),
+        (ValueError, "on one device, got cpu, meta", {"bias": torch.empty(8, device="meta")}),
+        (ValueError, "power of 4 that divides the 16 columns, got 64", {"weight": _WEIGHT._replace(rotation=64)}),
+        (ValueError, "1 to 131072 columns", {"x": torch.randn(2, 0), "weight": _EMPTY}),
+    ],
+)
+def test_what_cannot_be_used_is_refused(kind: type[Exception], message: str, arguments: dict) -> None:
+    given = {"x": torch.randn(2, 16), "weight": _WEIGHT, **arguments}
+    with pytest.raises(kind, match=message):
+        int8_linear(**given)

@@ -1,0 +1,121 @@
+"""Rows in 8 bits: against the definition, written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pascal_attn_core.int8 import Int8Matrix, quantize, quantize_rows, rotate
+from pascal_attn_core.int8.quantize import LEAST_SCALE, check_rotation
+
+ROTATIONS = (0, 4, 16, 64, 256)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """The regular Hadamard matrix of ConvRot, by Kronecker products, in float64."""
+    four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.kron(matrix, four)
+    return matrix
+
+
+@pytest.mark.parametrize("size", ROTATIONS[1:])
+def test_rotation_is_the_product_with_the_hadamard_matrix_of_each_group(size: int) -> None:
+    x = torch.randn(3, 512, dtype=torch.float64)
+    matrix = hadamard(size)
+    assert torch.equal(matrix @ matrix.T, torch.eye(size, dtype=torch.float64))
+    expected = (x.view(3, -1, size) @ matrix).view(3, 512)
+    assert torch.allclose(rotate(x, size), expected, rtol=0, atol=1e-12)
+    assert torch.allclose(rotate(rotate(x, size), size), x, rtol=0, atol=1e-12)
+
+
+def test_no_rotation_is_the_tensor_itself() -> None:
+    x = torch.randn(2, 12)
+    assert rotate(x, 0) is x
+
+
+@pytest.mark.parametrize("size", [-4, 1, 2, 3, 8, 32, 128, 512])
+def test_a_rotation_must_be_a_power_of_four(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"power of 4 that divides the 1024 columns, got {size}"):
+        check_rotation(size, 1024)
+
+
+def test_a_rotation_must_divide_the_columns() -> None:
+    with pytest.raises(ValueError, match="divides the 96 columns, got 64"):
+        quantize_rows(torch.randn(2, 96), 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 64])
+def test_codes_and_scales_are_those_of_the_definition(dtype: torch.dtype, size: int) -> None:
+    x = (torch.randn(37, 192) * torch.logspace(-6, 3, 37)[:, None]).to(dtype)
+    found = quantize_rows(x, size)
+    rows = rotate(x.float(), size)
+    for row, codes, scale in zip(rows, found.codes, found.scales):
+        assert scale.item() == (row.abs().max() / 127).item()
+        assert torch.equal(codes, torch.round(row / scale).to(torch.int8))
+    assert found.codes.abs().max() == 127
+    assert found.rotation == size
+
+
+@pytest.mark.parametrize("size", [0, 256])
+def test_each_element_errs_by_half_a_scale_at_most(size: int) -> None:
+    x = torch.randn(50, 256)
+    found = quantize_rows(x, size)
+    errors = (rotate(x, size) - found.codes * found.scales[:, None]).abs()
+    assert (errors <= found.scales[:, None] * 0.5001).all()
+    assert 0.002 < ((found.float() - x).norm() / x.norm()).item() < 0.01
+
+
+def test_a_rotation_spreads_an_outlier_channel() -> None:
+    x = torch.randn(64, 256)
+    x[:, 7] *= 100
+    plain, rotated = ((quantize_rows(x, size).float() - x)[:, :7].norm() for size in (0, 256))
+    assert rotated < plain / 3
+
+
+def test_rows_of_zeros_stay_zero() -> None:
+    found = quantize_rows(torch.zeros(2, 8))
+    assert not found.codes.any()
+    assert torch.equal(found.scales, torch.full((2,), LEAST_SCALE))
+
+
+@pytest.mark.parametrize("size", [0, 16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_with_a_number_that_is_none_has_it_as_its_scale(value: float, size: int) -> None:
+    x = torch.randn(3, 32)
+    x[1, 5] = value
+    found = quantize_rows(x, size)
+    assert not found.codes[1].any()
+    assert not found.scales[1].isfinite()
+    other = quantize_rows(x[[0, 2]], size)
+    assert torch.equal(found.codes[[0, 2]], other.codes)
+    assert torch.equal(found.scales[[0, 2]], other.scales)
+
+
+def test_many_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(100, 64)
+    whole = quantize_rows(x, 16)
+    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", {"cpu": 7 * 64})
+    parts = quantize_rows(x, 16)
+    assert torch.equal(whole.codes, parts.codes)
+    assert torch.equal(whole.scales, parts.scales)
+
+
+def test_no_rows_at_all() -> None:
+    found = quantize_rows(torch.empty(0, 16))
+    assert found.codes.shape == (0, 16)
+    assert found.float().shape == (0, 16)
+
+
+def test_one_scale_may_hold_for_all_rows() -> None:
+    codes = torch.randint(-127, 128, (5, 8), dtype=torch.int8)
+    assert torch.equal(Int8Matrix(codes, torch.tensor([0.5])).float(), codes * 0.5)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (4,), (2, 3, 4)])
+def test_only_matrices_are_rounded(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x must be \[rows, columns\] with a column at least, got"):
+        quantize_rows(torch.ones(shape))

@@ -1,0 +1,182 @@
+"""How far whole models are from float64 in float16, in bfloat16 and with int8 linear layers: small models of diffusers
+with random weights.
+
+    python tools/int8_table.py                       # print the table
+    python tools/int8_table.py --write docs/int8.md  # put it between the marks in the document
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pascal_attn_core.int8 import Int8Report, patch_linear_int8
+
+BEGIN, END = "<!-- errors: tools/int8_table.py -->", "<!-- end of errors -->"
+Call = Callable[[nn.Module, torch.dtype], Tensor]
+SEEDS = 3
+
+
+def sdxl() -> tuple[nn.Module, Call]:
+    """A UNet with SDXL's kinds of blocks, 64 and 128 channels."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(64, 128),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=2,
+        transformer_layers_per_block=(1, 2),
+        attention_head_dim=(2, 4),
+        cross_attention_dim=96,
+        norm_num_groups=16,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=64 + 6 * 8,
+    )
+
+    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
+        latent, text, pooled, ids = (
+            normal(*size, dtype=dtype) for size in ((2, 4, 16, 16), (2, 77, 96), (2, 64), (2, 6))
+        )
+        more = {"text_embeds": pooled, "time_ids": ids}
+        return model(latent, torch.tensor([400, 400]), text, added_cond_kwargs=more).sample
+
+    return model, call
+
+
+def flux() -> tuple[nn.Module, Call]:
+    """Two blocks of two streams, two of one, 128 features."""
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=96,
+        pooled_projection_dim=64,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
+        ids = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(12.0), torch.arange(12.0), indexing="ij"), -1)
+        return model(
+            hidden_states=normal(1, 144, 16, dtype=dtype),
+            encoder_hidden_states=normal(1, 24, 96, dtype=dtype),
+            pooled_projections=normal(1, 64, dtype=dtype),
+            timestep=torch.tensor([0.4], dtype=dtype),
+            img_ids=ids.view(-1, 3).to(dtype),
+            txt_ids=torch.zeros(24, 3, dtype=dtype),
+        ).sample
+
+    return model, call
+
+
+def wan() -> tuple[nn.Module, Call]:
+    """Three blocks, 128 features."""
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=16,
+        out_channels=16,
+        text_dim=96,
+        freq_dim=64,
+        ffn_dim=512,
+        num_layers=3,
+        rope_max_seq_len=64,
+    )
+
+    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
+        latent, text = normal(1, 16, 3, 16, 16, dtype=dtype), normal(1, 24, 96, dtype=dtype)
+        return model(latent, torch.tensor([400]), text).sample
+
+    return model, call
+
+
+MODELS = {"SDXL UNet": sdxl, "Flux": flux, "Wan": wan}
+
+
+def normal(*size: int, dtype: torch.dtype) -> Tensor:
+    """Normal random numbers, the same for every dtype."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)), dtype=torch.float64).to(dtype)
+
+
+def errors_of(name: str, seed: int) -> tuple[dict[str, float], Int8Report]:
+    """Relative errors of a model's output (root of the sum of squares), by what computed it."""
+    torch.manual_seed(seed)
+    model, call = MODELS[name]()
+    model.eval().requires_grad_(False)
+    exact = call(copy.deepcopy(model).double(), torch.float64)
+    found: dict[str, float] = {}
+
+    def note(what: str, out: Tensor) -> None:
+        found[what] = ((out.double() - exact).norm() / exact.norm()).item()
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        short = str(dtype).removeprefix("torch.")
+        cast = copy.deepcopy(model).to(dtype)
+        note(short, call(cast, dtype))
+        with patch_linear_int8(cast) as patch:
+            note(f"int8, rest in {short}", call(cast, dtype))
+            if dtype == torch.float32:
+                report = patch.report()
+    return found, report
+
+
+def table() -> str:
+    """In Markdown: the medians over SEEDS models with random weights."""
+    columns = (
+        "float32",
+        "float16",
+        "bfloat16",
+        "int8, rest in float32",
+        "int8, rest in float16",
+        "int8, rest in bfloat16",
+    )
+    lines = ["| model | layers in int8 | error per layer, median and most | " + " | ".join(columns) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(columns))
+    for name in MODELS:
+        runs = [errors_of(name, seed) for seed in range(SEEDS)]
+        report = runs[0][1]
+        layers = f"{report.count('int8')} of {len(report.lines)}"
+        worst = report.worst
+        assert worst is not None
+        cells = [f"{sorted(errors[column] for errors, _ in runs)[SEEDS // 2]:.1e}" for column in columns]
+        lines.append(
+            f"| {name} | {layers} | {report.median_error:.2%}, {worst.error:.2%} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="the document")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("diffusers").setLevel(logging.ERROR)  # on casts, which are what this is about
+    with torch.no_grad():
+        text = table()
+    print(text)
+    if options.write:
+        document = options.write.read_text(encoding="utf-8")
+        pattern: Any = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+        assert pattern.search(document), f"{options.write} has no marks"
+        options.write.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
