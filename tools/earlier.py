@@ -80,6 +80,12 @@ class Earlier:
         except KeyError:
             return ""
 
+    def variants(self) -> Iterator[Compilation]:
+        """All that there were, of attention and of linear layers."""
+        yield from self._sources.all_variants()
+        if hasattr(self._sources, "linear_variants"):
+            yield from self._sources.linear_variants()
+
     def has(self, variant: Compilation) -> bool:
         """Whether the variant's machine code is the same as today's."""
         try:

@@ -40,8 +40,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from maxwell import sections
 from volta import Instruction, decode, loops, usual_path
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.plan import tensor_plan
+from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 
 SCHEDULERS = 4
 _LANES = 32
@@ -306,6 +311,7 @@ def waste(
     heads: int,
     places: int,
     allowed: Callable[[int], tuple[int, int]] | None = None,
+    splits: int = 1,
 ) -> Waste:
     """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
 
@@ -313,6 +319,8 @@ def waste(
         queries, keys: rows and columns of the scores; heads: launches of them (batch times heads).
         places: blocks that the card holds at once.
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
+        splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
+            What joining them takes is not counted.
     """
     per_block, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
@@ -321,7 +329,9 @@ def waste(
         spans = [(max(0, a), min(keys, b)) for a, b in spans]
         wanted += sum(max(0, b - a) for a, b in spans)
         begin, end = spans[0][0], spans[-1][1]
-        per_block.append(max(0, -(-(end - begin) // cols)) * rows * cols)
+        tiles = max(0, -(-(end - begin) // cols))
+        each = -(-tiles // splits)
+        per_block += [max(0, min(each, tiles - i * each)) * rows * cols for i in range(splits)]
     jobs = sorted(per_block, reverse=True)  # long ones first, as the kernels have it
     free = [0] * places
     for job in (job for job in jobs for _ in range(heads)):
@@ -366,16 +376,29 @@ _CALLS = [
 ]
 
 
-def print_calls(rows: int, cols: int, blocks: int, machine: Machine) -> None:
-    """Waste of self-attention calls of some sizes."""
-    print(f"Blocks of {rows} rows, tiles of {cols} columns, {blocks} on each of {machine.num_sms} multiprocessors\n")
-    print(
-        "| batch | heads | tokens | causal | products nobody asked for | time without a block |\n" + "| --- " * 6 + "|"
+def planned(call: _Call, head_dim: int, machine: Machine) -> tuple[TensorGeometry, int]:
+    """The geometry of the kernel that the package takes a call with, and into how many ranges it cuts the keys."""
+    query = torch.empty(call.batch, call.heads, call.tokens, head_dim, dtype=torch.float16, device="meta")
+    plan = tensor_plan(
+        check_call(query, query, query, is_causal=call.causal), machine.num_sms, divmod(machine.arch, 10)
     )
+    assert isinstance(plan.forward.geometry, TensorGeometry)
+    return plan.forward.geometry, max(1, plan.splits)
+
+
+def print_calls(head_dim: int, machine: Machine) -> None:
+    """Waste of self-attention calls of some sizes, by the kernels that the package takes them with."""
+    print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
+    head = (
+        "batch, heads, tokens, causal, rows of a block, ranges of keys, products nobody asked for, time without a block"
+    )
+    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 8 + "|")
     for call in _CALLS:
+        own, splits = planned(call, head_dim, machine)
         allowed = (lambda i: (0, i + 1)) if call.causal else None
-        found = waste(rows, cols, call.tokens, call.tokens, call.batch * call.heads, blocks * machine.num_sms, allowed)
-        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no"]
+        heads, places = call.batch * call.heads, own.blocks * machine.num_sms
+        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, splits)
+        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits]
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
 
 
@@ -401,13 +424,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
     parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
-    parser.add_argument("--rows", type=int, default=256, help="of a block, for --calls")
-    parser.add_argument("--cols", type=int, default=64, help="of a tile, for --calls")
+    parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
     machines = [MACHINES[name] for name in arguments.machine]
     if arguments.calls:
         for machine in machines:
-            print_calls(arguments.rows, arguments.cols, arguments.blocks, machine)
+            print_calls(arguments.head_dim, machine)
         return
     if arguments.kinds:
         print(HEAD)

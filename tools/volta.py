@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _KINDS = {
     0x020: "FMUL", 0x021: "FADD", 0x023: "FFMA", 0x024: "IMAD", 0x025: "IMAD", 0x026: "IDP", 0x027: "IMAD",
     0x030: "HADD2", 0x031: "HFMA2", 0x032: "HMUL2", 0x036: "HMMA.884", 0x03B: "LDSM", 0x03C: "HMMA.1688", 0x03E: "F2FP",
-    0x006: "VOTE", 0x104: "F2F", 0x105: "F2I", 0x106: "I2F", 0x107: "FRND", 0x108: "MUFU", 0x109: "POPC",
+    0x004: "R2P", 0x006: "VOTE", 0x104: "F2F", 0x105: "F2I", 0x106: "I2F", 0x107: "FRND", 0x108: "MUFU", 0x109: "POPC",
     0x110: "F2F", 0x111: "F2I", 0x112: "I2F", 0x118: "NOP", 0x119: "S2R", 0x11D: "BAR", 0x11A: "DEPBAR",
     0x141: "BSYNC", 0x142: "BREAK", 0x144: "CALL", 0x145: "BSSY", 0x146: "YIELD", 0x147: "BRA", 0x148: "WARPSYNC",
     0x14D: "EXIT", 0x150: "RET", 0x155: "BMOV", 0x180: "LD", 0x181: "LDG", 0x182: "LDC", 0x183: "LDL", 0x184: "LDS",
@@ -101,7 +101,7 @@ def usual_path(loop: list[Instruction], *, masked: bool = False) -> list[Instruc
     reciprocals) are rare.
 
     Args:
-        masked: the tile's mask is looked at, whose bits the lanes exchange.
+        masked: the tile's mask is looked at, whose bits lanes exchange or turn into predicates many at a time.
     """
     index = {x.address: i for i, x in enumerate(loop)}
     path, i = [], 0
@@ -119,7 +119,7 @@ def usual_path(loop: list[Instruction], *, masked: bool = False) -> list[Instruc
 
 def _is_usual(part: Iterable[Instruction], masked: bool) -> bool:
     part = list(part)
-    if masked and any(x.kind == "SHFL" for x in part):
+    if masked and any(x.kind in ("R2P", "SHFL") for x in part):
         return True
     if any(x.kind == "RCP" for x in part):
         return False

@@ -297,7 +297,7 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     takes."""
     x, y, z = launch.grid
     params = launch.params
-    if not hasattr(params, "first_tile"):  # a kernel that reads its inputs once
+    if not launch.work or not hasattr(params, "first_tile"):  # a kernel that reads its inputs once, without tiles
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
     tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))

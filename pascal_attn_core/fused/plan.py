@@ -257,18 +257,58 @@ def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packe
 def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:
     """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
     of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
-    keys, batch, own = call.seq_len_kv, call.batch_size, small.geometry
-    wide_blocks = batch * call.num_heads * -(-call.seq_len_q // wide.geometry.rows)
-    best: float = -(-wide_blocks // num_sms) * wide.geometry.rows * keys
-    chosen = 0
-    units = batch * call.num_kv_heads * -(-call.groups * call.seq_len_q // own.rows)
-    most = min(MAX_SPLITS, max(1, keys // (2 * own.cols)))
+    own, heads = small.geometry, call.batch_size * call.num_heads
+    best, chosen = _busiest(_tiles_of(call, wide.geometry, 1), heads, 1, wide.geometry, num_sms), 0
+    units, tiles = heads // call.groups, _tiles_of(call, own, call.groups)
+    most = min(MAX_SPLITS, max(1, call.seq_len_kv // (2 * own.cols)))
     for splits in range(1, most + 1):
-        each = -(-units * splits // num_sms)
-        speed = _SMALL_SPEED * (_ALONE if each < own.blocks else 1.0)
-        cost = each * own.rows * -(-keys // splits) / speed + (_JOINING if splits > 1 else 0)
+        cost = _busiest(tiles, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
         if cost < 0.95 * best:
             best, chosen = cost, splits
-        if each > own.blocks:  # more parts only add to what is joined
+        if units * tiles.number * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
     return chosen
+
+
+class _Tiles(NamedTuple):
+    """The tiles of rows of one head, or of a group of heads: how many, and the keys that all of them together, and the
+    one with most, multiply."""
+
+    number: int
+    keys: int
+    longest: int
+
+
+def _tiles_of(call: AttentionCall, geometry: AnyGeometry, group: int) -> _Tiles:
+    """Those of ``group`` heads, of which one tile holds rows of several where they have few."""
+    tokens, keys = call.seq_len_q, call.seq_len_kv
+    if not call.has_band:
+        count = -(-group * tokens // geometry.rows)
+        return _Tiles(count, count * keys, keys)
+    low = -tokens - keys if call.left is None else call.offset - call.left
+    high = tokens + keys if call.right is None else call.offset + call.right
+    return _banded_tiles(tokens, keys, low, high, geometry.rows, group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _banded_tiles(tokens: int, keys: int, low: int, high: int, rows: int, group: int) -> _Tiles:
+    """As ``find_place`` of ``tensor_call.cuh`` has it: query i sees keys i + low ... i + high."""
+    met = []
+    for row0 in range(0, group * tokens, rows):
+        first = row0 % tokens
+        last = first + min(rows, group * tokens - row0) - 1
+        if last >= tokens:
+            first, last = 0, tokens - 1
+        met.append(max(0, min(keys, last + high + 1) - max(0, first + low)))
+    return _Tiles(len(met), sum(met), max(met, default=0))
+
+
+def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
+    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in so many ranges, in
+    multiply-adds of a query row with a key at the speed of a full one."""
+    each = -(-units * tiles.number * splits // num_sms)
+    keys: float = -(-tiles.longest // splits)
+    # Tiles of one size come in whole rounds. Others even out, since long ones go first.
+    is_even = tiles.keys == tiles.number * tiles.longest
+    keys = each * keys if is_even else max(keys, units * tiles.keys / num_sms)
+    return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

@@ -67,42 +67,48 @@ def _pitch(pieces: int) -> int:
 
 # Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products. What ptxas makes of one
 # geometry or another is no smooth function: these are the fastest by tools/tensor_model.py of those that do not spill.
+_PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
 _TURING = {
-    32: TensorGeometry(counters=True, integer_packed=3),
-    40: TensorGeometry(counters=True, integer_packed=4),
+    32: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=4),
+    40: replace(_PAIR_OF_BLOCKS, cols=64, counters=True, integer_packed=4),
     64: TensorGeometry(in_registers=4, counters=True, integer_packed=3),
-    80: TensorGeometry(in_registers=7, counters=True, integer_packed=2),
-    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=3),
+    80: replace(_PAIR_OF_BLOCKS, integer_packed=2),
+    96: replace(_PAIR_OF_BLOCKS, in_registers=9, integer_packed=4),
     128: TensorGeometry(cols=32, in_registers=9, counters=True, integer_packed=3),
     256: TensorGeometry(tiles=1, cols=32, integer_packed=3),
 }
 TENSOR_HEAD_DIMS = tuple(_TURING)
 FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
-_PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
 # Masks take registers.
 _TURING_BOOL = {
     **_TURING,
-    40: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=3),
-    64: replace(_TURING[64], in_registers=5, integer_packed=4),
-    80: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=2),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4),
-    256: TensorGeometry(tiles=1, cols=32, integer_packed=2),
+    40: TensorGeometry(in_registers=4, counters=True, integer_packed=4),
+    64: replace(_TURING[64], in_registers=6),
+    80: replace(_PAIR_OF_BLOCKS, in_registers=9, counters=True, integer_packed=3),
+    96: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=4),
+    128: TensorGeometry(cols=32, in_registers=10, integer_packed=4),
+    256: replace(_TURING[256], integer_packed=4),
 }
 _TURING_FLOAT = {
-    **_TURING,
+    32: TensorGeometry(counters=True, integer_packed=3),
+    40: TensorGeometry(counters=True, integer_packed=4),
     64: TensorGeometry(counters=True),
     80: _PAIR_OF_BLOCKS,
+    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=3),
     128: TensorGeometry(cols=32, in_registers=8),
 }
-_TURING_PADDED = {**_TURING, 128: TensorGeometry(cols=32, in_registers=9)}
-_TURING_PACKED = {**_TURING, 80: _PAIR_OF_BLOCKS, 128: TensorGeometry(cols=32, in_registers=8)}
+_TURING_PADDED = {**_TURING, 96: _TURING_FLOAT[96], 128: TensorGeometry(cols=32, in_registers=9)}
+_TURING_PACKED = {**_TURING_PADDED, 80: _PAIR_OF_BLOCKS, 128: TensorGeometry(cols=32, in_registers=8)}
 _TURING_PACKED_PADDED = {**_TURING_PACKED, 128: TensorGeometry(cols=32, in_registers=9)}
 _TURING_SMALL = {
     **dict.fromkeys((32, 40, 64, 80, 96, 128), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
     256: TensorGeometry(tiles=1, cols=32),
 }
 # Where the geometry with counters spills without them.
-_TURING_BARRIER = {80: TensorGeometry(cols=32), 128: TensorGeometry(cols=32, in_registers=11, integer_packed=3)}
+_TURING_BARRIER = {
+    96: TensorGeometry(cols=32, in_registers=3, integer_packed=3),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
+}
 _VOLTA = {
     32: TensorGeometry(integer_packed=2),
     64: TensorGeometry(in_registers=3, integer_packed=2),
@@ -129,7 +135,7 @@ TENSOR_TABLES = {
     "tensor float": _TURING_FLOAT,
     "tensor padded": _TURING_PADDED,
     "tensor packed": _TURING_PACKED,
-    "tensor packed float": {**_TURING_PACKED, 64: _TURING_FLOAT[64]},
+    "tensor packed float": {**_TURING_FLOAT, 80: _PAIR_OF_BLOCKS},
     "tensor packed padded": _TURING_PACKED_PADDED,
     "tensor small": _TURING_SMALL,
     "tensor barrier": _TURING_BARRIER,

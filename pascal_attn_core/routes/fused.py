@@ -70,6 +70,10 @@ class FusedRoute(Route):
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None
 
+    def claims_gradients(self, request: Request) -> bool:
+        call, plan = request.call, request.plan(self)
+        return may_win(call, torch_has_a_kernel=False) and isinstance(plan, Plan) and not why_untried(call, plan)
+
     def _instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
         """The choice for a call that torch has no fused kernel for. On AMD's cards, for which that is every call, ours
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
@@ -136,6 +140,16 @@ class FusedRoute(Route):
             if plan.packed is not None:
                 raise
         return TiledRoute(self.torch_route).backward(call, config, None, grad_out, saved, grad_lse=grad_lse)
+
+    def backward_from(
+        self, call: AttentionCall, config: AttentionConfig, plan: Plan, *given: Any, **options: Any
+    ) -> Gradients:
+        """No forward pass has compared the kernels with the definition."""
+        try:
+            kernels_of(call).ensure(plan.gradients)
+        except RouteUnavailable:
+            return TiledRoute(self.torch_route).backward_from(call, config, None, *given, **options)
+        return super().backward_from(call, config, plan, *given, **options)
 
     def _launch_backward(
         self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None

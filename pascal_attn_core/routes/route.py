@@ -103,6 +103,11 @@ class Route:
         """The call for this route, if none that comes later in the list is faster; None = go on."""
         raise NotImplementedError
 
+    def claims_gradients(self, request: Request) -> bool:
+        """Whether the route wants to go back from results that are given, whatever computed them, if none that comes
+        earlier in the list does and nobody names a route."""
+        return False
+
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
         """What parts of a call (some of its heads, or of its query rows) must know so that each row comes out with the
         bits that it has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
@@ -166,6 +171,21 @@ class Route:
             found = iter(torch.autograd.grad(outputs, sources, seeds))
         grads = [next(found) if isinstance(t, Tensor) and wants else None for t, wants in zip(leaves, wanted)]
         return Gradients(*grads)  # type: ignore[arg-type]
+
+    def backward_from(
+        self,
+        call: AttentionCall,
+        config: AttentionConfig,
+        plan: Any,
+        grad_out: Tensor,
+        saved: Results,
+        *,
+        grad_lse: Tensor | None,
+    ) -> Gradients:
+        """:meth:`backward`, of query, key and value, from results that this route need not have computed."""
+        return self.backward(
+            call, config, plan, grad_out, saved, grad_lse=grad_lse, wants_mask=False, wants_sinks=False
+        )
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None

@@ -16,7 +16,7 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, without_autoca
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.plan import Plan
 from ..observe import report
-from .fused import FusedRoute, Int8Route, may_win, why_untried
+from .fused import FusedRoute, Int8Route
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .several import SeveralRoute
@@ -184,43 +184,28 @@ def run_packed(
 def gradients(
     call: AttentionCall, config: AttentionConfig, grad_out: Tensor, saved: Results, grad_lse: Tensor | None
 ) -> Gradients:
-    """The gradients of a checked call from results that are given, whatever computed them: by the fused kernel where it
-    may be the fastest route, else in tiles. Torch's kernels go back from results of their own only.
+    """The gradients of a checked call from results that are given, whatever computed them: by the first route that
+    claims them. Torch's kernels go back from results of their own only.
 
     Raises:
-        UnsupportedAttention: the config names a route that cannot.
+        UnsupportedAttention: the config names a route that cannot, or none can.
     """
     if call.has_bias and saved.log_sum is None and saved.lse is not None:
         # the gradients count on it beside a float mask; without it all of lse takes its part
         saved = saved._replace(log_sum=torch.zeros_like(saved.lse))
     request = Request(replace(call, needs_grad=True), config, with_lse=True)
-    wanted = ("fused", "tiled") if config.route == "auto" else (config.route,)
-    for name in wanted:
-        route = route_named(name)
-        plan = request.plan(route)
-        reasons = list(plan) if isinstance(plan, list) else []
-        if route.is_differentiable:
-            reasons.append("it goes back from results of its own only")
-        if config.route != "auto" and reasons:
-            raise UnsupportedAttention(config.route, reasons)
-        if reasons or (config.route == "auto" and name == "fused" and not _is_tried(request.call, plan)):
-            continue
-        with without_autocast(call.query):
-            return route.backward(
-                request.call,
-                config,
-                plan,
-                grad_out,
-                saved,
-                grad_lse=grad_lse,
-                wants_mask=False,
-                wants_sinks=False,
-            )
-    raise UnsupportedAttention("auto", [reason for name in wanted for reason in _reasons(request, name)])
-
-
-def _is_tried(call: AttentionCall, plan: Plan) -> bool:
-    return may_win(call, torch_has_a_kernel=False) and not why_untried(call, plan)
+    if config.route == "auto":
+        route = next((each for each in ROUTES if each.claims_gradients(request)), route_named("tiled"))
+    else:
+        route = route_named(config.route)
+    plan = request.plan(route)
+    reasons = list(plan) if isinstance(plan, list) else []
+    if route.is_differentiable:
+        reasons.append("it goes back from results of its own only")
+    if reasons:
+        raise UnsupportedAttention(config.route, reasons)
+    with without_autocast(call.query):
+        return route.backward_from(request.call, config, plan, grad_out, saved, grad_lse=grad_lse)
 
 
 # ---- watching --------------------------------------------------------------------------------------------------------

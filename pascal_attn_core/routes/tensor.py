@@ -63,6 +63,16 @@ class TensorRoute(FusedRoute):
         request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
         return None
 
+    def claims_gradients(self, request: Request) -> bool:
+        """Where both passes together were timed as faster than those on plain cores."""
+        call, plan = request.call, request.plan(self)
+        if not may_win(call) or isinstance(plan, list) or why_untried(call, plan):
+            return False
+        if not all(variant.on_tensor_cores for variant in plan.gradients):
+            return False
+        times, plain_takes_it = self.times(request), isinstance(request.plan(self.plain), Plan)
+        return times is not None and times.are_longer(with_torch=False, with_plain=plain_takes_it)
+
     def times(self, request: Request) -> Times | None:
         """What others take for calls like this one, in units of this route's time: see :meth:`.TensorTimings.of`."""
         timings = request.runtime.part(TensorTimings)

@@ -114,6 +114,9 @@ class TiledRoute(Route):
             _warn_once(request.call.query.device.type, reasons[0])
         return Choice(self, "; ".join([reasons[0], *request.remarks]), plan, torch_stores=True)
 
+    def claims_gradients(self, request: Request) -> bool:
+        return not isinstance(request.plan(self), list)
+
     def forward(
         self,
         call: AttentionCall,
@@ -198,6 +201,9 @@ class FirstTiles(TiledRoute):
         if torch._C._are_functorch_transforms_active():
             return None
         return Choice(self, timing.words, timing.basis, over_torch=timing.ratio)
+
+    def claims_gradients(self, request: Request) -> bool:
+        return False  # routes between this one and the other may be faster
 
 
 @functools.lru_cache(maxsize=256)

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(MASK_WARPS * 32) MASK_FUNCTION(cons
         const int head = h, query = row;
 #endif
         for (int w = 0; w < TILE_KEYS / 32; ++w) {
-            const int key = key0 + w * 32 + lane;
+            const int key = key0 + KEY_OF_BIT(w * 32 + lane);
             const bool exists = key < p.lk;
             const float number = exists ? mask_number(p, b * p.mb + head * p.mh + query * p.mq + key * p.mk) : NEG_INF;
             const u32 allowed = __ballot_sync(FULL_WARP, number != NEG_INF);

@@ -19,6 +19,9 @@
 #define TILE_QUERIES PA_BR
 #define TILE_KEYS PA_BC
 #define MASK_FUNCTION pa_mask_bits
+// The key of a tile that a bit of its words stands for. With OWN_BITS those of a lane's scores lie together, so that each
+// lane reads its own.
+#define KEY_OF_BIT(bit) (OWN_BITS ? (bit) % (PA_BC / 4) / 2 * 8 + (bit) / (PA_BC / 4) * 2 + (bit) % 2 : (bit))
 
 #if PA_D % 8 || PA_BC % 32 || PA_QREG > CHUNKS || PA_QREG < 1
 #error "unsupported tile geometry"
@@ -84,10 +87,17 @@ INLINE Place find_place(const Forward& p, int z) {
     at.hk = blockIdx.y;
     at.first_head = at.hk * p.group;
     at.split = blockIdx.x % p.splits;
-    at.row0 = ((int)blockIdx.x / p.splits + p.first_tile) * PA_BR;
+    const int tiles_of_group = gridDim.x / p.splits;
+    int tile = blockIdx.x / p.splits;
+    if (at.band.high < at.lk) tile = tiles_of_group - 1 - tile;
+    at.row0 = tile * PA_BR;
     at.rows = p.group * at.lq - at.row0;
-    at.first_query = 0;
-    at.last_query = at.lq - 1;
+    at.first_query = at.row0 % at.lq;
+    at.last_query = at.first_query + min_int(PA_BR, at.rows) - 1;
+    if (at.last_query >= at.lq) {  // the tile holds rows of several heads
+        at.first_query = 0;
+        at.last_query = at.lq - 1;
+    }
 #else
     at.first_head = blockIdx.y;
     at.hk = at.first_head / p.group;

@@ -19,6 +19,7 @@
 #define TILE_QUERIES (PA_KEYS ? PA_BC : PA_BR)
 #define TILE_KEYS (PA_KEYS ? PA_BR : PA_BC)
 #define MASK_FUNCTION pa_gradient_bits
+#define KEY_OF_BIT(bit) bit
 
 #if PA_D % 16 || (PA_SC != 16 && PA_SC != 32) || PA_BC % PA_SC || PA_XREG % 2 || PA_XXREG % 2
 #error "unsupported tile geometry"

@@ -26,9 +26,35 @@ INLINE int next_seen(Flags& flags, const Forward& p, const Place& at, int col0, 
     return at.k_end;
 }
 
-// The bits of one row of a warp in one tile: lane l reads those of row l.
+// The bits of a warp's rows in one tile.
+#if OWN_BITS
+#if PA_BC == 64
+typedef u16 RowBits;
+#elif PA_BC == 32
+typedef u8 RowBits;
+#else
+#error "unsupported tile geometry"
+#endif
 struct MaskBits {
-    u32 word[MASK_WORDS];
+    u32 of_row[ROWS];  // of this lane's scores
+};
+
+INLINE MaskBits read_bits(const Forward& p, const Place& at, int col0, const Lane& t) {
+    const RowBits* const own = (const RowBits*)(p.mask_bits + at.b * p.bits_b + col0 / 32) + col_of(t, 0, 0) / 2;
+    MaskBits m;
+    FOR(r, ROWS) {
+        const int row = min_int(row_of(t, r), at.rows - 1);
+        m.of_row[r] = *(const RowBits*)((const u32*)own + at.head(row) * p.bits_h + at.query(row) * p.bits_q);
+    }
+    return m;
+}
+
+// Of row r and keys w * 32 ... w * 32 + 31, from bit 0 on; and which of them is that of column i in tile n of 8.
+INLINE u32 bits_of(const MaskBits& m, int r, int w, const Lane&) { return m.of_row[r] >> w * 8; }
+#define BIT_OF(n, i) ((n) * 2 + (i))
+#else
+struct MaskBits {
+    u32 word[MASK_WORDS];  // lane l has those of row l
 };
 
 INLINE MaskBits read_bits(const Forward& p, const Place& at, int col0, const Lane& t) {
@@ -39,6 +65,12 @@ INLINE MaskBits read_bits(const Forward& p, const Place& at, int col0, const Lan
     return m;
 }
 
+INLINE u32 bits_of(const MaskBits& m, int r, int w, const Lane& t) {
+    return __shfl_sync(FULL_WARP, m.word[w], row_in_warp(t, r)) >> col_of(t, 0, 0);
+}
+#define BIT_OF(n, i) ((n) * 8 + COL_STEP(i))
+#endif
+
 // Adds a mask's numbers, and forbids what its bits forbid.
 INLINE void apply_mask(Scores& S, const MaskBits& bits, const Forward& p, const Place& at, int col0, const Lane& t) {
     FOR(r, ROWS) {
@@ -48,10 +80,10 @@ INLINE void apply_mask(Scores& S, const MaskBits& bits, const Forward& p, const 
         const i64 numbers = at.b * p.mb + at.head(row) * p.mh + at.query(row) * p.mq + col0 * p.mk;
 #endif
         FOR(w, MASK_WORDS) {
-            const u32 word = __shfl_sync(FULL_WARP, bits.word[w], row_in_warp(t, r)) >> col_of(t, 0, 0);
+            const u32 word = bits_of(bits, r, w, t);
             FOR(n, 4) FOR(i, PER_8) {
                 float& s = score(S, r, w * 4 + n, i);
-                const bool is_allowed = word >> (n * 8 + COL_STEP(i)) & 1;
+                const bool is_allowed = word >> BIT_OF(n, i) & 1;
 #if PA_MASK == 2
                 if (is_allowed) s += mask_number(p, numbers + (u32)(w * 32 + col_of(t, n, i)) * (u32)p.mk);
 #endif

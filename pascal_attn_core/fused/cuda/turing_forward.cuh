@@ -1,4 +1,5 @@
 // The forward kernel's products on Turing's tensor cores: right operands are read as blocks of 32 columns of one piece.
+#define OWN_BITS (PA_MASK == 1)  // see KEY_OF_BIT; where numbers are added there are no registers for it
 
 // Where a lane's rows of a panel of Q begin, and of K; V's lie TILE_BYTES behind.
 INLINE u32 left_address(const char* panel, int n, const Lane& t) {

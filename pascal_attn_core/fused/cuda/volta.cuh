@@ -6,6 +6,7 @@
 #define ROW_LANES 6     // bits of the lane's number that differ between the lanes of one row
 #define PER_8 2         // columns of a lane in a tile of 8
 #define COL_STEP(i) (i) // from the first of them
+#define OWN_BITS 0      // see KEY_OF_BIT: there are no registers for it
 
 #if NT8 % 2 || CHUNKS % 2
 #error "unsupported tile geometry"

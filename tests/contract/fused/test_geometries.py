@@ -3,6 +3,7 @@ and 128, lengths that end beside a tile's edge, and offsets beyond 2^31 elements
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.kernels import parts
+from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.plan import plan_call
 from pascal_attn_core.fused.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
@@ -114,11 +116,15 @@ def test_their_gradients_are_those_of_the_definition(case: tuple[Any, ...]) -> N
     wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
     for some in (wide, narrow):
         some[:3] = [t.requires_grad_() for t in some[:3]]
-    oracle, lse = reference_sdpa(*wide, **options)
-    similar = reference_sdpa(*narrow, **options)[0]
-    grad_out = torch.randn(oracle.shape).to(sizes[0])
-    answers = [gradients(o, some[:3], grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
-    assert_gradients_close(backward(result, grad_out), *answers, lse.detach(), sizes[0])
+    for with_lse in (False, True):
+        (oracle, lse), (similar, similar_lse) = (reference_sdpa(*some, **options) for some in (wide, narrow))
+        grad_out = torch.randn(oracle.shape).to(sizes[0])
+        answers = [
+            gradients(o, some[:3], grad_out.to(o.dtype), some_lse if with_lse else None)
+            for o, some, some_lse in ((oracle, wide, lse), (similar, narrow, similar_lse))
+        ]
+        found = backward(result, grad_out, lse.isfinite().float() if with_lse else None)
+        assert_gradients_close(found, *answers, lse.detach(), sizes[0])
 
 
 # ---- far apart -------------------------------------------------------------------------------------------------------
@@ -172,6 +178,27 @@ def test_a_masks_elements_that_lie_too_far_apart_are_refused(step: int) -> None:
     for shape in ((9, 1), (1, 9)):  # a stride that nothing steps by
         mask = memory.as_strided(shape, (step, 1) if shape[0] == 1 else (1, step))
         assert call_reasons(check_call(query, query, query, mask)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["plain", "causal"])
+def test_long_launches_in_parts_give_the_same_bits(options: dict[str, Any]) -> None:
+    """A launch that would take too long is cut along its tiles and its batch elements: here into single ones."""
+    inputs = _inputs(FLOAT32, 64, 270, 132)
+
+    def cut(launches: Iterable[Launch], **how: Any) -> int:
+        pieces = [part for launch in launches for part in parts(launch, 1)]
+        tiles.update(part.params.first_tile for part in pieces if hasattr(part.params, "first_tile"))
+        return emulate(reversed(pieces) if len({part.function for part in pieces}) == 1 else pieces, **how)
+
+    tiles: set[int] = set()
+    whole, pieces = forward(inputs, options), forward(inputs, options, run=cut)
+    assert torch.equal(whole.out, pieces.out)
+    assert torch.equal(whole.lse, pieces.lse)
+    assert tiles == {0, 1, 2}
+    grad_out = torch.randn_like(whole.out)
+    for mine, other in zip(backward(whole, grad_out), backward(whole, grad_out, run=cut)):
+        assert torch.equal(mine, other)
+    assert tiles == {0, 1, 2, 3, 4}
 
 
 def test_parts_may_have_many_rows() -> None:

@@ -17,10 +17,11 @@ from attn_support.oracle import assert_close, assert_gradients_close, cast, exac
 from attn_support.table import MASKS, TABLE, Case
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
+from pascal_attn_core.fused import plan
 from pascal_attn_core.fused.select import tensor_reasons
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Times
@@ -113,9 +114,14 @@ SIZES: list[tuple[int, int, int, int, str, dict[str, Any]]] = [
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_geometry_gives_the_answer_of_the_definition(
-    size: tuple[int, int, int, int, str, dict[str, Any]], is_wide: bool, card: DeviceInfo
+    size: tuple[int, int, int, int, str, dict[str, Any]],
+    is_wide: bool,
+    card: DeviceInfo,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With two query heads for a key head; on a card of many multiprocessors tiles are small."""
+    if is_wide:
+        monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
     head_dim, head_dim_v, queries, keys, mask, rules = size
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = (1, 2, queries, head_dim), (1, 1, keys, head_dim), (1, 1, keys, head_dim_v)
@@ -124,7 +130,7 @@ def test_every_geometry_gives_the_answer_of_the_definition(
     with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:
         _check(inputs, {"enable_gqa": True, **rules})
     kinds = {launch.variant.is_small for launch in kernels.queued}
-    if queries >= 200 and (is_wide or head_dim == 64):
+    if is_wide or (queries >= 200 and head_dim == 64):
         assert kinds == {not is_wide}
 
 
@@ -207,6 +213,19 @@ def test_tiles_that_a_mask_forbids_are_not_read(card: DeviceInfo) -> None:
         assert torch.equal(clean, sdpa(query, poisoned, poisoned, mask, config=TENSOR))
 
 
+def test_small_tiles_meet_no_keys_beyond_their_diagonal(card: DeviceInfo) -> None:
+    """A forbidden key's probability is zero, but zero times NaN is none: tiles beyond are not multiplied at all."""
+    query, key, value = (torch.randn(1, 1, 256, 64).half() for _ in range(3))
+    poisoned = value.clone()
+    poisoned[:, :, 64:] = float("nan")
+    with emulated_card(info=replace(card, num_sms=1000)) as kernels:
+        clean = sdpa(query, key, value, is_causal=True, config=TENSOR)
+        out = sdpa(query, key, poisoned, is_causal=True, config=TENSOR)
+    assert {launch.variant.is_small for launch in kernels.queued} == {True}
+    assert torch.equal(out[:, :, :64], clean[:, :, :64])
+    assert out[:, :, 64:].isnan().all()
+
+
 def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     inputs = [torch.randn(1, h, 70, 64).half().requires_grad_() for h in (4, 2, 2)]
     options = {"enable_gqa": True, "is_causal": True}
@@ -221,6 +240,33 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     assert_gradients_close(found, *answers, lse.detach(), torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
     assert {launch.variant.on_tensor_cores for launch in backward} == {True}
+
+
+@pytest.mark.parametrize("mask", ["none", "float [L, S]", "bool blocks"])
+def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, mask: str) -> None:
+    """As ring attention does it, from the results of all keys."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 96), (2, 96))]
+    bias = MASKS[mask]((1, 4, 70, 96), torch.float16, generator)
+    grad_out, grad_lse = torch.randn(1, 4, 70, 64, generator=generator).half(), torch.randn(1, 4, 70)
+    wide = [t.double().requires_grad_() for t in inputs]
+    wide_bias = bias.double() if bias is not None and bias.dtype != torch.bool else bias
+    out, lse = reference_sdpa(*wide, wide_bias, enable_gqa=True)
+    expected = torch.autograd.grad([out, lse], wide, [grad_out.double(), grad_lse.double()])
+    given = out.detach().half(), lse.detach().float()
+    with emulated_card(info=card, times=Times(2.0, 3.0)) as kernels:
+        parts = [
+            sdpa_backward(
+                grad_out, inputs[0], *(t[..., keys, :] for t in inputs[1:]), *given,
+                None if bias is None else bias.expand(1, 4, 70, 96)[..., keys], enable_gqa=True, grad_lse=grad_lse,
+            )
+            for keys in (slice(0, 40), slice(40, 96))
+        ]  # fmt: skip
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+    found = parts[0][0].double() + parts[1][0].double(), *(torch.cat(pair, -2) for pair in list(zip(*parts))[1:])
+    for name, one, other in zip(("query", "key", "value"), found, expected):
+        error = (one - other).abs().max() / other.abs().max()
+        assert error < 4e-3, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -16,18 +16,19 @@ from pascal_attn_core.fused.source import Variant, source
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-# With counters; with a barrier for each tile and Q in several rounds.
+# With counters; with a barrier for each tile and Q in several rounds; with words of a mask that lanes exchange.
 TURING = [
     Variant("tensor", 64, "float16"),
     Variant("tensor", 128, "float16", padded=True),
     Variant("tensor", 128, "float16", "bool"),
+    Variant("tensor", 64, "float16", "float"),
 ]
 VOLTA = [Variant("volta", 64, "float16"), Variant("volta", 128, "float16", "bool")]
 VARIANTS = {"tensor": TURING, "volta": VOLTA}
 _WAITS = re.compile(r"__syncthreads\(\);|WAIT_FOR\([01], tiles\);|SIGNAL\([01], tiles[^;]*;")
 # And what each gives where it does not take place.
 _SHUFFLES = {
-    "__shfl_sync(FULL_WARP, bits.word[w], row_in_warp(t, r))": "bits.word[w]",
+    "__shfl_sync(FULL_WARP, m.word[w], row_in_warp(t, r))": "m.word[w]",
     "x += __shfl_xor_sync(FULL_WARP, x, 1 << bit)": "x += x",
     "fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit))": "x",
     "__shfl_xor_sync(FULL_WARP, lower ? pairs[2 * m][0] : pairs[2 * m + 1][0], 2)": "mine",
@@ -41,7 +42,9 @@ def _sample(variant: Variant) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(variant.head_dim)
     query, key, value = (torch.randn(1, 1, n, variant.head_dim, generator=generator) for n in (140, 400, 400))
     key *= (torch.linspace(-3, 3, 400).abs() + 0.1)[:, None]  # the first tiles weigh as much as the last
-    mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask == "bool" else None
+    mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask != "none" else None
+    if variant.mask == "float":
+        mask = torch.zeros(140, 400).masked_fill(~mask, -torch.inf)
     query, key, value = query.half(), key.half(), value.half()
     oracle = reference_sdpa(query.double(), key.double(), value.double(), mask)[0]
     return query, key, value, mask, oracle  # type: ignore[return-value]
@@ -97,5 +100,5 @@ def test_a_kernel_without_any_one_shuffle_is_wrong(generation: str) -> None:
 
 
 def test_the_variants_have_counters_and_barriers() -> None:
-    assert [variant.geometry.counters for variant in TURING] == [True, False, False]  # type: ignore[union-attr]
-    assert all(variant.macros()["PA_QREG"] > 8 for variant in TURING[1:])  # type: ignore[operator]
+    assert [variant.geometry.counters for variant in TURING] == [True, False, False, True]  # type: ignore[union-attr]
+    assert all(variant.macros()["PA_QREG"] > 8 for variant in TURING[1:3])  # type: ignore[operator]

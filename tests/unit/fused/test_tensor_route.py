@@ -15,10 +15,10 @@ from attn_support.fused.device import CardKernels, emulated_card, fresh_card
 from attn_support.fused.driver import Compiler, StandIn, cubin
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, record, sdpa
+from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused import plan, prebuilt
 from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
@@ -125,6 +125,58 @@ def test_gradients_are_timed_with_the_forward_pass() -> None:
         kinds = runtime_of(leaf.device).part(TensorTimings).known
     assert seen == [True]
     assert [kind.gradients for kind in kinds] == [True]
+
+
+def _back(query: torch.Tensor, **options: Any) -> None:
+    """From results that nobody has computed: which kernels take them is all that is asked."""
+    sdpa_backward(query, query, query, query, query, query[..., 0].float(), **options)
+
+
+@pytest.mark.parametrize(
+    ("card", "times", "head_dim", "expected"),
+    [
+        (T4, Times(0.9, 3.0), 64, "tensor_"),  # torch's kernel, faster or not, cannot go back from given results
+        (V100, Times(2.0, 3.0), 64, "volta_"),
+        (T4, Times(2.0, None), 64, "tensor_"),
+        (GTX_1650, Times(2.0, 0.8), 64, ""),
+        (T4, None, 64, ""),
+        (T4, Times(2.0, 3.0), 160, ""),  # there its gradients are those on plain cores
+        (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, None),
+    ],
+)
+def test_gradients_from_given_results_go_where_gradients_are_fastest(
+    card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None
+) -> None:
+    with emulated_card(lambda launch: None, info=card, times=times) as kernels:
+        _back(torch.randn(1, 2, 300, head_dim).half())
+        kinds = [launch.variant.kind for launch in kernels.queued]
+    names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
+    assert kinds == ([] if expected is None else [expected + name for name in names])
+
+
+def test_other_types_go_back_on_plain_cores() -> None:
+    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0)) as kernels:
+        for dtype in (torch.float32, torch.bfloat16):
+            _back(_query(dtype=dtype))
+    assert {launch.variant.kind for launch in kernels.queued} == {"grad_query", "grad_key_value"}
+
+
+def test_gradients_from_given_results_are_timed_once() -> None:
+    """With their forward pass; kernels that are wrong here are found before their first answer counts."""
+    seen = []
+
+    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
+        seen.append(torch.is_grad_enabled())
+        return [1.0, 2.0, 3.0, 4.0][: len(attempts)]
+
+    with fresh_card(StandIn(T4), times) as kernels:
+        checked: list[str] = []
+        kernels.largest_error = lambda variant: checked.append(variant.kind) or float(variant.kind != "tensor")
+        _back(_query())
+        _back(_query())
+        assert kernels.queued == []  # tiles instead
+        assert seen == [True]
+    assert "tensor_grad_query" in checked
 
 
 @pytest.mark.parametrize(("barrier", "kind"), [(0.9, "tensor_barrier"), (1.1, "tensor")])
@@ -256,3 +308,51 @@ def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path,
     subprocess.run([GXX, "-w", tmp_path / "print.cpp", "-o", tmp_path / "print"], check=True)
     found = subprocess.run([tmp_path / "print"], check=True, capture_output=True, text=True).stdout.split()
     assert [int(n) for n in found] == [variant.tile_bytes for variant in variants]
+
+
+def _chosen(heads: int, tokens: int, keys: int | None = None, **rules: Any) -> tuple[str, int]:
+    """The kind of kernel on a T4, and into how many ranges it cuts the keys."""
+    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys or tokens))
+    found = tensor_plan(check_call(query, key, key, **rules), T4.num_sms, (7, 5))
+    return found.forward.kind, found.splits
+
+
+def test_short_calls_take_small_tiles_where_their_busiest_multiprocessor_has_less_to_do() -> None:
+    """Under a causal rule large tiles spend a third of 512 tokens, and a fifth of 1,024, beyond their diagonals."""
+    for heads, tokens in ((16, 512), (8, 1024)):
+        assert _chosen(heads, tokens) == ("tensor", 0)
+        assert _chosen(heads, tokens, is_causal=True) == ("tensor_small", 1)
+    assert _chosen(32, 2048, is_causal=True) == ("tensor", 0)
+    last_row = {"is_causal": True, "alignment": "lower_right"}
+    assert _chosen(8, 1, 4096, **last_row) == _chosen(8, 1, 4096)
+
+
+def test_a_window_leaves_no_keys_to_cut() -> None:
+    decoding = {"is_causal": True, "alignment": "lower_right"}
+    kind, splits = _chosen(8, 1, 4096, **decoding)
+    assert kind == "tensor_small"
+    assert splits > 1
+    assert _chosen(8, 1, 4096, window=(63, 0), alignment="lower_right") == ("tensor_small", 1)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    "rules", [{"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (20, 9)}], ids=str
+)
+@pytest.mark.parametrize(("tokens", "keys"), [(200, 200), (128, 300), (5, 300), (300, 90)])
+def test_the_keys_that_tiles_meet_are_counted(tokens: int, keys: int, rules: dict[str, Any], heads: int) -> None:
+    """From the first to the last key of any row of a tile; of several heads all that any of their rows sees."""
+    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys))
+    call = check_call(query, key[:, :1], key[:, :1], enable_gqa=True, **rules)
+    small = Variant("tensor_small", 64, "float16").geometry
+    tiles = plan._tiles_of(call, small, heads)
+    low = -1000 if call.left is None else call.offset - call.left
+    assert call.right is not None
+    met = []
+    for row0 in range(0, heads * tokens, small.rows):
+        rows = range(row0, min(row0 + small.rows, heads * tokens))
+        several = rows[0] // tokens != rows[-1] // tokens
+        queries = range(tokens) if several else [row % tokens for row in rows]
+        first, last = queries[0] + low, queries[-1] + call.offset + call.right
+        met.append(sum(first <= k <= last for k in range(keys)))
+    assert tiles == (len(met), sum(met), max(met))

@@ -171,7 +171,8 @@ def test_a_tile_that_a_mask_cuts_takes_longer() -> None:
     cubin = found["tensor-64-float16-bool"]
     ((_, free),), ((_, cut),) = (list(model.paths(cubin, masked=masked)) for masked in (False, True))
     more = model.counts(cut, T4).by_kind - model.counts(free, T4).by_kind
-    assert more["SHFL"] == 8  # two words for each of a lane's four rows
+    assert more["R2P"] == 8  # two bytes of each of a lane's four rows
+    assert more["SHFL"] == more["LDG"] == 0  # each lane has read its own bits before
     assert model.simulate(cut, T4, 8, 1) < model.simulate(free, T4, 8, 1)
 
 
