@@ -6,13 +6,13 @@ float32, each step rounded on its own, then the activation, then one rounding to
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .compute import Linear, forward
 from .quantize import MOST_COLUMNS, Int8Matrix, check_rotation
-from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, Call, activated, expanded, row_slices, run
+from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, activated
 
 
 def int8_linear(
@@ -44,9 +44,15 @@ def int8_linear(
     _check(x, weight, bias, activation, out_dtype, way)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if needs_grad and activation != "none":
-        sums = _op(x, weight.codes, weight.scales, bias, weight.rotation, "none", torch.float32, way)
+        sums = int8_linear(x, weight, bias, out_dtype=torch.float32, way=way)
         return activated(sums, activation).to(out_dtype)
-    return _op(x, weight.codes, weight.scales, bias, weight.rotation, activation, out_dtype, way)
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or torch._C._len_torch_dispatch_stack():
+        from .operator import linear  # not before: where two copies of this package are loaded, both would register it
+
+        return linear(x, weight.codes, weight.scales, bias, weight.rotation, activation, out_dtype, way)
+    if needs_grad:
+        return Linear.apply(x, weight.codes, weight.scales, bias, weight.rotation, out_dtype, way)
+    return forward(x, weight, bias, activation, out_dtype, way)
 
 
 def _check(
@@ -79,77 +85,3 @@ def _check(
     if len(devices) > 1:
         raise ValueError(f"x, weight and bias must be on one device, got {', '.join(sorted(map(str, devices)))}")
     check_rotation(rotation, columns)
-
-
-# ---- the operator ----------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("pascal_attn::int8_linear", mutates_args=())
-def _op(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    rotation: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    way: str,
-) -> Tensor:
-    weight = Int8Matrix(codes, scales, rotation)
-    rows = codes.shape[0] // (2 if activation in GATED else 1)
-    out = x.new_empty((*x.shape[:-1], rows), dtype=out_dtype)
-    flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] and rows:
-        run(Call(flat, weight, bias, activation, out.view(-1, rows)), way)
-    return out
-
-
-@_op.register_fake
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    rotation: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    way: str,
-) -> Tensor:
-    rows = codes.shape[0] // (2 if activation in GATED else 1)
-    return x.new_empty((*x.shape[:-1], rows), dtype=out_dtype)
-
-
-@torch.library.custom_op("pascal_attn::int8_linear_backward", mutates_args=())
-def _backward_op(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of x: ``grad W``, W expanded some rows at a time."""
-    weight = Int8Matrix(codes, scales, rotation)
-    flat = grad.reshape(-1, grad.shape[-1])
-    out = torch.zeros(flat.shape[0], codes.shape[1], dtype=torch.float32, device=grad.device)
-    for rows in row_slices(weight, codes.shape[0]):
-        part = expanded(weight, rows, grad.dtype)
-        out += flat[:, rows] @ part
-    return out.to(dtype).view(*grad.shape[:-1], codes.shape[1])
-
-
-@_backward_op.register_fake
-def _(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], codes.shape[1]), dtype=dtype)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, codes, scales, bias, rotation, activation, *_ = inputs
-    assert activation == "none"
-    ctx.save_for_backward(codes, scales)
-    ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    codes, scales = ctx.saved_tensors
-    grad_x = _backward_op(grad, codes, scales, ctx.rotation, ctx.dtype) if ctx.needs_input_grad[0] else None
-    grad_bias = None
-    if ctx.needs_input_grad[3]:
-        grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-    return grad_x, None, None, grad_bias, None, None, None, None
-
-
-_op.register_autograd(_gradients, setup_context=_save)

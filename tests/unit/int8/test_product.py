@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.fresh import execute
 from torch import Tensor
 
-from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, product, quantize_rows, ways
+from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows, ways
 from pascal_attn_core.int8.quantize import MOST_COLUMNS
 from pascal_attn_core.int8.ways import GATED, Call, activated, by_float, by_int_mm, way_of
 from pascal_attn_core.observe.memory import PeakMemory
@@ -132,7 +133,7 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         (torch.randn(2, 3, 16, requires_grad=True), torch.randn(8, requires_grad=True), "none"),
         (torch.randn(3, 16).half(), torch.randn(8), "geglu"),
     ):
-        torch.library.opcheck(product._op, (x, *matrix[:2], bias, 16, activation, x.dtype, "auto"))
+        torch.library.opcheck(operator.linear, (x, *matrix[:2], bias, 16, activation, x.dtype, "auto"))
 
 
 def test_a_way_may_be_asked_for_by_name() -> None:
@@ -192,3 +193,30 @@ def test_what_cannot_be_used_is_refused(kind: type[Exception], message: str, arg
     given = {"x": torch.randn(2, 16), "weight": _WEIGHT, **arguments}
     with pytest.raises(kind, match=message):
         int8_linear(**given)
+
+
+def test_a_second_copy_of_the_package_changes_nothing() -> None:
+    """A ComfyUI pack brings its own copy beside an installed one: each computes by itself, what is compiled aside."""
+    code = """
+import importlib.util, sys, torch
+from pathlib import Path
+import pascal_attn_core.int8 as first
+from pascal_attn_core.int8 import ways as own
+folder = Path(first.__file__).parents[1]
+where = [str(folder)]
+spec = importlib.util.spec_from_file_location("second", folder / "__init__.py", submodule_search_locations=where)
+second = sys.modules["second"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(second)
+import second.int8
+taken = []
+for module in (first, second.int8):
+    ways = sys.modules[module.__name__ + ".ways"]
+    for name, run in dict(ways._RUN).items():
+        ways._RUN[name] = lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
+x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
+for module in (first, second.int8, first):
+    module.int8_linear(x, module.quantize_rows(weight)).sum().backward()
+print(*taken)
+"""
+    done = execute(code)
+    assert done.stdout.split() == ["pascal_attn_core.int8", "second.int8", "pascal_attn_core.int8"], done.stderr

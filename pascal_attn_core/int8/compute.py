@@ -1,0 +1,70 @@
+"""The linear layer in 8 bits and its gradients, as plain functions of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantize import Int8Matrix
+from .ways import GATED, Call, expanded, row_slices, run
+
+
+def forward(
+    x: Tensor, weight: Int8Matrix, bias: Tensor | None, activation: str, out_dtype: torch.dtype, way: str
+) -> Tensor:
+    """:func:`.product.int8_linear` without gradients."""
+    out = x.new_empty(result_shape(x, weight.codes, activation), dtype=out_dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    if out.numel():
+        run(Call(flat, weight, bias, activation, out.view(-1, out.shape[-1])), way)
+    return out
+
+
+def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
+    """Of ``[..., K]`` and codes ``[N, K]``."""
+    return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
+
+
+def gradient_of_input(grad: Tensor, weight: Int8Matrix, dtype: torch.dtype) -> Tensor:
+    """``grad W``, W expanded some rows at a time: ``[..., N]`` -> ``[..., K]``."""
+    rows, columns = weight.codes.shape
+    flat = grad.reshape(-1, rows)
+    out = torch.zeros(flat.shape[0], columns, dtype=torch.float32, device=grad.device)
+    for part in row_slices(weight, rows):
+        out += flat[:, part] @ expanded(weight, part, grad.dtype)
+    return out.to(dtype).view(*grad.shape[:-1], columns)
+
+
+def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[..., N]`` -> ``[N]``."""
+    return grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(dtype)
+
+
+class Linear(torch.autograd.Function):
+    """With the gradients of x and bias, without an activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        rotation: int,
+        out_dtype: torch.dtype,
+        way: str,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
+        return forward(x, Int8Matrix(codes, scales, rotation), bias, "none", out_dtype, way)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scales = ctx.saved_tensors
+        weight = Int8Matrix(codes, scales, ctx.rotation)
+        grad_x = gradient_of_input(grad, weight, ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return grad_x, None, None, grad_bias, None, None, None

@@ -1,0 +1,68 @@
+"""The linear layer in 8 bits as one custom operator, ``pascal_attn::int8_linear``, with a fake and an autograd formula:
+what torch.compile, fake tensors and dispatch modes see of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compute import forward, gradient_of_bias, gradient_of_input, result_shape
+from .quantize import Int8Matrix
+
+
+@torch.library.custom_op("pascal_attn::int8_linear", mutates_args=())
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    rotation: int,
+    activation: str,
+    out_dtype: torch.dtype,
+    way: str,
+) -> Tensor:
+    """See :func:`.product.int8_linear`; gradients only without an activation."""
+    return forward(x, Int8Matrix(codes, scales, rotation), bias, activation, out_dtype, way)
+
+
+@linear.register_fake
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    rotation: int,
+    activation: str,
+    out_dtype: torch.dtype,
+    way: str,
+) -> Tensor:
+    return x.new_empty(result_shape(x, codes, activation), dtype=out_dtype)
+
+
+@torch.library.custom_op("pascal_attn::int8_linear_backward", mutates_args=())
+def _of_input(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
+    return gradient_of_input(grad, Int8Matrix(codes, scales, rotation), dtype)
+
+
+@_of_input.register_fake
+def _(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], codes.shape[1]), dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, codes, scales, bias, rotation, activation, *_ = inputs
+    assert activation == "none"
+    ctx.save_for_backward(codes, scales)
+    ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    codes, scales = ctx.saved_tensors
+    grad_x = _of_input(grad, codes, scales, ctx.rotation, ctx.dtype) if ctx.needs_input_grad[0] else None
+    grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+    return grad_x, None, None, grad_bias, None, None, None, None
+
+
+linear.register_autograd(_gradients, setup_context=_save)
