@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.quantize import Int8Matrix
-from ...pascal_attn_core.int8.ways import Call, way_of
+from ...pascal_attn_core.int8.ways import way_for
 from .host import KEY
 
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
@@ -89,8 +89,7 @@ class Served:
     def saw(self, x: Tensor, matrix: Int8Matrix) -> None:
         self.calls += 1
         if not self.way:
-            flat = x.reshape(-1, x.shape[-1])
-            self.way = way_of(Call(flat, matrix, None, "none", flat.new_empty(len(flat), len(matrix.codes)))).name
+            self.way = way_for(x, matrix).name
 
 
 class _Local(threading.local):

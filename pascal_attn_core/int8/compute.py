@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fused.linear import LinearCall
 from .quantize import Int8Matrix
-from .ways import GATED, Call, expanded, row_slices, run
+from .ways import GATED, expanded, row_slices, run
 
 
 def forward(
@@ -18,7 +19,7 @@ def forward(
     out = x.new_empty(result_shape(x, weight.codes, activation), dtype=out_dtype)
     flat = x.reshape(-1, x.shape[-1])
     if out.numel():
-        run(Call(flat, weight, bias, activation, out.view(-1, out.shape[-1])), way)
+        run(LinearCall(flat, weight, bias, activation, out.view(-1, out.shape[-1])), way)
     return out
 
 

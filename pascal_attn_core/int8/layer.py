@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..own_thread import in_backward, inputs_are_made_up
 from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
 from .quantize import Int8Matrix, quantize_rows
-from .ways import FLOATS, Call, Way, way_of
+from .ways import FLOATS, Way, way_for
 from .weight import Int8Weight
 
 log = logging.getLogger("pascal_attn")
@@ -75,15 +75,14 @@ class Layer:
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.float_bytes, self.int8_bytes = weight.numel() * weight.element_size(), 0
-        self.state, self.why, self.error = WAITING, "not called yet", None
+        self.state, self.why = WAITING, "not called yet"
+        self.error: float | None = None
         self.rotation, self.way, self.calls = 0, Way("", ""), 0
         self.times: Times | None = None
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._parameter: nn.Parameter | None = None  # what was there before us
         self._seen: _Kind | None = None  # the last inputs that were collected
         self._failures = 0
-
-    error: float | None
 
     @property
     def module(self) -> nn.Module | None:
@@ -207,7 +206,7 @@ class Layer:
             return
         matrix = quantize_rows(exact, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
-        self.way = _way(x, matrix)
+        self.way = way_for(x, matrix)
         kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, exact.dtype, self.rotation
         if kind not in settings.times:
             settings.times[kind] = times_of(x, exact, bias, matrix, settings.clock)
@@ -225,9 +224,8 @@ class Layer:
             original = weight
         elif keeps == "host":
             self._parameter = weight
-            original = weight.data = weight.detach().to(
-                "cpu"
-            )  # gives the device's memory back, whoever else holds the parameter
+            # Gives the device's memory back, whoever else holds the parameter.
+            original = weight.data = weight.detach().to("cpu")
         new = Int8Weight(matrix, weight.dtype, original=original, follows=keeps == "keep", state=self)
         module._parameters["weight"] = nn.Parameter(new, requires_grad=False)
         module._register_state_dict_hook(Hook(self, "saving"))
@@ -250,7 +248,7 @@ class Layer:
 
     # ---- checking ----
 
-    def saw(self, x: Tensor, weight: Int8Weight, out: Tensor) -> None:
+    def saw(self, x: Tensor, weight: Int8Weight) -> None:
         """A call ran in 8 bits. After 2, 4, 8 ... calls its error is measured again."""
         if not _has_numbers(x) or in_backward():
             return
@@ -305,12 +303,6 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
-
-
-def _way(x: Tensor, matrix: Int8Matrix) -> Way:
-    """What computes the product with an input like ``x``."""
-    flat = x.reshape(-1, x.shape[-1])
-    return way_of(Call(flat, matrix, None, "none", flat.new_empty(flat.shape[0], matrix.codes.shape[0])))
 
 
 def _has_numbers(x: Tensor) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..fused.linear_source import MOST_COLUMNS
 from .compute import Linear, forward
-from .quantize import MOST_COLUMNS, Int8Matrix, check_rotation
+from .quantize import Int8Matrix, check_rotation
 from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, activated
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 LEAST_SCALE = 1e-30  # of a row of zeros
 # Larger groups spread an outlier further, but fewer widths are a multiple of them.
 ROTATIONS = (256, 64, 16)
-MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, fit 32 bits
 # Elements that are held in float32: on a CPU what stays in its caches.
 _ROWS_AT_ONCE = {"cpu": 1 << 18}
 _MOST_ROWS_AT_ONCE = 1 << 22

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..device import MIB
 from ..fused.kernels import Kernels, KernelUnavailable
-from ..fused.linear import LinearCall, linear_digest, run_linear, why_not
+from ..fused.linear import LinearCall, QuantizedWeight, linear_digest, run_linear, why_not
 from ..routes.timing_table import TimingTable, power_of_two
 from ..runtime import Runtime, runtime_of
 from .quantize import Int8Matrix, quantize_rows
@@ -33,17 +33,6 @@ WAYS = ("kernel", "int_mm", "float")
 # Of one slice of the work: what is in a CPU's caches is read once; a GPU wants long ones.
 _SLICE_BYTES = {"cpu": 16 * MIB}
 _MOST_SLICE_BYTES = 128 * MIB
-
-
-class Call(NamedTuple):
-    """``out = activation(x W^T + bias)``: x ``[M, K]``, weight ``[N, K]`` or ``[2 N, K]``, out ``[M, N]``, which is
-    written."""
-
-    x: Tensor
-    weight: Int8Matrix
-    bias: Tensor | None
-    activation: str
-    out: Tensor
 
 
 class Way(NamedTuple):
@@ -65,7 +54,7 @@ def activated(sums: Tensor, activation: str) -> Tensor:
     return F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def run(call: Call, way: str = "auto") -> None:
+def run(call: LinearCall, way: str = "auto") -> None:
     """Compute a call by the way that was asked for, or by the one that :func:`way_of` says.
 
     Raises:
@@ -83,7 +72,7 @@ def run(call: Call, way: str = "auto") -> None:
         _RUN[way_of(call).name](call)
 
 
-def way_of(call: Call) -> Way:
+def way_of(call: LinearCall) -> Way:
     """The way that a call takes."""
     reasons: list[str] = []
     for name, why_not_this in _WHY_NOT.items():
@@ -97,7 +86,13 @@ def way_of(call: Call) -> Way:
     raise AssertionError("a weight can always be expanded")
 
 
-def ways_of(call: Call) -> list[str]:
+def way_for(x: Tensor, weight: Int8Matrix) -> Way:
+    """The way that an input like ``x`` ``[..., K]`` takes."""
+    flat = x.reshape(-1, x.shape[-1])
+    return way_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
+
+
+def ways_of(call: LinearCall) -> list[str]:
     """Those of WAYS that can compute it."""
     return [name for name, why_not_this in _WHY_NOT.items() if not why_not_this(call)]
 
@@ -148,14 +143,14 @@ class LinearTimings(TimingTable[LinearKind, float]):
 
     section, file_kind = "int8_linear_over_int_mm", "int8-linear"
 
-    def ratio(self, call: Call) -> float | None:
+    def ratio(self, call: LinearCall) -> float | None:
         """None = not known."""
         (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
         dtype = str(call.x.dtype).removeprefix("torch.")
         kind = LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
         return self.find(kind, functools.partial(self._measure, call))
 
-    def _measure(self, call: Call) -> float:
+    def _measure(self, call: LinearCall) -> float:
         call = call._replace(out=torch.empty_like(call.out))
         with torch.no_grad():
             ours, its = self.clock([functools.partial(_RUN[name], call) for name in ("kernel", "int_mm")], self.device)
@@ -175,44 +170,44 @@ class LinearTimings(TimingTable[LinearKind, float]):
         return float(row["ratio"])
 
 
-def _kernel_by_int_mm(call: Call) -> float:
+def _kernel_by_int_mm(call: LinearCall) -> float:
     """Time of our kernel in units of that of torch._int_mm, where both can compute the call; else 0."""
     if _why_no_int_mm(call):
         return 0.0
     return runtime_of(call.x.device).part(LinearTimings).ratio(call) or 0.0
 
 
-def _why_no_kernel(call: Call) -> str:
+def _why_no_kernel(call: LinearCall) -> str:
     x, weight = call.x, call.weight
     dtypes = (x.dtype, call.out.dtype)
     return "; ".join(why_not(x.device, columns=weight.codes.shape[1], rotation=weight.rotation, dtypes=dtypes))
 
 
-def _why_no_int_mm(call: Call) -> str:
+def _why_no_int_mm(call: LinearCall) -> str:
     x, (rows, columns) = call.x, call.weight.codes.shape
     if x.device.type == "cuda" and (rows % 8 or columns % 8):
         return f"torch._int_mm needs sizes that are multiples of 8, got {[rows, columns]}"
     return runtime_of(x.device).part(IntMm).why_not
 
 
-def _why_no_float(call: Call) -> str:
+def _why_no_float(call: LinearCall) -> str:
     return ""
 
 
 # ---- what they do ----------------------------------------------------------------------------------------------------
 
 
-def by_kernel(call: Call) -> None:
+def by_kernel(call: LinearCall) -> None:
     """Raises KernelUnavailable, DriverError: see :func:`..fused.linear.run_linear`."""
     x, weight, bias, activation, out = call
     x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
     if bias is not None:
         bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    run_linear(LinearCall(x, weight._replace(codes=codes, scales=scales), bias, activation, out))
+    run_linear(LinearCall(x, Int8Matrix(codes, scales, weight.rotation), bias, activation, out))
 
 
-def by_int_mm(call: Call) -> None:
+def by_int_mm(call: LinearCall) -> None:
     """Some rows of x at a time."""
     x, weight, bias, activation, out = call
     codes = weight.codes.t()
@@ -232,7 +227,7 @@ def by_int_mm(call: Call) -> None:
         out[start : start + step] = activated(sums, activation)
 
 
-def by_float(call: Call) -> None:
+def by_float(call: LinearCall) -> None:
     """Some rows of the weight at a time."""
     x, weight, bias, activation, out = call
     gates = out.shape[1]  # where the gates begin
@@ -250,14 +245,14 @@ def _slice_bytes(device: torch.device) -> int:
     return _SLICE_BYTES.get(device.type, _MOST_SLICE_BYTES)
 
 
-def row_slices(weight: Int8Matrix, rows: int) -> list[slice]:
+def row_slices(weight: QuantizedWeight, rows: int) -> list[slice]:
     """The first ``rows`` of a weight in slices."""
     # In float32, while it is rotated, and in x's dtype.
     step = max(1, _slice_bytes(weight.codes.device) // ((20 if weight.rotation else 8) * weight.codes.shape[1]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def expanded(weight: Int8Matrix, rows: slice, dtype: torch.dtype) -> Tensor:
+def expanded(weight: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
     """These rows of a weight, in float."""
     scales = weight.scales if weight.scales.numel() == 1 else weight.scales[rows]
     return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)

@@ -234,7 +234,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
         out = int8_linear(x, weight.matrix_on(x.device), bias)
         if weight.state is not None and not torch.compiler.is_compiling():
-            weight.state.saw(x, weight, out)
+            weight.state.saw(x, weight)
     else:
         out = F.linear(x, weight.own_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
     return out if weight.branch is None else out + weight.branch(x)

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...fused.linear import LinearCall
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
-from ...int8.ways import Call, way_of, ways_of
+from ...int8.ways import way_of, ways_of
 from ...observe.memory import measure
 from ..tables import print_table
 from .clock import Clock
@@ -170,7 +171,7 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[_Way]:
         ways.append(_Way(name, functools.partial(F.linear, *given), given[1].numel() * given[1].element_size()))
     matrix = quantize_rows(weight)
     size = matrix.codes.numel() + 4 * matrix.scales.numel()
-    call = Call(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
+    call = LinearCall(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
     chosen = way_of(call).name
     ways.append(_Way("int8", lambda: int8_linear(x, matrix, bias), size, chosen))
     for name in ways_of(call):

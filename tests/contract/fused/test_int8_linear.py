@@ -321,7 +321,6 @@ def test_the_product_is_chosen_by_the_rows_and_by_what_fills_the_device() -> Non
 
 
 def test_what_the_host_knows_is_what_the_text_says() -> None:
-    assert quantize.MOST_COLUMNS == MOST_COLUMNS
     text = source(KIND)
     assert float(re.search(r"LEAST_SCALE (\S+)f", text)[1]) == quantize.LEAST_SCALE
     for name, value in (("PIECE", 256), ("KEPT", 4), ("MOST_WARPS", 8), ("CHUNK", 8)):

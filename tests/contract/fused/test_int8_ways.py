@@ -13,8 +13,9 @@ from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, GXX
 from torch import nn
 
+from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import int8_linear, patch_linear_int8, quantize_rows
-from pascal_attn_core.int8.ways import Call, IntMm, LinearTimings, way_of, ways_of
+from pascal_attn_core.int8.ways import IntMm, LinearTimings, way_of, ways_of
 from pascal_attn_core.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -22,10 +23,10 @@ CPU = torch.device("cpu")
 P100 = replace(CARD, name="Tesla P100", capability=(6, 0))
 
 
-def call_of(rows: int = 5, columns: int = 64, outs: int = 16, rotation: int = 16) -> Call:
+def call_of(rows: int = 5, columns: int = 64, outs: int = 16, rotation: int = 16) -> LinearCall:
     torch.manual_seed(0)
     x, weight = torch.randn(rows, columns), quantize_rows(torch.randn(outs, columns), rotation)
-    return Call(x, weight, torch.randn(outs), "none", torch.empty(rows, outs))
+    return LinearCall(x, weight, torch.randn(outs), "none", torch.empty(rows, outs))
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from attn_support.fresh import execute
 from torch import Tensor
 
+from pascal_attn_core.fused.linear import LinearCall
+from pascal_attn_core.fused.linear_source import MOST_COLUMNS
 from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows, ways
-from pascal_attn_core.int8.quantize import MOST_COLUMNS
-from pascal_attn_core.int8.ways import GATED, Call, activated, by_float, by_int_mm, way_of
+from pascal_attn_core.int8.ways import GATED, activated, by_float, by_int_mm, way_of
 from pascal_attn_core.observe.memory import PeakMemory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,7 +65,7 @@ def test_expanding_the_weight_rounds_only_the_weight(rotation: int, activation: 
     x, weight, bias = torch.randn(33, 64), torch.randn(48, 64), torch.randn(48)
     matrix = quantize_rows(weight, rotation)
     out = torch.empty(33, 24 if activation == "geglu" else 48)
-    by_float(Call(x, matrix, bias, activation, out))
+    by_float(LinearCall(x, matrix, bias, activation, out))
     expected = activated(F.linear(x.double(), matrix.float().double(), bias.double()), activation)
     assert (out - expected).norm() < 1e-6 * expected.norm()
 
@@ -74,9 +75,9 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (by_int_mm, by_float):
         for activation in ("none", "swiglu"):
             whole, parts = torch.empty(2, 100, 24 if activation == "swiglu" else 48)
-            function(Call(x, weight, bias, activation, whole))
+            function(LinearCall(x, weight, bias, activation, whole))
             monkeypatch.setattr(ways, "_SLICE_BYTES", {"cpu": 5 * 16 * 64})
-            function(Call(x, weight, bias, activation, parts))
+            function(LinearCall(x, weight, bias, activation, parts))
             monkeypatch.undo()
             is_exact = function is by_int_mm and activation == "none"
             assert torch.equal(whole, parts) if is_exact else (whole - parts).norm() < 1e-6 * whole.norm()
@@ -151,7 +152,7 @@ def test_no_rows_and_no_outputs() -> None:
 
 
 def test_a_cpu_takes_int_mm_and_says_why() -> None:
-    way = way_of(Call(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
+    way = way_of(LinearCall(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
     assert way == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")
 
 
