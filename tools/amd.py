@@ -1,8 +1,8 @@
 """Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table | prebuilt | hiprtc``.
 
 Needs clang with the AMDGPU target and lld (Debian: clang-16 lld-16); ``hiprtc`` needs AMD's runtime library instead
-(libamdhip64-5). Code objects are cached in ``build/amd`` by the hash of their source, so that a second run compiles
-only what has changed.
+(libamdhip64-5). Code objects are cached in ``build/amd`` by the hash of their preprocessed source, so that a second run
+compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -66,24 +66,39 @@ def compile_variant(variant: Variant, text: str | None = None) -> bytes:
     Raises:
         RuntimeError: clang's words, where it refuses the source.
     """
+    return _run_clang(variant, source(variant.kind, variant.arch) if text is None else text, ())
+
+
+def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
     path = compiler() or sys.exit(f"clang {CLANG} with the AMDGPU target must be installed (Debian: clang-16 lld-16)")
-    target = amd_geometry.compile_target(variant.arch)
-    options = [*amd_geometry.options(variant.arch), *(f"-D{n}={value}" for n, value in variant.macros().items())]
     with tempfile.TemporaryDirectory() as folder:
-        kernel, image = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
-        kernel.write_text(source(variant.kind, variant.arch) if text is None else text)
+        kernel, result = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
+        kernel.write_text(text)
         command = [path, "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-w",
-                   f"--offload-arch={target}", *options,
-                   "-o", str(image), str(kernel)]  # fmt: skip
+                   *_options(variant), *more,
+                   "-o", str(result), str(kernel)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{variant.name}:\n{done.stderr[:4000]}")
-        return image.read_bytes()
+        return result.read_bytes()
+
+
+def _options(variant: Variant) -> list[str]:
+    macros = (f"-D{name}={value}" for name, value in variant.macros().items())
+    target = amd_geometry.compile_target(variant.arch)
+    return [f"--offload-arch={target}", *amd_geometry.options(variant.arch), *macros]
+
+
+def code_hash(variant: Variant) -> str:
+    """Of all that its machine code depends on: what the preprocessor leaves of its source, and clang's options."""
+    preprocessed = _run_clang(variant, source(variant.kind, variant.arch), ("-E", "-P")).decode().split()
+    options = [option for option in _options(variant) if not option.startswith("-D")]
+    return hashlib.sha256(" ".join([*options, *preprocessed]).encode()).hexdigest()
 
 
 def compiled(variant: Variant) -> bytes:
     """A variant's code object, from ``build/amd`` if it is cached."""
-    path = BUILD / f"{digest(variant)[:32]}-{amd_geometry.compile_target(variant.arch)}.co"
+    path = BUILD / f"{code_hash(variant)[:32]}-{amd_geometry.compile_target(variant.arch)}.co"
     if not path.exists():
         image = compile_variant(variant)
         BUILD.mkdir(parents=True, exist_ok=True)

@@ -8,14 +8,18 @@ The shipped code is executed for a block (``tests/support/amd``, which needs llv
 waves issues is played back for as many blocks as a compute unit holds (``amd_unit.py`` says what it knows of them, and
 from where). Waits and barriers stand where the code has them.
 
-Blocks run in rounds, as many at a time as the card holds; those of the last one are spread over the compute units.
-Not modelled: bandwidth of L2 and DRAM, the instruction cache, clocks below the boost clock. No card has confirmed it:
-take its times for lower bounds.
+A call's launches are those of its plan, as users get them (``plan_call`` with the card's units). Blocks run in rounds,
+as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
+after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory and
+read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
+cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import re
 import sys
 from collections import Counter
@@ -36,25 +40,28 @@ from support.amd.wave import Wave  # noqa: E402
 
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
 from pascal_attn_core.fused import prebuilt  # noqa: E402
-from pascal_attn_core.fused.launches import forward_launches  # noqa: E402
-from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
+from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
+from pascal_attn_core.fused.plan import Plan, plan_call, variants_of  # noqa: E402
+from pascal_attn_core.fused.source import Variant  # noqa: E402
 
 
 class Card(NamedTuple):
     """A card to model. units: its compute units, of RDNA its workgroup processors; flops: of a SIMD in a cycle, in
-    float32."""
+    float32; bandwidth: of its memory in bytes per second, as AMD publishes it."""
 
     name: str
     units: int
     hertz: float
     timing: Timing
     flops: int
+    bandwidth: float
 
 
 CARDS = {
-    "gfx906": Card("MI50", 60, 1.725e9, GCN, 32),
-    "gfx1030": Card("RX 6800", 30, 2.105e9, RDNA2, 64),
+    "gfx906": Card("MI50", 60, 1.725e9, GCN, 32, 1024e9),
+    "gfx1030": Card("RX 6800", 30, 2.105e9, RDNA2, 64, 512e9),
 }
+LAUNCH = 10e-6  # seconds from the end of a launch to the first block of the next one: chosen, not measured
 # noflash-attention 1.0.1, README: milliseconds on an MI50, B1 H16 D64 float16.
 PUBLISHED = {4096: 17.93, 8192: 72.75, 16384: 1325.69}
 _SLOW = re.compile(r"v_(exp|log|rcp|mul_lo_u32|mul_hi|mad_u64)")
@@ -172,25 +179,29 @@ class Block(NamedTuple):
     cols: int
 
 
-def block(head_dim: int, dtype: torch.dtype, tiles: int, arch: str = "gfx906") -> Block:
-    """Of the shipped kernel without a mask, with so many tiles of keys."""
+def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906") -> Variant:
+    """Of a call without a mask."""
     probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-    variant = variants_of(check_call(probe, probe, probe), arch).forward
-    geometry = variant.geometry
+    return variants_of(check_call(probe, probe, probe), arch).forward
+
+
+def block(variant: Variant, tiles: int) -> Block:
+    """Of a shipped kernel without a mask, with so many tiles of keys."""
+    geometry, arch = variant.geometry, variant.arch
     code = prebuilt.find_amd(variant)
     if code is None:
         raise SystemExit(f"{variant.name} does not ship")
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn((1, 1, n, head_dim), generator=generator).to(dtype)
+        torch.randn((1, 1, n, variant.head_dim), generator=generator).to(getattr(torch, variant.dtype))
         for n in (geometry.rows, tiles * geometry.cols, tiles * geometry.cols)
     )
     call = check_call(query, key, value)
-    (launch,) = forward_launches(call, Plan(variant), empty_output(call))
+    launch = forward_launches(call, Plan(variant, int(variant.cuts_keys)), empty_output(call))[0]
     kernel = kernels(code)[launch.function]
     traces = [Trace(CARDS[arch].timing) for _ in range(launch.threads // kernel.lanes)]
     machine.run(launch, kernel, lambda wave, i: traces[wave.index].add(wave, i))
-    (facts,) = amd.facts(code)
+    facts = next(facts for facts in amd.facts(code) if facts.name == launch.function)
     resident = amd.waves(arch, facts.vector, facts.shared, launch.threads) * SIMDS // len(traces)
     return Block([trace.events for trace in traces], resident, geometry.rows, geometry.cols)
 
@@ -224,20 +235,18 @@ class Speed(NamedTuple):
     cols: int
     units: int = 60
 
-    def cycles(self, blocks: int, tokens: int) -> float:
-        """Of the card, for so many blocks."""
+    def cycles(self, blocks: int, tiles: int) -> float:
+        """Of the card, for so many blocks with so many tiles of keys each."""
         rounds, rest = divmod(blocks, self.units * len(self.paces))
-        tiles = -(-tokens // self.cols)
         counts = [len(self.paces)] * rounds + [-(-rest // self.units)] * (rest > 0)
         return sum(self.paces[count - 1].start + tiles * self.paces[count - 1].tile for count in counts)
 
 
-def speed(
-    head_dim: int, dtype: torch.dtype, arch: str = "gfx906", tiles: tuple[int, int] = (8, 16), *, banks: bool = False
-) -> Speed:
+@functools.cache
+def speed(variant: Variant, tiles: tuple[int, int] = (8, 16), *, banks: bool = False) -> Speed:
     """From the difference of two numbers of tiles of keys. banks: as of ``amd_unit.ComputeUnit``."""
-    card = CARDS[arch]
-    few, many = (block(head_dim, dtype, n, arch) for n in tiles)
+    card = CARDS[variant.arch]
+    few, many = (block(variant, n) for n in tiles)
     shares = []
     for chosen in (list, main_blocks):
         counts = [Counter(e.is_product for e in chosen(b.waves[0])) for b in (few, many)]
@@ -277,6 +286,41 @@ def pace(
     return Pace(tile, cycles[0] - tiles[0] * tile, computing, lds)
 
 
+class Time(NamedTuple):
+    """Of a call. ranges: into which the keys of its last rows are cut, rows: how many rows of a head these are."""
+
+    seconds: float
+    ranges: int
+    rows: int
+
+
+def time_of(heads: int, tokens: int, variant: Variant, *, banks: bool = False) -> Time:
+    """Of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
+    card = CARDS[variant.arch]
+    shape = (1, heads, tokens, variant.head_dim)
+    query, key, value = (torch.empty(shape, dtype=getattr(torch, variant.dtype), device="meta") for _ in range(3))
+    call = check_call(query, key, value)
+    plan = plan_call(call, card.units, arch=variant.arch)
+    launches = forward_launches(call, plan, empty_output(call))
+    seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, banks=banks) for launch in launches)
+    return Time(
+        seconds, plan.last.ranges if plan.last else plan.splits, tokens - plan.last.first if plan.last else tokens
+    )
+
+
+def _seconds(launch: Launch, *, banks: bool) -> float:
+    """From its first block to its last one."""
+    variant, params = launch.variant, launch.params
+    assert isinstance(variant, Variant)
+    card, ranges = CARDS[variant.arch], max(1, params.splits)
+    if launch.function != variant.functions[0]:  # joins parts: each was written, and is read
+        rows = params.batches * params.heads * params.lq
+        of_parts, of_output = 4 * ranges * (params.dim_v + 2), variant.head_dim * 2
+        return rows * (2 * of_parts + of_output) / card.bandwidth
+    tiles = math.ceil(math.ceil(params.lk / variant.geometry.cols) / ranges)
+    return speed(variant, banks=banks).cycles(math.prod(launch.grid), tiles) / card.hertz
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="gfx906", choices=sorted(CARDS))
@@ -286,7 +330,8 @@ def main() -> None:
     parser.add_argument("--banks", action="store_true", help="operands in one bank of registers always wait (RDNA)")
     arguments = parser.parse_args()
     card = CARDS[arguments.arch]
-    found = speed(arguments.head_dim, getattr(torch, arguments.dtype), arguments.arch, banks=arguments.banks)
+    variant = forward_variant(arguments.head_dim, getattr(torch, arguments.dtype), arguments.arch)
+    found = speed(variant, banks=arguments.banks)
     full = found.paces[-1]
     flops = 4 * found.rows * found.cols * arguments.head_dim * len(found.paces) / full.tile * card.units * card.hertz
     most = SIMDS * card.units * card.hertz * card.flops * (2 if arguments.dtype == "float16" else 1)
@@ -298,9 +343,10 @@ def main() -> None:
     )
     is_published = card.name == "MI50" and (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
     for tokens, published in PUBLISHED.items():
-        own = 1e3 * found.cycles(arguments.heads * -(-tokens // found.rows), tokens) / card.hertz
-        beside = f"; noflash-attention publishes {published} ms, {published / own:.1f} times as much"
-        print(f"{tokens:6d} tokens: {own:.1f} ms{beside if is_published else ''}")
+        own = time_of(arguments.heads, tokens, variant, banks=arguments.banks)
+        beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
+        how = f", the last {own.rows} rows of a head with their keys in {own.ranges} ranges" if own.ranges else ""
+        print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,8 @@ _VEGA20_PAIRS = {
     256: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
     512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
 }
+# Of kind RANGES, where the tiles of the forward kernel take a register too many.
+_VEGA20_RANGES = {128: replace(_VEGA20_PAIRS[128], staged=8)}
 _VEGA20_PAIRS_TIGHT = {
     32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
     40: _g(128, 64, 8, 32, 40, 32, 2, 2, 2, True),
@@ -205,9 +207,9 @@ _VEGA20_PAIRS_TIGHT = {
     72: _g(128, 64, 8, 32, 24, 16, 2, 2, 2, True, ahead=False),
     80: _g(64, 128, 16, 16, 40, 32, 2, 2, 2, True),
     96: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True),
-    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
+    112: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
     128: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
-    160: _g(64, 64, 16, 16, 40, 32, 1, 2, 2),
+    160: _g(64, 64, 16, 16, 40, 8, 1, 2, 2),
     192: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
     256: _g(64, 128, 16, 16, 32, 8, 1, 1, 2, True),
     512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
@@ -368,7 +370,8 @@ def _with_waves(table: Table, waves: int) -> Table:
 
 
 _RDNA_TABLES = {
-    "forward": _RDNA,
+    "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
+    "forward float32": _RDNA,
     "forward tight": _RDNA_TIGHT,
     "forward pairs": _RDNA_PAIRS,
     "forward tight pairs": _RDNA_PAIRS_TIGHT,
@@ -403,6 +406,19 @@ TABLES: dict[str, dict[str, Table]] = {
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _RDNA_TABLES),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
+RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see last_rows.py
+RANGES_HEAD_DIMS = (40, 64, 80, 96, 128)
+
+
+def has_ranges(head_dim: int, dtype: str, mask: str, *, padded: bool) -> bool:
+    """Whether there is a kernel of kind RANGES. In float32 its sums would be longer than those of the others."""
+    return head_dim in RANGES_HEAD_DIMS and dtype == "float16" and mask == "none" and not padded
+
+
+def blocks_of_unit(arch: str, geometry: AmdGeometry) -> int:
+    """Blocks of the forward kernels without a mask that a compute unit of four SIMDs, of RDNA a workgroup processor,
+    holds by their registers. Their shared memory leaves room for as many (docs/fused-amd-static.txt)."""
+    return 4 * geometry.waves * wave_size(arch) // geometry.threads
 
 
 def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> AmdGeometry:
@@ -411,6 +427,12 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
     Raises:
         KeyError: there is none of this kind or head_dim.
     """
+    if kind == RANGES:
+        if not has_ranges(head_dim, dtype, mask, padded=padded):
+            raise KeyError(f"{kind}, {head_dim}, {dtype}, {mask}")
+        if base(arch) == "gfx906" and head_dim in _VEGA20_RANGES:
+            return _VEGA20_RANGES[head_dim]
+        kind = "forward"
     tables = TABLES[base(arch)]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)

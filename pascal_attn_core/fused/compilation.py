@@ -46,6 +46,11 @@ class Compilation(ABC):
 
     @property
     def is_small(self) -> bool:
+        """Whether it is for few query rows."""
+        return False
+
+    @property
+    def cuts_keys(self) -> bool:
         """Whether the tiles of a launch must stay together: its grid is not only tiles."""
         return False
 

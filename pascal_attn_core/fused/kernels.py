@@ -300,7 +300,7 @@ def parts(launch: Launch, most_work: int) -> list[Launch]:
     if not launch.work or not hasattr(params, "first_tile"):  # a kernel that reads its inputs once, without tiles
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.is_small else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
+    tiles = x if launch.variant.cuts_keys else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
     batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         return [launch]

@@ -160,6 +160,15 @@ def forward_launches(
     call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None, log_sum: Tensor | None = None
 ) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse and log_sum ``[*batch, Hq, L]``."""
+    if plan.last is not None:
+        first, plans = plan.last.first, (plan._replace(last=None), Plan(plan.last.variant, plan.last.ranges))
+        return [
+            launch
+            for part, rows, of_part in zip(plan.last.calls(call), (slice(first), slice(first, None)), plans)
+            for launch in forward_launches(
+                part, of_part, out[..., rows, :], *(None if s is None else s[..., rows] for s in (lse, log_sum))
+            )
+        ]
     stats = [t for t in (lse, log_sum) if t is not None]
     launches = []
     for view in views(call, out, *stats):
@@ -222,11 +231,14 @@ def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -
     fields |= of_parts | {"splits": splits}
     if call.sinks is not None:
         _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
-    tiles = -(-call.groups * call.seq_len_q // geometry.rows)
+    heads, rows_of_head = call.num_kv_heads, call.groups * call.seq_len_q
+    if not variant.is_small:  # its tiles hold rows of one head
+        heads, rows_of_head = call.num_heads, call.seq_len_q
+    tiles = -(-rows_of_head // geometry.rows)
     params, of_sinks = _forward_params(call, variant, fields)
     to_join, _ = _forward_params(call, variant, fields | {"splits": joined})
     keep, work = (parts, *of_sinks, *view.tensors), work_of(call, view)
-    grid = (tiles * splits, call.num_kv_heads, batches)
+    grid = (tiles * splits, heads, batches)
     forward, combine = variant.functions
     return [
         Launch(variant, forward, grid, geometry.threads, params, keep, work),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from .gradient_geometry import gradient_head_dims
+from .last_rows import LastRows, last_rows
 from .rows import rows_are_readable
 from .source import HEAD_DIMS, AnyGeometry, Variant
 from .tensor_geometry import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
@@ -73,12 +74,19 @@ class Plan(NamedTuple):
         splits: ranges of keys, for kernels for few query rows only.
         gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
         packed: the sequences of the call, where it holds several.
+        last: the last rows of every head, where another kernel computes them.
     """
 
     forward: Variant
     splits: int = 0
     gradients: tuple[Variant, ...] = ()
     packed: Packed | None = None
+    last: LastRows | None = None
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All compilations that it takes."""
+        return (self.forward, *(() if self.last is None else (self.last.variant,)), *self.gradients)
 
 
 def plan_call(
@@ -109,6 +117,8 @@ def plan_call(
         splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
             return Plan(split, splits, gradients)
+        if arch:
+            return Plan(whole, 0, gradients, last=last_rows(call, whole, variants.ranges, num_sms))
     return Plan(whole, 0, gradients, packed)
 
 
@@ -122,6 +132,7 @@ class Variants(NamedTuple):
     int8: Variant
     capped: Variant
     capped_split: Variant
+    ranges: Variant
 
 
 def variants_of(call: AttentionCall, arch: str = "") -> Variants:

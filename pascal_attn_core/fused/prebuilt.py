@@ -143,10 +143,11 @@ def _unpacked(pack: str) -> bytes:
 def amd_variants(arch: str) -> list[Variant]:
     """What ships for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language models use
     it there."""
+    ranges = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
     return [
         replace(variant, arch=arch)
         for head_dim in HEAD_DIMS
-        for variant in variants(head_dim)
+        for variant in (*variants(head_dim), *(other for other in ranges if other.head_dim == head_dim))
         if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
     ]
 

@@ -94,12 +94,12 @@ def _gradient_kinds(
 
 _KINDS = {
     "forward": Kind(
-        (*_PLAIN, "masks.cuh", "forward.cu"),
+        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward"},
         ("pa_forward",),
     ),
     "split": Kind(
-        (*_PLAIN, "masks.cuh", "forward.cu", "combine.cuh"),
+        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", "combine.cuh"),
         {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split", "PA_COMBINE_NAME": "pa_combine"},
         ("pa_forward_split", "pa_combine"),
     ),
@@ -110,18 +110,18 @@ _KINDS = {
         (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
     ),
     "int8": Kind(
-        (*_PLAIN, "masks.cuh", "int8.cuh", "forward.cu"),
+        (*_PLAIN, "masks.cuh", "int8.cuh", "amd_softmax.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 1, "PA_FORWARD_NAME": "pa_forward_int8"},
         ("pa_quantize", "pa_forward_int8"),
         least=(6, 1),
     ),
     "capped": Kind(
-        (*_PLAIN, "masks.cuh", "forward.cu"),
+        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu"),
         {"PA_SPLIT": 0, "PA_INT8": 0, "PA_CAPPED": 1, "PA_FORWARD_NAME": "pa_capped"},
         ("pa_capped",),
     ),
     "capped_split": Kind(
-        (*_PLAIN, "masks.cuh", "forward.cu", "combine.cuh"),
+        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", "combine.cuh"),
         {
             "PA_SPLIT": 1,
             "PA_INT8": 0,
@@ -141,6 +141,10 @@ _KINDS[linear_source.KIND] = Kind(
     linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY
 )
 ALL_KINDS = tuple(_KINDS)
+_KINDS[amd_geometry.RANGES] = _KINDS["split"]._replace(
+    macros=_KINDS["split"].macros | {"PA_RANGES": 1, "PA_FORWARD_NAME": "pa_forward_ranges"},
+    functions=("pa_forward_ranges", "pa_combine"),
+)
 
 
 def is_tensor_gradient(kind: str) -> bool:
@@ -245,7 +249,7 @@ class Variant(Compilation):
     """One compilation of attention: a kernel kind for one head_dim of the table, dtype and kind of mask.
 
     Attributes:
-        kind: one of KINDS.
+        kind: one of KINDS, or of AMD's alone.
         head_dim: one of HEAD_DIMS, on tensor cores of TENSOR_HEAD_DIMS.
         dtype: one of DTYPES; mask: one of MASKS.
         padded: head_dim or head_dim_v of the tensors is smaller, or, on tensor cores, their rows can only be read 8
@@ -306,6 +310,16 @@ class Variant(Compilation):
         """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
         return self.kind.endswith(("split", "small"))
 
+    @property
+    def cuts_keys(self) -> bool:
+        """Whether its keys may be cut into ranges, with a block for each and a kernel that joins them."""
+        return self.is_small or self.kind == amd_geometry.RANGES
+
+    @property
+    def exists(self) -> bool:
+        """Of a variant of kind ``amd_geometry.RANGES``: whether there is such a kernel."""
+        return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
+
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it is a kernel for NVIDIA's devices of this compute capability."""
         kind = _KINDS[self.kind]
@@ -329,7 +343,7 @@ class Variant(Compilation):
     @property
     def flush_tiles(self) -> int:
         """Tiles after which float32 sums are moved to the output, 0 = never: for sums of some 512 numbers."""
-        if self.dtype != "float32" or self.is_small or self.kind == "int8":
+        if self.dtype != "float32" or self.cuts_keys or self.kind == "int8":
             return 0
         return 512 // self.geometry.cols
 
@@ -392,6 +406,8 @@ def amd_variants(arch: str) -> Iterator[Variant]:
         for variant in all_variants():
             if variant.kind == kind:
                 yield replace(variant, arch=arch)
+    for head_dim in amd_geometry.RANGES_HEAD_DIMS:
+        yield Variant(amd_geometry.RANGES, head_dim, "float16", arch=arch)
 
 
 def all_variants() -> Iterator[Variant]:
@@ -453,7 +469,7 @@ def digest(variant: Compilation) -> str:
 def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels of attention and their geometries: another one, and what was measured no longer holds."""
     if arch:
-        texts = [_code(kind, arch) for kind in amd_geometry.KINDS]
+        texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES)]
         return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]
     return hashlib.sha256(
         ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()

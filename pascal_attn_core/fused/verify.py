@@ -62,7 +62,9 @@ def largest_error(variant: Compilation, device: torch.device, run: Run) -> float
 def _splits(variant: Variant, call: AttentionCall) -> int:
     if variant.on_tensor_cores:
         return 2 if variant.is_small else 0
-    return plan_call(call, _MANY_SMS, arch=variant.arch).splits if variant.is_small else 0
+    if not variant.is_small:
+        return 2 if variant.cuts_keys else 0
+    return plan_call(call, _MANY_SMS, arch=variant.arch).splits
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
@@ -94,7 +96,7 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     geometry, dim = variant.geometry, variant.head_dim - (4 if variant.padded else 0)
     rows = 3 if variant.is_small else geometry.rows + 5
     if keys is None:
-        keys = 5 * geometry.cols if variant.is_small else geometry.cols + 9
+        keys = 5 * geometry.cols if variant.cuts_keys else geometry.cols + 9
         if variant.on_tensor_cores and "key_value" in variant.kind:  # the rows of its tiles are keys
             rows, keys = keys, rows
     generator = torch.Generator(device).manual_seed(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.kernels import kernels_of
+from ..fused.kernels import Kernels, kernels_of
 from ..fused.launches import forward_launches
 from ..fused.launches_backward import backward_launches
 from ..fused.launches_int8 import int8_launches
@@ -89,7 +89,9 @@ class FusedRoute(Route):
         return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
-        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan
+        """The last rows of every head are the same in any number of heads, but not in some of the rows."""
+        has_other_rows = plan.last is not None and call.num_kv_heads == 1
+        return ["the fused kernel cuts its keys to fill the device"] if plan.splits or has_other_rows else plan
 
     def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
         plan = request.plan(self)
@@ -105,6 +107,7 @@ class FusedRoute(Route):
         lse."""
         kernels, packed = kernels_of(call), plan.packed
         kernels.ensure((plan.forward, *plan.gradients))
+        plan = _with_last_rows_that_run(plan, kernels)
         out = empty_output(call)
         lse = log_sum = None
         if with_lse or for_grad:
@@ -235,7 +238,9 @@ def find_plan(
         packed=packed,
         arch=kernels.variant_arch,
     )
-    reasons = kernels.reasons((plan.forward, *plan.gradients))
+    if plan.last is not None and kernels.reasons((plan.last.variant,)):
+        plan = plan._replace(last=None)
+    reasons = kernels.reasons(plan.variants)
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
@@ -243,7 +248,19 @@ def find_plan(
 
 def why_untried(call: AttentionCall, plan: Plan) -> str:
     """Why ``auto`` should not run the kernels of a plan on the device of a call: see :meth:`.trial.Trials.reason`."""
-    return runtime_of(call.query.device).part(Trials).reason((plan.forward, *plan.gradients))
+    return runtime_of(call.query.device).part(Trials).reason(plan.variants)
+
+
+def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
+    """The plan, without a kernel for the last rows that cannot be had here or gives wrong answers: that of the other
+    rows computes them as well."""
+    if plan.last is None:
+        return plan
+    try:
+        kernels.ensure((plan.last.variant,))
+    except RouteUnavailable:
+        return plan._replace(last=None)
+    return plan
 
 
 def takes_device(device: torch.device) -> bool:

@@ -35,6 +35,9 @@ INLINE float dot2(u32 a, u32 b, float sum) {
 #define OPAQUE(x)
 #define OPAQUE_UNIFORM(x)
 #if PA_AMD
+INLINE float larger_of(float a, float b) { return fmaxf(a, b); }
+INLINE float largest_of_three(float a, float b, float c) { return fmaxf(fmaxf(a, b), c); }
+INLINE u32 pair_of(float low, float high) { return (u32)float_to_half(low) | (u32)float_to_half(high) << 16; }
 #define ANY_LANE(x) emu_any_lane(x)
 #else
 #define ANY_LANE(x) x
@@ -56,6 +59,21 @@ INLINE float dot2(u32 a, u32 b, float sum) {
     return __builtin_amdgcn_fdot2(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), sum, false);
 }
 #endif
+// Of fmaxf the compiler makes another instruction for each operand, in case it is a signalling NaN: nothing here makes one.
+INLINE float larger_of(float a, float b) { float r; asm("v_max_f32 %0, %1, %2" : "=v"(r) : "v"(a), "v"(b)); return r; }
+INLINE float largest_of_three(float a, float b, float c) {
+    float r;
+    asm("v_max3_f32 %0, %1, %2, %3" : "=v"(r) : "v"(a), "v"(b), "v"(c));
+    return r;
+}
+// Two floats as float16 in a word, rounded to nearest: the second one is written beside the first.
+INLINE u32 pair_of(float low, float high) {
+    u32 r;
+    asm("v_cvt_f16_f32 %0, %1\n\t"
+        "v_cvt_f16_f32_sdwa %0, %2 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:DWORD"
+        : "=&v"(r) : "v"(low), "v"(high));
+    return r;
+}
 #define KEEP_BRANCH() asm volatile("")
 #define OPAQUE(x) asm volatile("" : "+v"(x))
 #define OPAQUE_UNIFORM(x) asm volatile("" : "+s"(x))
@@ -63,8 +81,8 @@ INLINE float dot2(u32 a, u32 b, float sum) {
 #define ANY_LANE(x) (__builtin_amdgcn_ballot_w64(x) != 0)
 #elif __has_builtin(__builtin_amdgcn_ballot_w32) && PA_WAVE == 32
 #define ANY_LANE(x) (__builtin_amdgcn_ballot_w32(x) != 0)
-#else
-#define ANY_LANE(x) x
+#else  // 33: not equal
+#define ANY_LANE(x) (__builtin_amdgcn_uicmp((u32)(x), 0u, 33) != 0)
 #endif
 #else
 INLINE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -78,7 +96,7 @@ INLINE u32 float_to_bits(float f) { return __float_as_uint(f); }
 #define OPAQUE(x) asm volatile("" : "+r"(x))
 // The same of a number that all threads of a block share, which AMD's compiler must know.
 #define OPAQUE_UNIFORM(x) OPAQUE(x)
-// A condition of which it is enough that it holds for any lane of a wave: on AMD's a branch of the whole wave.
+// A condition of which it is enough that it holds for any lane of a wave: on AMD's cards one of the whole wave.
 #define ANY_LANE(x) x
 #endif
 #define NEG_INF (bits_to_float(0xff800000u))

@@ -1,7 +1,9 @@
 // softmax(Q K^T * scale + mask) V by the online softmax, one block per tile of query rows.
 // PA_SPLIT 0: pa_forward writes the output. PA_SPLIT 1: the rows of a tile are the queries of all heads of a group
 // (few queries each), the keys are cut into p.splits ranges, one block each, and pa_combine joins the parts (combine.cuh).
+// PA_RANGES 1, with PA_SPLIT 1: the keys are cut, but the rows of a tile are those of one head, as without PA_SPLIT.
 // PA_CAPPED 1: scores may have a cap, and rows an attention sink.
+#define IN_GROUPS (PA_SPLIT && !PA_RANGES)
 
 struct Forward {
     const T* q; const T* k; const T* v; T* o;
@@ -27,15 +29,15 @@ struct Forward {
 #endif
 };
 
-// What a block works on. Row r of its tile is query query(r) of head head(r): of any head of a group with PA_SPLIT,
-// elsewhere of one.
+// What a block works on. Row r of its tile is query query(r) of head head(r): of any head of a group where they are
+// IN_GROUPS, elsewhere of one.
 struct Place : Sequence {
     int b, hk, first_head;
     int row0, rows;                  // first row of the tile; rows from there on, may exceed BR
     int first_query, last_query;     // of the tile
     int k_begin, k_end, keys, split; // keys to visit; behind the last of `keys` nothing belongs to this block
 
-#if PA_SPLIT
+#if IN_GROUPS
     __device__ __forceinline__ int query(int r) const { return (row0 + r) % lq; }
     __device__ __forceinline__ int head(int r) const { return first_head + (row0 + r) / lq; }
 #else
@@ -48,7 +50,7 @@ INLINE Place find_place(const Forward& p) {
     Place at;
     at.b = blockIdx.z + p.first_batch;
     (Sequence&)at = sequence_of(p, at.b);
-#if PA_SPLIT
+#if IN_GROUPS
     at.hk = blockIdx.y;
     at.first_head = at.hk * p.group;
     at.split = blockIdx.x % p.splits;
@@ -59,9 +61,15 @@ INLINE Place find_place(const Forward& p) {
 #else
     at.first_head = blockIdx.y;
     at.hk = at.first_head / p.group;
+#if PA_SPLIT
+    int tile = (int)blockIdx.x / p.splits;
+    OPAQUE_UNIFORM(tile);  // AMD's compiler divides in registers of lanes
+    at.split = (int)blockIdx.x - tile * p.splits;
+#else
     at.split = 0;
     // Under a causal rule the last tiles have the most keys: they go first.
     const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
+#endif
     at.row0 = (tile + p.first_tile) * PA_BR;
     at.rows = at.lq - at.row0;
     at.first_query = at.row0;
@@ -71,7 +79,13 @@ INLINE Place find_place(const Forward& p) {
     at.k_end = min_int(at.lk, at.last_query + at.band.high + 1);
     at.keys = at.lk;
 #if PA_SPLIT
+#if PA_RANGES
+    const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC;
+    int each = (tiles + p.splits - 1) / p.splits;
+    OPAQUE_UNIFORM(each);
+#else
     const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC, each = (tiles + p.splits - 1) / p.splits;
+#endif
     at.k_begin += at.split * each * PA_BC;
     at.k_end = min_int(at.k_end, at.k_begin + each * PA_BC);
     at.keys = min_int(at.lk, at.k_end);
@@ -99,6 +113,7 @@ INLINE PlacedMaskRow mask_row_at(const Forward& p, const Place& place, int col0)
 }
 #endif
 
+#if !PA_AMD
 INLINE float prob_of(float s, float scale_log2, float row_max) {
 #if PA_MASK == 2
     return exp2_approx((s - row_max) * LOG2E);
@@ -106,6 +121,7 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
     return exp2_approx(fmaf(s, scale_log2, -row_max));
 #endif
 }
+#endif
 
 #if PA_CAPPED
 // The tanh of the scores: 1 - 2 / (1 + exp(2 x)).
@@ -117,24 +133,15 @@ INLINE void cap_scores(float (&S)[RM][CN], float tanh_scale) {
 }
 #endif
 
+#if !PA_AMD  // there they are those of amd_softmax.cuh
+#define NO_REFERENCE NEG_INF  // of a row that has seen no key yet
+#define LIFT 0.f
+#define UNLIFTED(log2_of_sum) log2_of_sum
 // A row's maximum is only replaced by one that is larger by so much (a factor of 256 of the probabilities, for which
 // float32 has room): after a call's first tiles hardly ever, and the sums need not be scaled.
 #define SLACK 8.f
-// Probabilities that are rounded to float16 are kept this many powers of two larger, so that the smallest are 2^-31 of
-// the largest; the maximum that they are taken from is smaller by as much.
-#if PA_PAIRS == 2
-#define LIFT 7.f
-#define LIFTED(row_max) (row_max - LIFT / UNIT_TO_LOG2)
-#define UNLIFTED(log2_of_sum) (log2_of_sum - LIFT)
-#else
-#define LIFT 0.f
-#define LIFTED(row_max) row_max
-#define UNLIFTED(log2_of_sum) log2_of_sum
-#endif
-
 // One step of the online softmax on a tile's scores: S becomes exp(S - max), row_max and row_sum are brought up to date
-// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum. With PA_PAIRS 2 the first half of
-// S becomes pairs of neighbours as float16; row_sum is the sum of what they are before.
+// (row_sum holds this lane's share), and the sums so far are scaled to the new maximum.
 INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max)[RM], float (&row_sum)[RM],
                          float scale_log2) {
     float tile_max[RM];
@@ -159,19 +166,16 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
         }
     }
     FOR(i, RM) {
-        const float reference = row_max[i] == NEG_INF ? 0.f : LIFTED(row_max[i]);  // a row that has seen no key yet
+        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
         float sum = 0.f;
         FOR(j, CN) {
             S[i][j] = prob_of(S[i][j], scale_log2, reference);
             sum += S[i][j];
         }
-#if PA_PAIRS == 2
-        FOR(j, CN / 2)
-            S[i][j] = bits_to_float((u32)float_to_half(S[i][2 * j]) | (u32)float_to_half(S[i][2 * j + 1]) << 16);
-#endif
         row_sum[i] += sum;
     }
 }
+#endif
 
 // A float32 sum over n keys errs by sqrt(n) roundings. Every PA_FLUSH tiles the sums move to the output, so that none
 // is longer than PA_FLUSH * PA_BC keys. They stay scaled to the row's maximum of that moment, `flushed_max`.
@@ -312,7 +316,7 @@ INLINE void store_part(const Forward& p, i64 at, const float (&O)[DN], float row
     p.q + sequence_at(p.cu_q, at.b, p.qb, p.qs) + at.head(xr) * p.qh + at.query(xr) * p.qs + \
         staged_x_col(t)
 // On AMD's cards it is found anew for each tile, except where that takes divisions, or one tile is all there is.
-#define QUERY_PER_TILE (PA_AMD && !PA_SPLIT && !PA_KEEP)
+#define QUERY_PER_TILE (PA_AMD && !IN_GROUPS && !PA_KEEP)
 
 extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(const Forward p) {
     __shared__ __align__(128) float sm[SMEM_TILE];
@@ -343,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     float O[RM][DN], row_max[RM], row_sum[RM];
     clear(O);
     FOR(i, RM) {
-        row_max[i] = NEG_INF;
+        row_max[i] = NO_REFERENCE;
         row_sum[i] = 0.f;
     }
 #if PA_AMD
@@ -422,6 +426,9 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
 #endif
     FOR(i, RM) {
         LANE_ANEW(t)
+#if PA_AMD
+        row_max[i] = maximum_of(row_max[i]);  // it was what probabilities are taken from
+#endif
         float sum = row_sum[i];
         FOR(s, 4) if ((2 << s) <= PA_TX) sum += __shfl_xor_sync(FULL_WARP, sum, 2 << s);
 #if PA_FLUSH && FLUSH_ROWS

@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import Emulated, backward, forward, is_split, takes
-from attn_support.fused.emulation import GXX, Deadlock
+from attn_support.fused.cases import Emulated, backward, forward, is_split, poisoned, takes
+from attn_support.fused.emulation import GXX, Deadlock, emulate
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.profile import seeds, times
 from attn_support.table import TABLE, Case
 from torch import Tensor
 
-from pascal_attn_core.fused.amd_geometry import wave_size
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.amd_geometry import RANGES_HEAD_DIMS, wave_size
+from pascal_attn_core.fused.last_rows import LastRows
+from pascal_attn_core.fused.launches import forward_launches
+from pascal_attn_core.fused.plan import Plan, variants_of
 from pascal_attn_core.fused.source import HEAD_DIMS, source
 from pascal_attn_core.reference import reference_sdpa
 
@@ -59,6 +63,40 @@ def test_keys_in_parts_give_the_same_answer(place: int, arch: str) -> None:
     case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
     inputs, options = case.build()
     _check(arch, inputs, options, case.dtype, parts=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "ranges"),
+    [("gfx906", 64, 3), ("gfx1030", 40, 2), ("gfx900", 128, 5)]
+    + [(arch, dim, 4) for arch in ARCHS for dim in RANGES_HEAD_DIMS if times(1) > 1],
+)
+def test_the_last_rows_are_computed_with_their_keys_in_ranges(arch: str, dim: int, ranges: int) -> None:
+    """And every element of the output and of lse is written."""
+    generator = torch.Generator().manual_seed(dim)
+    inputs: list[Tensor | None] = [
+        torch.randn((2, n, heads, dim), generator=generator).half().transpose(1, 2)
+        for n, heads in ((310, 4), (390, 2), (390, 2))
+    ]
+    options = {"enable_gqa": True}
+    call = check_call(*inputs, **options)  # type: ignore[arg-type]
+    variants = variants_of(call, arch)
+    plan = Plan(variants.forward, last=LastRows(variants.ranges, variants.forward.geometry.rows, ranges))
+    out, lse = empty_output(call).fill_(torch.nan), poisoned((2, 4, 310), FLOAT32)
+    emulate(forward_launches(call, plan, out, lse))
+    oracle, exact_lse = exact([*inputs, None], options)
+    similar, similar_lse = plain([*inputs, None], options, plain_dtype(FLOAT16))
+    assert_close(out, oracle, similar, "out", dtype=FLOAT16)
+    assert_close(lse, exact_lse, similar_lse, "lse", dtype=FLOAT16)
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1010"])
+def test_scores_may_be_far_below_zero(arch: str) -> None:
+    """A row that has seen no key yet begins with the smallest float32, not with zero."""
+    query = torch.full((1, 1, 70, 64), 1e3)
+    key, value = -query, torch.randn((1, 1, 70, 64), generator=torch.Generator().manual_seed(9))
+    out = forward([query, key, value, None], {"is_causal": True, "scale": 0.01}, arch=arch).out
+    expected = value.cumsum(2) / torch.arange(1, 71)[:, None]
+    assert (out - expected).abs().max() < 1e-5
 
 
 # Each card once with each dtype, more of them every night.

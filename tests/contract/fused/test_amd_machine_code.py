@@ -36,6 +36,7 @@ from pascal_attn_core.call import check_call, empty_output  # noqa: E402
 from pascal_attn_core.fused import prebuilt  # noqa: E402
 from pascal_attn_core.fused.amd_code import arch_of  # noqa: E402
 from pascal_attn_core.fused.amd_geometry import ARCHS, target  # noqa: E402
+from pascal_attn_core.fused.last_rows import LastRows  # noqa: E402
 from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
 from pascal_attn_core.fused.launches_packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.plan import Packed  # noqa: E402
@@ -110,7 +111,7 @@ def _is_taken(variant: Variant) -> bool:
     """Whether each run executes it, and not only those of every night."""
     if EVERY or variant.arch in _RARE:
         return EVERY or variant.name.removesuffix(f"-{variant.arch}") in _RARE[variant.arch]
-    if variant.kind == "split":
+    if variant.kind in ("split", "ranges"):
         return variant.head_dim == 64 and variant.dtype != "bfloat16"
     return (variant.head_dim, variant.dtype) in _OFTEN and (variant.mask == "none" or variant.head_dim == 64)
 
@@ -118,6 +119,7 @@ def _is_taken(variant: Variant) -> bool:
 _SHIPPED = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch) if _is_taken(variant)]
 _FORWARD = [variant for variant in _SHIPPED if variant.kind == "forward"]
 _SPLIT = [variant for variant in _SHIPPED if variant.kind == "split"]
+_RANGES = [variant for variant in _SHIPPED if variant.kind == "ranges"]
 
 
 @pytest.mark.parametrize("variant", _FORWARD, ids=lambda variant: variant.name)
@@ -135,6 +137,20 @@ def test_shipped_kernels_join_the_parts_of_the_keys(variant: Variant) -> None:
     result = _check(inputs, options, variant.arch, parts=True)
     assert result.plan.forward == variant
     assert result.plan.splits > 1
+
+
+@pytest.mark.parametrize("variant", _RANGES, ids=lambda variant: variant.name)
+def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant: Variant) -> None:
+    rows, cols = variant.geometry.rows, variant.geometry.cols
+    inputs = _inputs(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
+    call = check_call(*inputs, enable_gqa=True)  # type: ignore[arg-type]
+    plan = whole(call, variant.arch)._replace(last=LastRows(variant, rows, 2))
+    out, lse = empty_output(call).fill_(torch.nan), poisoned((1, 2, rows + 21), FLOAT32)
+    machine.execute(forward_launches(call, plan, out, lse), _shipped)
+    options = {"enable_gqa": True}
+    (oracle, exact_lse), (similar, similar_lse) = exact(inputs, options), plain(inputs, options, plain_dtype(FLOAT16))
+    assert_close(out, oracle, similar, "out", dtype=FLOAT16)
+    assert_close(lse, exact_lse, similar_lse, "lse", dtype=FLOAT16)
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16), ("gfx1010", FLOAT32)])

@@ -18,14 +18,16 @@ from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core.call import check_call
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused import trial
 from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import timing, torch_kernel
+from pascal_attn_core.routes import choose, timing, torch_kernel
 from pascal_attn_core.routes.timing import PlainTimings
 from pascal_attn_core.runtime import Runtime, runtime_of
 
@@ -103,6 +105,29 @@ def test_sequences_of_different_lengths_are_one_launch(card: CardKernels, no_tor
         torch.testing.assert_close(out[begin:end].float(), expected, atol=1e-2, rtol=1e-2)
 
 
+def test_the_last_rows_have_their_keys_in_ranges_where_that_kernel_is_right() -> None:
+    """Elsewhere the kernel of the other rows computes them too, in the very call in which that is found out."""
+    query, key = torch.randn(1, 2, 300, 40).half(), torch.randn(1, 2, 2600, 40).half()
+    expected = reference_sdpa(query.double(), key.double(), key.double())[0]
+    fused, info = AttentionConfig(route="fused"), replace(RADEON_VII, num_sms=2)
+
+    def without_ranges(launch: Launch) -> None:
+        if launch.function != "pa_forward_ranges":
+            execute(launch)
+
+    for run, functions in (
+        (execute, ["pa_forward", "pa_forward_ranges", "pa_combine"]),
+        (without_ranges, ["pa_forward"]),
+    ):
+        with fresh_card(HipStandIn(info, run)) as kernels:
+            for _ in range(2):
+                out = sdpa(query, key, key, config=fused)
+                assert [launch.function for launch in kernels.queued][-len(functions) :] == functions
+                torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+            call = check_call(query, key, key)
+            assert (choose(call, fused).plan.last is None) == (run is not execute)
+
+
 # ---- timed against what torch does there -----------------------------------------------------------------------------
 
 
@@ -173,6 +198,7 @@ from attn_support.fused.device import CardKernels, execute
 from attn_support.fused.hip import HipStandIn, RADEON_VII
 from pascal_attn_core.fused import trial
 from pascal_attn_core.fused.kernels import Kernels
+from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.runtime import Runtime
 
 def run(launch):

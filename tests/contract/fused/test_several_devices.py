@@ -42,6 +42,19 @@ def test_the_bits_are_those_of_one_device(card: DeviceInfo, options: dict, dtype
     assert stats.remarks == {}
 
 
+@pytest.mark.parametrize(("kv_heads", "is_shared"), [(2, True), (1, False)])
+def test_so_are_those_of_last_rows_with_their_keys_in_ranges(kv_heads: int, is_shared: bool) -> None:
+    """Each part has the same of them. Rows are not shared out: a part would have others."""
+    query, key = torch.randn(1, 2, 300, 40).half(), torch.randn(1, kv_heads, 2600, 40).half()
+    with emulated_card(info=replace(RADEON_VII, num_sms=2)):
+        call = check_call(query, key, key, enable_gqa=True)
+        assert choose(call, ALONE).plan.last is not None
+        assert (choose(call, SHARED).route == "several") == is_shared
+        expected, found = (sdpa_with_lse(query, key, key, enable_gqa=True, config=c) for c in (ALONE, SHARED))
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
 def test_gradients_too() -> None:
     leaves = [torch.randn(1, 4, 150, 64, requires_grad=True) for _ in range(3)]
     with emulated_card(info=ONE_SM):

@@ -249,8 +249,12 @@ def _options_are(i: Instruction, **expected: str) -> None:
 
 
 def _to_high_half(wave: Wave, i: Instruction) -> None:
-    _options_are(i, dst_sel="WORD_1", dst_unused="UNUSED_PAD", src0_sel="DWORD")
-    wave.write(i.operands[0].number, _to_half(wave.single(i.operands[1])) << U32(16))
+    """The low half becomes zero, or stays what it is."""
+    kept = U32(0xFFFF if i.options.get("dst_unused") == "UNUSED_PRESERVE" else 0)
+    unused = "UNUSED_PRESERVE" if kept else "UNUSED_PAD"
+    _options_are(i, dst_sel="WORD_1", dst_unused=unused, src0_sel="DWORD")
+    destination, source = i.operands
+    wave.write(destination.number, _to_half(wave.single(source)) << U32(16) | wave.unsigned(destination) & kept)
 
 
 def _of_high_half(wave: Wave, i: Instruction) -> None:

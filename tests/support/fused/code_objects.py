@@ -100,7 +100,7 @@ def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = 
     return renamed(head + segment + note, amd_geometry.target(variant.arch))
 
 
-_OWN_TILES = ("pa_forward", "pa_forward_split", "pa_grad_query", "pa_grad_key_value")
+_OWN_TILES = ("pa_forward", "pa_forward_split", "pa_forward_ranges", "pa_grad_query", "pa_grad_key_value")
 
 
 def pack(value: Any) -> bytes:

@@ -58,6 +58,7 @@ PARAMS = {
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",
+    "pa_forward_ranges": "Forward",
 }
 
 

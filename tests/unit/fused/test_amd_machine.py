@@ -100,6 +100,17 @@ def test_pairs_of_float16(wave: Wave) -> None:
     assert (wave.vectors[4].view(np.float32) == 1.5).all()
 
 
+def test_a_conversion_writes_one_half_of_a_word(wave: Wave) -> None:
+    wave.vectors[1], wave.vectors[2] = (np.float32(x).view(np.uint32) for x in (1.5, -2.0))
+    high = "dst_sel:WORD_1 dst_unused:{} src0_sel:DWORD"
+    _do(wave, "v_cvt_f16_f32_e32 v3, v1", f"v_cvt_f16_f32_sdwa v3, v2 {high.format('UNUSED_PRESERVE')}")
+    assert (wave.vectors[3].view(np.float16).reshape(-1, 2) == [1.5, -2.0]).all()
+    _do(wave, f"v_cvt_f16_f32_sdwa v3, v2 {high.format('UNUSED_PAD')}")
+    assert (wave.vectors[3].view(np.float16).reshape(-1, 2) == [0.0, -2.0]).all()
+    with pytest.raises(NotImplementedError):
+        _do(wave, f"v_cvt_f16_f32_sdwa v3, v2 {high.format('UNUSED_SEXT')}")
+
+
 # ---- waves of 32 lanes -----------------------------------------------------------------------------------------------
 
 

@@ -157,16 +157,17 @@ def test_stretches_with_many_products_are_the_main_blocks() -> None:
 def test_the_last_round_has_the_blocks_that_are_left() -> None:
     paces = [Pace(100, 10, 1, 0), Pace(150, 20, 1, 0)]
     found = Speed(paces, 0.7, 0.8, 128, 64)
-    assert found.cycles(120, 640) == 20 + 10 * 150
-    assert found.cycles(121, 640) == 20 + 10 * 150 + 10 + 10 * 100
-    assert found.cycles(60, 640) == 10 + 10 * 100
+    assert found.cycles(120, 10) == 20 + 10 * 150
+    assert found.cycles(121, 10) == 20 + 10 * 150 + 10 + 10 * 100
+    assert found.cycles(60, 10) == 10 + 10 * 100
 
 
 @pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 @pytest.mark.parametrize(("arch", "lanes", "head_dim"), [("gfx906", 64, 64), ("gfx1030", 32, 64), ("gfx1030", 32, 128)])
 def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int, head_dim: int) -> None:
     """Two products of all columns for 128 x 64 scores, or 64 x 128, two columns in an instruction."""
-    few, many = (model.block(head_dim, torch.float16, tiles, arch) for tiles in (1, 2))
+    variant = model.forward_variant(head_dim, torch.float16, arch)
+    few, many = (model.block(variant, tiles) for tiles in (1, 2))
     assert (few.rows * few.cols, len(few.waves)) == (128 * 64, 4)
     needed = 128 * 64 * head_dim // (lanes * len(few.waves))
     counts = [sum(e.is_product for e in b.waves[0]) for b in (few, many)]
@@ -178,3 +179,20 @@ def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int
     assert of_main / (len(main[1]) - len(main[0])) >= 0.8
     full = model.pace(few.waves, many.waves, few.resident, (1, 2), model.CARDS[arch].timing)
     assert full.computing > 0.7
+
+
+@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
+def test_a_call_takes_the_launches_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """480 blocks of 64 tiles, then 32 times 11 with 6 of them, then the time in which memory takes and gives parts."""
+    paces = {"forward": [Pace(100, 0, 1, 0), Pace(150, 0, 1, 0)], "ranges": [Pace(90, 5, 1, 0), Pace(140, 6, 1, 0)]}
+    monkeypatch.setattr(
+        model, "speed", lambda variant, *, banks: Speed(paces[variant.kind], 0.7, 0.8, 128, variant.geometry.cols)
+    )
+    card, variant = model.CARDS["gfx906"], model.forward_variant(64, torch.float16)
+    found = model.time_of(16, 4096, variant)
+    assert (found.ranges, found.rows) == (11, 256)
+    cycles = 4 * 64 * 150 + 3 * (6 + 6 * 140)
+    moved = 16 * 256 * (2 * 11 * 66 * 4 + 64 * 2)
+    expected = cycles / card.hertz + moved / card.bandwidth + 2 * model.LAUNCH
+    assert found.seconds == pytest.approx(expected)
+    assert model.time_of(15, 4096, variant) == (pytest.approx(4 * 64 * 150 / card.hertz), 0, 4096)
