@@ -10,8 +10,8 @@ from where). Waits and barriers stand where the code has them.
 
 A call's launches are those of its plan, as users get them (``plan_call`` with the card's units). Blocks run in rounds,
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
-after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory and
-read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
+after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory
+and read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
 cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds.
 """
 
