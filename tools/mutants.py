@@ -90,8 +90,8 @@ MUTANTS = {
     "mask_takes_the_head_stride": Mutant("forward.cu", "row.at = place.b * p.mb", "row.at = place.b * p.mh"),
     "reference_is_nan": Mutant(
         "forward.cu",
-        "const float reference = row_max[i] == NEG_INF ? 0.f : LIFTED(row_max[i]);  // a row",
-        "const float reference = LIFTED(row_max[i]);  // a row",
+        "const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row",
+        "const float reference = row_max[i];  // a row",
     ),
     "merge_takes_the_first_maximum": Mutant(
         "combine.cuh",
@@ -123,10 +123,20 @@ MUTANTS = {
     "flushed_sums_forgotten_at_the_end": Mutant(
         "forward.cu", "if (is_flushed(before)) add_flushed(O[i], o,", "if (0) add_flushed(O[i], o,"
     ),
-    "pairs_keep_no_lift": _amd("#define LIFT 7.f", "#define LIFT 0.f", is_noticed=False),
+    "pairs_keep_no_lift": _amd("#define LIFT 7.f", "#define LIFT 0.f", "amd_softmax.cuh", is_noticed=False),
     "pairs_sum_what_is_rounded": _amd(
         "            sum += S[i][j];",
         "            sum += PA_PAIRS == 2 ? half_to_float(float_to_half(S[i][j])) : S[i][j];",
+        "amd_softmax.cuh",
+    ),
+    "amd_lanes_of_a_row_do_not_meet": _amd(
+        "FOR(s, 4) if ((2 << s) <= PA_TX) mx =", "FOR(s, 0) if ((2 << s) <= PA_TX) mx =", "amd_softmax.cuh"
+    ),
+    "amd_empty_row_begins_with_zero": _amd("bits_to_float(0xff7fffffu)", "bits_to_float(0u)", "amd_softmax.cuh"),
+    "amd_sums_keep_the_old_reference": _amd("FOR(j, DN) O[i][j] *= fade;", "", "amd_softmax.cuh"),
+    "ranges_have_all_keys": _amd("    OPAQUE_UNIFORM(each);", "    each = tiles;"),
+    "pair_gradients_stay_lifted": _amd(
+        "store_gradient(dv, p.dvs, dV, PROB_UNIT,", "store_gradient(dv, p.dvs, dV, 1.f,", "grad_key_value.cu"
     ),
     "pairs_lse_is_lifted": _amd("UNLIFTED(log2f(row_sum))", "log2f(row_sum)"),
     "pairs_take_the_next_row_twice": _amd("upper.at += y.stride;", "upper.at += 0;", "product.cuh"),

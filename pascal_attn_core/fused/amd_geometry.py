@@ -365,6 +365,17 @@ _GRAD_KEY_VALUE = {
 }
 
 
+# float16 pairs.
+_GRAD_PAIRS = {
+    **dict.fromkeys((32, 64), AmdGeometry(64, 64, 16, 16, 32, 32, 1, 2, 2, ahead=True)),
+    48: AmdGeometry(64, 64, 16, 16, 16, 32, 1, 2, 2, ahead=True),
+    **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, 8, 16, 2, 1, 2, ahead=True)),
+    **dict.fromkeys((80, 112), AmdGeometry(64, 64, 16, 16, 16, 16, 1, 1, 2, ahead=True, blocks=1)),
+    **dict.fromkeys((96, 128), AmdGeometry(64, 64, 16, 16, 32, 16, 1, 1, 2, ahead=True, blocks=1)),
+    **dict.fromkeys((160, 192, 256), AmdGeometry(64, 64, 16, 16, 32, 8, 1, 1, 2, ahead=True, blocks=1)),
+}
+
+
 def _with_waves(table: Table, waves: int) -> Table:
     return {dim: replace(geometry, waves=waves) for dim, geometry in table.items()}
 
@@ -379,6 +390,8 @@ _RDNA_TABLES = {
     "split pairs": _SPLIT_RDNA_PAIRS,
     "grad_query": _with_waves(_GRAD_QUERY, 4),
     "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
+    "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
+    "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
 }
 _VEGA_TABLES = {
     "forward tight": _VEGA10_TIGHT,
@@ -402,6 +415,11 @@ TABLES: dict[str, dict[str, Table]] = {
         "forward pairs": _VEGA20_PAIRS,
         "split pairs": _SPLIT_VEGA_PAIRS,
         "forward tight pairs": _VEGA20_PAIRS_TIGHT,
+        "grad_query pairs": _GRAD_PAIRS
+        | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
+        "grad_query tight pairs": _with_waves(_GRAD_PAIRS, 1),
+        "grad_key_value pairs": _GRAD_PAIRS,
+        "grad_key_value tight pairs": _with_waves(_GRAD_PAIRS, 1),
     },
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _RDNA_TABLES),
 }

@@ -301,7 +301,7 @@ class Variant(Compilation):
 
     @property
     def lift(self) -> float:
-        """What probabilities, and their sums, are multiplied by: LIFT of ``forward.cu``."""
+        """What a forward kernel multiplies probabilities, and their sums, by: LIFT of ``amd_softmax.cuh``."""
         g = self.geometry
         return 128.0 if isinstance(g, AmdGeometry) and g.pairs == 2 else 1.0
 

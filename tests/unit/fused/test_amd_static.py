@@ -157,6 +157,17 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
         assert ("v_dot" in text) == expected, variant.name
 
 
+@needs_clang
+@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump (Debian: llvm-16)")
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030", "gfx906-no-dot", "gfx1030-no-dot"])
+def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Path) -> None:
+    path = tmp_path / "code"
+    for kind in ("grad_query", "grad_key_value"):
+        path.write_bytes(tool.compile_variant(Variant(kind, 64, "float16", arch=arch)))
+        text = subprocess.run([str(OBJDUMP), "-d", str(path)], capture_output=True, text=True, check=True).stdout
+        assert ("v_dot2" in text) == amd_geometry.has_dots(arch)
+
+
 @pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump (Debian: llvm-16)")
 @pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1012-no-dot", "gfx1030-no-dot"])
 def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
