@@ -134,7 +134,7 @@ MUTANTS = {
     ),
     "amd_empty_row_begins_with_zero": _amd("bits_to_float(0xff7fffffu)", "bits_to_float(0u)", "amd_softmax.cuh"),
     "amd_sums_keep_the_old_reference": _amd("FOR(j, DN) O[i][j] *= fade;", "", "amd_softmax.cuh"),
-    "ranges_have_all_keys": _amd("    OPAQUE_UNIFORM(each);", "    each = tiles;"),
+    "ranges_are_all_the_first": _amd("at.split = (int)blockIdx.x - tile * p.splits;", "at.split = 0;"),
     "pair_gradients_stay_lifted": _amd(
         "store_gradient(dv, p.dvs, dV, PROB_UNIT,", "store_gradient(dv, p.dvs, dV, 1.f,", "grad_key_value.cu"
     ),
