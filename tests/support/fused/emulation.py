@@ -21,6 +21,9 @@ from pascal_attn_core.fused.source import source
 HERE = Path(__file__).parent / "emulator"
 BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"
 GXX = shutil.which("g++")
+_CPU = Path("/proc/cpuinfo")
+# Else each conversion of a half is a call into a library.
+_HALVES = ("-mf16c",) if _CPU.exists() and " f16c " in _CPU.read_text() else ()
 ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
 # A small card, so that small calls are split as large ones are.
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
@@ -83,6 +86,7 @@ def build_text(
     """
     named = " ".join(f"X({name},{params})" for name, params in kernels.items())
     defined = [f"-D{name}={value}" for name, value in (macros or {}).items()]
+    flags = (*_HALVES, *flags)
     harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "warp_on_cpu.h", "launch.cpp"))
     key = hashlib.sha256("\0".join([text, named, harness, *defined, *flags]).encode()).hexdigest()[:24]
     library = BUILD / f"{key}.so"
