@@ -71,8 +71,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: the garbage collector need not walk over them again and again."""
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_garbage() -> None:
+    """They stay until the end: the garbage collector need not walk over millions of objects each time it runs."""
     gc.collect()
     gc.freeze()
 
