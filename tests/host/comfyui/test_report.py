@@ -156,7 +156,7 @@ def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: Comf
     node, _ = graph.add(REPORT, exactness_check=True, value=latent)
     first, second = (" ".join(server.run(graph.prompt).outputs[node]["text"][0].split()) for _ in range(2))
     assert "in its cache" not in first
-    assert "ComfyUI used the results in its cache. Its newest earlier run is shown." in second
+    assert "ComfyUI used the results in its cache. Its most recent earlier run is shown." in second
     assert "of an earlier prompt" in second
     assert "exact within rounding" in second
 

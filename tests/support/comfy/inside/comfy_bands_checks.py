@@ -466,5 +466,5 @@ def the_report_says_what_was_done_in_bands():
     text = report_of(samples)
     assert text.startswith("Gained: decode of 1x4x13x10 in bands: "), text[:300]
     assert "\nbands       decode of 1x4x13x10 in bands: " in text, text
-    assert "where ComfyUI reckons with" in text
+    assert "where ComfyUI expects" in text
     assert "1 calls, 1 taken" in found[0].line()
