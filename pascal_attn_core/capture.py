@@ -129,7 +129,9 @@ def capture(
         if F.scaled_dot_product_attention is ours:
             F.scaled_dot_product_attention = original
         else:
-            sentences.append("scaled_dot_product_attention was replaced again since: ours stays below, doing nothing")
+            sentences.append(
+                "scaled_dot_product_attention has been replaced since: ours stays underneath it and does nothing"
+            )
         return sentences + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
@@ -247,7 +249,7 @@ class _Recorder:
             if self.tensors:
                 self._write()
             if self.dropped:
-                return [f"{self.dropped} calls left out, they did not fit into {self.max_bytes / MIB:g} MiB"]
+                return [f"{self.dropped} calls were skipped: they did not fit into {self.max_bytes / MIB:g} MiB"]
             return []
 
     def _write(self) -> None:
@@ -306,7 +308,7 @@ def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
 def _load_all(file: Any, name: str) -> list[CapturedCall]:
     header = file.metadata() or {}
     if header.get("format") != FORMAT:
-        raise ValueError(f"file must be written by pascal_attn_core.capture, got {name!r}, which is not")
+        raise ValueError(f"file must have been written by pascal_attn_core.capture, got {name!r}")
     if header.get("version") != VERSION:
         raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
     try:

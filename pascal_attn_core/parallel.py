@@ -192,8 +192,8 @@ def _mask_for(mask: Tensor, query_heads: int, heads: _Heads, share: _Share) -> T
         )
     if has_own_columns and rows != 1:
         raise ValueError(
-            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: what this "
-            "process's queries may see of the keys of others is not known"
+            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: which "
+            "keys of other processes this process's queries may attend to is not known"
         )
     if mask.shape[1] == query_heads > 1:
         mask = mask.split(heads.query, 1)[share.within.rank]

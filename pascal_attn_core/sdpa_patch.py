@@ -187,7 +187,7 @@ class _Replacement:
             if getattr(F, SDPA_NAME) is self.function:
                 setattr(F, SDPA_NAME, self.original)
                 return []
-        return [f"{SDPA_NAME} was replaced again since: ours stays below and only calls the original"]
+        return [f"{SDPA_NAME} has been replaced since: ours stays underneath it and only calls the original"]
 
 
 # Kept for good: torch.jit knows their functions by id. One for each function that was found at torch's name.
@@ -200,8 +200,8 @@ def _replacement() -> _Replacement:
     if str(getattr(current, "__module__", "")).startswith("torch.distributed."):
         raise RuntimeError(
             f"the switch must be set before torch's context_parallel is entered, got {SDPA_NAME} of "
-            f"{current.__module__}: over it ours would see the tokens of this process alone. "
-            "pascal_attn_core.parallel.context_parallel_sdpa shares out calls itself"
+            f"{current.__module__}: on top of it ours would see only the tokens of this process. "
+            "pascal_attn_core.parallel.context_parallel_sdpa divides calls among processes itself"
         )
     for made in _made:
         if made.function is current or (made.original is current and not made.scopes):
@@ -324,7 +324,8 @@ def _report_holders() -> None:
     )
     if holders:
         log.warning(
-            "%s was imported by name before by %s, which keep torch's; wrap their calls in `with patch_sdpa():`",
+            "%s was imported by name earlier by %s, which keep torch's function; wrap their calls in `with "
+            "patch_sdpa():`",
             SDPA_NAME,
             ", ".join(holders),
         )

@@ -440,7 +440,7 @@ class Engine:
             return True
         if found is None or found.is_rounding:
             return True
-        why = f"our result differs: {found.text()}"
+        why = f"our result is {found.text()}"
         self._differing[kind] = why
         for place in [place for place in self._decisions if place[2] == kind]:  # type: ignore[index]
             self._decisions.pop(place, None)

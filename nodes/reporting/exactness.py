@@ -74,7 +74,7 @@ class Exactness:
         other = sum(not found.is_rounding for found in self.host)
         kinds = f"{len(self.host)} kind{'' if len(self.host) == 1 else 's'} of calls"
         agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
-        return f"; {agree}, largest error {worst.text()} on the same arguments"
+        return f"; {agree}, at most {worst.text()} on the same arguments"
 
 
 _checked: WeakKeyDictionary[Run, Exactness] = WeakKeyDictionary()

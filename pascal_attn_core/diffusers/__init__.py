@@ -97,8 +97,8 @@ class PascalAttnProcessor(RedirectedProcessor):
 
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), got assigned to "
-            f".processor of {type(attn).__name__}, whose own processor it would need; or use patch_pipeline()"
+            "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), not assigned to .processor "
+            f"of {type(attn).__name__}, because it needs the module's own processor; or use patch_pipeline()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -451,8 +451,8 @@ def _warn_if_sdpa_is_replaced() -> None:
 @functools.lru_cache(maxsize=16)
 def _warn_once(replacement: str) -> None:
     log.warning(
-        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention goes there, and reaches "
-        "Pascal Attention only where that calls torch's own",
+        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention calls go there, and reach "
+        "Pascal Attention only where the replacement calls torch's own function",
         replacement,
     )
 

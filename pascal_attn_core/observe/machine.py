@@ -45,7 +45,7 @@ _GETS = {
 _SPARED = {
     "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
-    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be had",
+    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
 }
 _MAY_OPEN = "may this user open /dev/kfd (groups render and video)?"
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")

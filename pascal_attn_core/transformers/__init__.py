@@ -138,10 +138,10 @@ def unsupported_reason(model: Any) -> str | None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     modules = list(model.modules())
     if not any(hasattr(module, "config") for module in modules):
-        return f"{type(model).__name__} is no model of Transformers: it has no config"
+        return f"{type(model).__name__} is not a Transformers model: it has no config"
     for module in modules:
         if hasattr(module, "indexer"):
-            return f"{type(module).__name__} chooses its keys by an indexer, for 'eager' and 'sdpa' only"
+            return f"{type(module).__name__} selects its keys with an indexer, which supports only 'eager' and 'sdpa'"
     for cls in {type(module) for module in modules}:
         if not asks_interface(cls.__module__) or ("Attention" in cls.__name__ and _computes_by_itself(cls)):  # type: ignore[arg-type]
             return f"{cls.__name__} computes attention by itself and does not use AttentionInterface"
@@ -187,7 +187,9 @@ def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str
             top = ours.pop()
             current = interface._global_mapping.get(name)
             if current is not top.function:
-                left.append(f"{name!r} in {interface.__name__} was registered again by another package: left in place")
+                left.append(
+                    f"{name!r} in {interface.__name__} has been registered again by another package: left in place"
+                )
             elif top.before is None:
                 del interface._global_mapping[name]
             else:

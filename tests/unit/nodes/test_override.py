@@ -163,7 +163,7 @@ def test_a_call_that_is_misread_is_found_and_left_to_the_host(monkeypatch: pytes
     assert engine.run.count("taken") == 0
     assert engine.run.count() == 3
     (warning,) = engine.run.warnings
-    assert "from host_attention at values up to 0.87: calls like this are passed to ComfyUI" in warning
+    assert "away from host_attention (values up to 0.87): calls like this are passed to ComfyUI" in warning
     assert engine.run.sample is None
 
 

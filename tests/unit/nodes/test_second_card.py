@@ -89,7 +89,7 @@ def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypat
     run = engine.end()
     assert seen == [("cpu", ["cuda:0", "cpu"])] * 3
     assert run.routes() == {"torch": 3}
-    assert run.reasons("taken").popitem()[0].endswith("its tensors are on cpu, and calls of cuda:0 are shared out")
+    assert run.reasons("taken").popitem()[0].endswith("its tensors are on cpu, and only calls on cuda:0 are shared")
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
