@@ -132,7 +132,7 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
         return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
     takes = fused_takes(shape, host.device)
     if takes is None:
-        return Need(0, patched, "PyTorch does not tell how it would compute this call here")
+        return Need(0, patched, "PyTorch does not report how it would compute this call here")
     if not takes:
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
