@@ -14,11 +14,11 @@ class PascalInt8Linear:
     """MODEL -> MODEL: the linear layers of the diffusion model in 8-bit integers."""
 
     DESCRIPTION = (
-        "Not exact: typical relative error per layer about 1 %, measured on your model in the report. Runs the linear "
-        "layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later cards multiply up to four times "
-        "as fast as float32; the int8 weights are a quarter to a half of the float ones. Each layer is measured on its "
-        "first inputs and stays in float if its error is too large. LoRAs stay in float. When bypassed, the model is "
-        "exactly the original."
+        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
+        "your model. Runs the linear layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later "
+        "cards multiply up to four times as fast as float32; the int8 weights are a quarter to a half of the float "
+        "ones. Each layer is measured on its first inputs and stays in float if its error is too large. LoRAs stay in "
+        "float. When bypassed, the model is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("int8", "quantize", "quantization", "dp4a", "speed", "faster", "low vram", "w8a8", "pascal")

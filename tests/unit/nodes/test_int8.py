@@ -183,5 +183,8 @@ def test_the_report_of_a_run_in_int8_names_it() -> None:
 
 def test_the_first_sentence_of_the_description_says_what_it_costs() -> None:
     node = load_pack().NODE_CLASS_MAPPINGS["PascalInt8Linear"]
-    first = "Not exact: typical relative error per layer about 1 %, measured on your model in the report."
+    first = (
+        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
+        "your model."
+    )
     assert node.DESCRIPTION.startswith(first)
