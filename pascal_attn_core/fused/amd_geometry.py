@@ -383,7 +383,8 @@ def _with_waves(table: Table, waves: int) -> Table:
 _RDNA_TABLES = {
     "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
     "forward float32": _RDNA,
-    "forward tight": _RDNA_TIGHT,
+    "forward tight": {**_RDNA_TIGHT, 112: replace(_RDNA_TIGHT[112], ahead=False)},
+    "forward tight float32": _RDNA_TIGHT,
     "forward pairs": _RDNA_PAIRS,
     "forward tight pairs": _RDNA_PAIRS_TIGHT,
     "split": _SPLIT_RDNA,
