@@ -9,23 +9,17 @@
 #pragma once
 
 namespace emu {
-struct Hand {
-    uint32_t word[6];   // what a lane lays down
-    uint32_t row[4];    // ldmatrix: the 16 bytes at its address
-    float sum[8];       // mma: its share of the product
-};
-static std::vector<Hand> hands[2];
 static uint64_t blocks_read = 0, passes_needed = 0;  // by ldmatrix: 8 x 8 blocks, and passes of shared memory for them
 
 // The hands of this thread's warp in one meeting. `last` runs once all are laid down and before any lane goes on.
 template <class Last>
 static inline const Hand* meet_with(const Hand& mine, Last last) {
     const unsigned thread = state.current, first = thread / 32 * 32, slot = state.warps[thread / 32].generation & 1;
-    if (hands[slot].size() < state.threads) hands[slot].resize(state.threads);
-    hands[slot][thread] = mine;
-    if (state.warps[thread / 32].waiting == 31) last(hands[slot].data() + first);
+    if (state.hands[slot].size() < state.threads) state.hands[slot].resize(state.threads);
+    state.hands[slot][thread] = mine;
+    if (state.warps[thread / 32].waiting == 31) last(state.hands[slot].data() + first);
     meet(state.warps[thread / 32], 32);
-    return hands[slot].data() + first;
+    return state.hands[slot].data() + first;
 }
 
 static inline float half_of(const uint32_t* words, int i) {
