@@ -162,21 +162,27 @@ def test_it_changes_no_bit_which_block_is_the_last(kind: str, cuts: tuple[int, .
             assert torch.equal(_run(variant, call, listed[::-1] if seed % 2 else listed, seed), first)
 
 
+def _mixed(variant: Variant) -> AttentionCall:
+    return _call(variant, heads=4, rows=200, key_tiles=4)
+
+
 @functools.cache
 def _oracle(variant: Variant) -> Tensor:
-    call = _call(variant, heads=2)
+    call = _mixed(variant)
     mask = call.attn_mask
     assert mask is None or isinstance(mask, Tensor)
     return reference_sdpa(call.query.double(), call.key.double(), call.value.double(), mask)[0]
 
 
-def _worst(kind: str, text: str | None, seeds: int = 8) -> float:
-    """The largest error of two heads in two and in three parts, or the first that leaves no doubt."""
+def _worst(kind: str, text: str | None, seeds: int = 10) -> float:
+    """The largest error of heads in two and in three parts, or the first that leaves no doubt; several times, since
+    blocks and warps run as chance has it."""
     worst = 0.0
     for variant in _variants(kind):
-        call = _call(variant, heads=2)
+        call = _mixed(variant)
         ends = list(key_tiles(call, variant.geometry))
-        listed = [*_cut_at(ends, 4), *_cut_at(ends, 2, 5, tile=1, slot=2)]
+        listed = [*_cut_at(ends, 2), *_cut_at(ends, 1, 3, tile=1, slot=2)]
+        listed += [*_cut_at(ends, 1, tile=2, slot=5), *_cut_at(ends, 1, 2, tile=3, slot=7)]
         for seed in range(1, seeds + 1):
             try:
                 error = (_run(variant, call, listed, seed, text).double() - _oracle(variant)).abs().max()

@@ -124,6 +124,7 @@ static inline int block_or(int value) {
     const unsigned slot = state.block.generation & 1;
     if (!state.block.waiting) { state.any[slot] = 0; ++barriers; }
     state.any[slot] |= value != 0;
+    if (state.block.waiting + 1 == state.threads) state.turns = 0;  // other warps run ahead from here on
     meet(state.block, state.threads);
     return state.any[slot];
 }
@@ -210,11 +211,12 @@ static void begin_block(unsigned threads, void (*body)(void*), void* argument) {
     start(threads);
 }
 
-// DEADLOCK: the threads wait for each other at different barriers, or some have left a barrier that others wait at.
-enum Progress { GOES_ON, DONE, DEADLOCK };
+// AHEAD: the warps that ran wait for the others. DEADLOCK: the threads wait for each other at different barriers, or some
+// have left a barrier that others wait at.
+enum Progress { GOES_ON, AHEAD, DONE, DEADLOCK };
 
-// Lets the threads of this block run for so many rounds.
-static Progress run_rounds(uint64_t rounds) {
+// Lets the threads of this block run for so many rounds. is_shared: other blocks take turns with it.
+static Progress run_rounds(uint64_t rounds, bool is_shared) {
     std::vector<unsigned> ready;
     for (; rounds > 0 && state.alive; --rounds) {
         ready.clear();
@@ -224,6 +226,7 @@ static Progress run_rounds(uint64_t rounds) {
             if (state.running == ~0ull) return DEADLOCK;
             state.running = ~0ull;
             state.turns = 0;
+            if (is_shared) return AHEAD;
             continue;
         }
         for (size_t i = ready.size() - 1; i > 0; --i) std::swap(ready[i], ready[draw() % (i + 1)]);
