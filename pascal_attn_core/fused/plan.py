@@ -389,9 +389,9 @@ def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_
     keys: float
     if tiles.in_order is None:  # tiles of one size come in whole rounds
         keys = each * -(-tiles.longest // splits)
-    elif number <= _FOLLOWED:  # one head after the other
+    elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
         costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))
-        keys = busiest(costs, num_sms * geometry.blocks) * min(each, geometry.blocks)
-    else:  # many even out
+        keys = busiest(costs, num_sms)
+    else:  # many even out, and one that is left alone on its multiprocessor is faster
         keys = max(-(-tiles.longest // splits), units * tiles.keys / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

@@ -243,7 +243,20 @@ def test_every_barrier_of_the_parts_is_among_the_mistakes(kind: str) -> None:
     assert len(re.findall(r"__syncthreads", own)) == 3
 
 
-# ---- memory and several launches -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_emulation_cannot_tell_is_in_the_source(kind: str) -> None:
+    """A fence between the sums and the count, and one between the count and the sums of the others, which are read past
+    the caches of a multiprocessor."""
+    text = source(kind)
+    own = text[text.index("INLINE bool join_parts") : text.index("PA_FORWARD_NAME")]
+    steps = ("store_part(", "__threadfence()", "__syncthreads()", "atomicAdd(", "__threadfence()", "add_part(")
+    places = [0]
+    for step in steps:
+        places.append(own.index(step, places[-1] + 1))
+    assert "ld.global.cg.v4.f32" in text
+
+
+# ---- memory, several launches and several devices --------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("free_parts")
@@ -275,3 +288,18 @@ def test_a_card_without_its_machine_code_takes_the_kernel_that_ships(card: Devic
     with emulated_card(lambda launch: None, info=replace(card, num_sms=3), **options) as kernels:
         sdpa(*inputs, enable_gqa=True, config=TENSOR)  # type: ignore[arg-type]
     assert {launch.variant.is_even for launch in kernels.queued} == {False}
+
+
+@pytest.mark.usefixtures("free_parts")
+def test_parts_of_a_call_on_several_devices_are_not_cut(card: DeviceInfo) -> None:
+    """How they would be depends on how many heads a device has."""
+    inputs = _inputs(64, 64, 4, 200, 600, "none")[:3]
+    shared = AttentionConfig(route="fused-tensor", devices=("cpu", "cpu"), share_from_tokens=1)
+    with emulated_card(info=replace(card, num_sms=3)) as kernels:
+        alone = sdpa(*inputs, enable_gqa=True, config=TENSOR)  # type: ignore[arg-type]
+        assert kernels.queued[-1].variant.is_even
+        kernels.queued.clear()
+        found = sdpa(*inputs, enable_gqa=True, config=shared)  # type: ignore[arg-type]
+    assert {launch.variant.is_even for launch in kernels.queued} == {False}
+    assert len(kernels.queued) >= 2
+    torch.testing.assert_close(found, alone, atol=2e-3, rtol=2e-3)

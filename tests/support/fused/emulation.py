@@ -148,7 +148,7 @@ def emulate(
     flags: tuple[str, ...] = (),
 ) -> int:
     """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
-    of rows take turns, three at a time.
+    of rows take turns, twelve at a time.
 
     Args:
         mutated: other texts for some kinds of kernels.
@@ -158,6 +158,6 @@ def emulate(
     barriers = 0
     for launch in launches:
         library = build(launch.variant, (mutated or {}).get(launch.variant.kind), flags)
-        together = 3 if launch.variant.is_even else 1
+        together = 12 if launch.variant.is_even else 1
         barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed, together)
     return barriers
