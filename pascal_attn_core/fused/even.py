@@ -12,10 +12,12 @@ waits for another one: whichever is the last of a tile adds the parts (``cuda/te
 from __future__ import annotations
 
 import bisect
+import ctypes
 import functools
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_PIECES = 400  # that the parameters of a launch hold, of which CUDA takes 4 KiB
@@ -58,7 +60,8 @@ class Piece(NamedTuple):
         return keys + PART_KEYS + (START_KEYS if self.first else 0) + (PART_KEYS if self.parts > 2 else 0)
 
 
-class Pieces(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pieces:
     """The blocks of a launch.
 
     Attributes:
@@ -73,7 +76,7 @@ class Pieces(NamedTuple):
     keys: int = 0
     over_unlisted: float = 1.0
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Parts in memory."""
         return sum(piece.parts > 1 for piece in self.listed)
@@ -83,13 +86,16 @@ class Pieces(NamedTuple):
         """Of the launch."""
         return self.whole + len(self.listed)
 
-    @property
+    @functools.cached_property
     def listed_tiles(self) -> int:
+        """Tiles that the listed blocks work on."""
         return len({piece.tile for piece in self.listed})
 
-    def words(self) -> list[int]:
-        """Two of each listed piece."""
-        return list(itertools.chain.from_iterable(piece.words(self.whole) for piece in self.listed))
+    @functools.cached_property
+    def words(self) -> ctypes.Array[ctypes.c_uint]:
+        """Two of each listed piece, and zeros: as the parameters of a launch hold them."""
+        words = itertools.chain.from_iterable(piece.words(self.whole) for piece in self.listed)
+        return (ctypes.c_uint * (2 * MOST_PIECES))(*words)
 
 
 def part_floats(rows: int, head_dim: int) -> int:

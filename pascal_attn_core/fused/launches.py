@@ -3,7 +3,6 @@ all of it can be tested, and emulated, on a CPU."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
 from .compilation import Compilation
-from .even import MOST_PIECES, Pieces, part_floats
+from .even import Pieces, part_floats
 from .params import CappedForward, Forward, Params, TensorEven, TensorForward
 from .plan import Plan
 from .source import Variant
@@ -289,8 +288,7 @@ def _even_fields(
     row_tiles = -(-call.seq_len_q // geometry.rows)
     if pieces is None or batches != call.batch_size:
         pieces = Pieces(row_tiles * call.num_heads * batches)
-    words = pieces.words()
-    listed = {"row_tiles": row_tiles, "whole": pieces.whole, "pieces": (ctypes.c_uint * (2 * MOST_PIECES))(*words)}
+    listed = {"row_tiles": row_tiles, "whole": pieces.whole, "pieces": pieces.words}
     if not pieces.slots:
         return fields | listed, (), (pieces.blocks, 1, 1)
     floats = pieces.slots * part_floats(geometry.rows, plan.forward.head_dim)

@@ -313,7 +313,7 @@ def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sm
     if cost >= 0.95 * best:
         return splits, None
     wide_cost = _busiest(_tiles_of(shape, own, 1), shape.batch * shape.heads, 1, own, num_sms)
-    return splits, pieces._replace(over_unlisted=cost / wide_cost)
+    return splits, replace(pieces, over_unlisted=cost / wide_cost)
 
 
 @functools.lru_cache(maxsize=1024)
