@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -68,6 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # not `in item.keywords`, which has the names of folders too
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_garbage() -> None:
+    """They stay until the end: the garbage collector need not walk over millions of objects each time it runs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import datetime
 import functools
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,13 @@ from ..runtime import Runtime
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import Attempt, Clock, TimingTable, fastest, least_times, log, power_of_two
+from .timing_table import Attempt, Clock, TimingTable, least_times, log, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
 _ROUNDS = 6
 CLEARLY = 0.97  # of torch's time: more is not worth the change, since a timing errs by some percent
+_OTHER_TILES = 0.9  # of the time of the first tile shape: between shapes a slice of a call errs by up to nine percent
 _CONFIG = AttentionConfig()
 
 # The timed slice. Torch's kernel takes other blocks for calls below 768 queries.
@@ -91,8 +92,8 @@ class TileTiming:
     """What a timing has found.
 
     Attributes:
-        ratio: the fastest tiles' time in units of that of torch's kernel; None where torch has no kernel.
-        basis: of the fastest tiles.
+        ratio: the chosen tiles' time in units of that of torch's kernel; None where torch has no kernel.
+        basis: of the chosen tiles: the first of :func:`.cpu_bases` unless others are clearly faster.
         measured: the day, ``"2026-11-22"``.
         milliseconds: of everything that was timed.
         words: the ratio, for sentences.
@@ -202,7 +203,7 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
                 )
             times = self.clock(list(attempts.values()), self.device)
         ours_times = times[-len(bases) :]
-        best = fastest(ours_times)
+        best = _worth_choosing(ours_times)
         if ours_times[best] == float("inf"):  # no time for it
             return None
         ratio = ours_times[best] / times[0] if "torch" in attempts else None
@@ -286,6 +287,12 @@ def kind_of_call(call: AttentionCall) -> TileKind | None:
         call.is_causal,
         torch.get_num_threads(),
     )
+
+
+def _worth_choosing(times: Sequence[float]) -> int:
+    """The place of the smallest number, if that is smaller than the first by enough."""
+    best = times.index(min(times))
+    return best if times[best] < _OTHER_TILES * times[0] else 0
 
 
 def _name(dtype: torch.dtype) -> str:

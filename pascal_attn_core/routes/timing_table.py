@@ -8,7 +8,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -223,9 +223,3 @@ def _wait_for(device: torch.device) -> None:
 def power_of_two(count: int) -> int:
     """The smallest one that is not below ``count``."""
     return 1 << max(0, count - 1).bit_length()
-
-
-def fastest(times: Iterable[float]) -> int:
-    """The place of the smallest number."""
-    listed = list(times)
-    return listed.index(min(listed))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
 from ..config import AttentionConfig
+from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix
@@ -198,6 +199,8 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
     copied = mask.dtype == torch.bool or (mask.device.type == "cuda" and (call.seq_len_kv % 8 or mask.stride(-1) != 1))
     if not copied:
         return 0
+    if mask.device.type in CPU_LIKE:
+        mask = _held(mask)  # see _as_numbers
     element_size, tokens = call.query.element_size(), call.seq_len_q
     lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
     row_bytes = mask.numel() // mask.shape[-2] * element_size
@@ -337,6 +340,19 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
         yield
 
 
+def _held(mask: Tensor) -> Tensor:
+    """A mask without what it repeats."""
+    return mask[tuple(slice(1) if step == 0 else slice(None) for step in mask.stride())]
+
+
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
+    By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes eight times as long."""
+    return _held(mask).to(dtype).reciprocal_().neg_().add_(1).expand(mask.shape)
+
+
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None and mask.dtype == torch.bool and mask.device.type in CPU_LIKE:
+        mask = _as_numbers(mask, query.dtype)
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)

@@ -6,14 +6,15 @@ A part of the table of cases on each card, other parts of it in profile nightly;
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attn_support.fused.cases import Emulated, backward, forward, is_split, takes
-from attn_support.fused.emulation import GXX, Deadlock
+from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.profile import seeds, times
 from attn_support.table import TABLE, Case
@@ -177,37 +178,50 @@ _SENSITIVE: dict[tuple[str, torch.dtype], tuple[tuple[int, int, int], ...]] = {
 }
 
 
-def _answers(kind: str, result: Emulated, text: str | None) -> list[Tensor]:
-    """The output, or the gradients of its sum with fixed weights."""
-    if kind == "forward":
-        return [result.out]
-    return backward(result, _weights(result.out), mutated=None if text is None else {kind: text})
-
-
 def _weights(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
 
 
-def _worst(kind: str, arch: str, dtype: torch.dtype, text: str | None) -> float:
+class _Sample(NamedTuple):
+    """A call, and what the forward kernel gives of it where that is not what is looked at."""
+
+    inputs: list[Tensor | None]
+    expected: list[Tensor]
+    result: Emulated | None
+
+
+@functools.cache
+def _sample(kind: str, arch: str, dtype: torch.dtype, dim: int, rows: int, keys: int) -> _Sample:
+    generator = torch.Generator().manual_seed(dim)
+    query, key, value = (torch.randn((1, 1, n, dim), generator=generator) for n in (rows, keys, keys))
+    key *= torch.linspace(0.1, 4, keys)[:, None]
+    inputs: list[Tensor | None] = [*(t.to(dtype) for t in (query, key, value)), None]
+    leaves = [t.double().requires_grad_() for t in inputs[:3] if t is not None]
+    out = reference_sdpa(*leaves)[0]
+    if kind == "forward":
+        return _Sample(inputs, [out.detach()], None)
+    expected = gradients(out, leaves, _weights(out.detach().to(dtype)).double())
+    return _Sample(inputs, expected[:1] if kind == "grad_query" else expected[1:], forward(inputs, {}, arch=arch))
+
+
+_OTHER = {"grad_query": "grad_key_value", "grad_key_value": "grad_query"}
+
+
+def _worst(kind: str, arch: str, dtype: torch.dtype, text: LeftOut | None) -> float:
     """The largest error of the calls, as a share of the largest element; infinite for a deadlock
     or a NaN; one that leaves no doubt ends them. ``text``: in place of the source of this kind."""
-    worst = 0.0
-    for dim, rows, keys in _SENSITIVE[kind, dtype]:
-        generator = torch.Generator().manual_seed(dim)
-        query, key, value = (torch.randn((1, 1, n, dim), generator=generator) for n in (rows, keys, keys))
-        key *= torch.linspace(0.1, 4, keys)[:, None]
-        inputs: list[Tensor | None] = [*(t.to(dtype) for t in (query, key, value)), None]
-        leaves = [t.double().requires_grad_() for t in inputs[:3] if t is not None]
-        out = reference_sdpa(*leaves)[0]
-        expected = [out.detach()]
-        if kind != "forward":
-            expected = gradients(out, leaves, _weights(out.detach().to(dtype)).double())
+    mutated, worst = None if text is None else {kind: text}, 0.0
+    for sizes in _SENSITIVE[kind, dtype]:
+        inputs, expected, result = _sample(kind, arch, dtype, *sizes)
         try:
-            result = forward(inputs, {}, arch=arch, mutated={kind: text} if text and kind == "forward" else None)
-            actual = _answers(kind, result, text)
+            if result is None:
+                actual = [forward(inputs, {}, arch=arch, mutated=mutated).out]
+            else:
+                actual = backward(result, _weights(result.out), mutated=mutated, without=_OTHER[kind])
+                actual = actual[:1] if kind == "grad_query" else actual[1:]
         except Deadlock:
             return float("inf")
-        errors = torch.stack([(a - e).abs().max() / e.abs().max() for a, e in zip(actual, expected)])
+        errors = torch.stack([(a - e).abs().max() / e.abs().max() for a, e in zip(actual, expected, strict=True)])
         worst = max(worst, errors.nan_to_num(nan=torch.inf).max().item())
         if worst > WRONG:
             break
@@ -232,11 +246,10 @@ def test_a_kernel_without_any_one_barrier_is_wrong(kind: str, arch: str, dtype: 
     text = source(kind)
     assert wave_size(arch) == (64 if arch == "gfx906" else 32)
     assert _worst(kind, arch, dtype, None) < (1e-3 if dtype == FLOAT32 else 5e-3)
-    for found in _BARRIER.finditer(text):
-        line = text[: text.index("\n", found.start())].rsplit("\n", 1)[-1]
+    for mutant, line in each_left_out(text, _BARRIER.finditer(text)):
         if _UNSEEN not in line:
             # __syncwarp stands where float32 sums move only.
-            is_there = dtype == FLOAT32 or "warp" not in found[0]
-            worst = _worst(kind, arch, dtype, text[: found.start()] + ";" + text[found.end() :])
-            print(f"{kind} {arch} {dtype}: {worst:.1e} without: {line.strip()}")
+            is_there = dtype == FLOAT32 or "__syncwarp" not in line
+            worst = _worst(kind, arch, dtype, mutant)
+            print(f"{kind} {arch} {dtype}: {worst:.1e} without: {line}")
             assert (worst > WRONG) == is_there, line

@@ -327,7 +327,7 @@ def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same
     unet = tiny.tiny_unet()
     stock = run_unet(unet)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        results = [pool.submit(run_unet, unet) for _ in range(20)]
+        results = [pool.submit(run_unet, unet) for _ in range(6)]
         while not all(result.done() for result in results):
             patch_pipeline(unet).remove()
     for result in results:

@@ -95,9 +95,14 @@ def backward(
     grad_lse: Tensor | None = None,
     *,
     run: Callable[..., int] = emulate,
+    without: str = "",
     **how: Any,
 ) -> list[Tensor]:
-    """Gradients of query, key and value by the backward kernels, in the shapes of the inputs."""
+    """Gradients of query, key and value by the backward kernels, in the shapes of the inputs.
+
+    Args:
+        without: part of the names of kernels that are not launched, whose results stay NaN.
+    """
     call = result.call
     heads = () if call.query.dim() == 2 else (call.num_heads,)
     kv_heads = () if call.query.dim() == 2 else (call.num_kv_heads,)
@@ -107,5 +112,6 @@ def backward(
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
-    run(backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads), **how)
+    launches = backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads)
+    run([launch for launch in launches if not without or without not in launch.function], **how)
     return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]

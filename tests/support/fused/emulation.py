@@ -6,12 +6,13 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.fused.compilation import Compilation
@@ -21,6 +22,9 @@ from pascal_attn_core.fused.source import source
 HERE = Path(__file__).parent / "emulator"
 BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"
 GXX = shutil.which("g++")
+_CPU = Path("/proc/cpuinfo")
+# Else each conversion of a half is a call into a library.
+_HALVES = ("-mf16c",) if _CPU.exists() and " f16c " in _CPU.read_text() else ()
 ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
 # A small card, so that small calls are split as large ones are.
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
@@ -66,6 +70,26 @@ class Deadlock(RuntimeError):
     """Threads of a block wait at different barriers."""
 
 
+class LeftOut(NamedTuple):
+    """A kernel's source without one of its statements: see :func:`each_left_out`."""
+
+    text: str
+    place: int
+
+
+def each_left_out(text: str, statements: Iterable[re.Match[str]]) -> Iterator[tuple[LeftOut, str]]:
+    """A source without one of the statements that were found, one after the other, and the line where it stands. All
+    are one text, in which numbers name the statements, so that it is compiled once."""
+    found, pieces, end = list(statements), [], 0
+    for place, match in enumerate(found):
+        pieces += [text[end : match.start()], f"EMU_PLACE({place}, {match[0]})"]
+        end = match.end()
+    numbered = "".join([*pieces, text[end:]])
+    for place, match in enumerate(found):
+        line = text[text.rfind("\n", 0, match.start()) + 1 : text.index("\n", match.start())]
+        yield LeftOut(numbered, place), line.strip()
+
+
 @functools.cache
 def build(variant: Compilation, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The variant as a shared library; ``text`` in place of its own source, for mutations."""
@@ -84,6 +108,7 @@ def build_text(
     """
     named = " ".join(f"X({name},{params})" for name, params in kernels.items())
     defined = [f"-D{name}={value}" for name, value in (macros or {}).items()]
+    flags = (*_HALVES, *flags)
     harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "warp_on_cpu.h", "launch.cpp"))
     key = hashlib.sha256("\0".join([text, named, harness, *defined, *flags]).encode()).hexdigest()[:24]
     library = BUILD / f"{key}.so"
@@ -144,7 +169,7 @@ def blocks_and_passes(library: ctypes.CDLL) -> tuple[int, int]:
 def emulate(
     launches: Iterable[Launch],
     seed: int = 1,
-    mutated: dict[str, str] | None = None,
+    mutated: Mapping[str, str | LeftOut] | None = None,
     flags: tuple[str, ...] = (),
 ) -> int:
     """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
@@ -157,7 +182,11 @@ def emulate(
     """
     barriers = 0
     for launch in launches:
-        library = build(launch.variant, (mutated or {}).get(launch.variant.kind), flags)
+        text, place = (mutated or {}).get(launch.variant.kind), -1
+        if isinstance(text, LeftOut):
+            text, place = text
+        library = build(launch.variant, text, flags)
+        library.leave_out(place)
         together = 12 if launch.variant.is_even else 1
         barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed, together)
     return barriers

@@ -185,6 +185,15 @@ def test_the_opposite_times_give_the_opposite_choice(tmp_path: Path) -> None:
             torch.testing.assert_close(result.out, clock.results[0], atol=1e-5, rtol=1e-4)
 
 
+def test_another_tile_shape_is_taken_only_where_it_is_clearly_faster(tmp_path: Path) -> None:
+    for place, others, basis, ratio in (("a", (0.91, 0.95), LARGE, 0.5), ("b", (0.95, 0.8), cpu_bases(CPU)[2], 0.4)):
+        with machine(tmp_path / place, Clock(2.0, 1.0, *others)) as timings:
+            _ask()
+            (found,) = timings.known.values()
+        assert found is not None
+        assert (found.basis, found.ratio) == (basis, ratio)
+
+
 def test_other_processors_threads_and_tiles_are_timed_anew(tmp_path: Path) -> None:
     clock = Clock(2.0, 1.0, 1.0, 1.0)
     others = [CPU, CPU, replace(CPU, name="another"), replace(CPU, core_l2_bytes=1 << 21)]

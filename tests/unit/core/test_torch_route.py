@@ -182,6 +182,33 @@ def test_a_bool_mask_is_copied_some_queries_at_a_time(received, shape: tuple[int
     assert max(call["query"].shape[2] for call in received) <= max(form.q_step, 200 * (1 << 16) // (mask.numel() * 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "columns first", "repeated", "any byte but 0 is true"])
+def test_a_bool_mask_gives_the_bits_that_it_gives_torch(received, dtype: torch.dtype, layout: str) -> None:
+    query, key, value = (torch.randn(2, 3, n, 16).to(dtype) for n in (37, 50, 50))
+    mask = torch.rand(2, 3, 37, 50) < 0.5
+    mask[0, 0, 3] = False  # nobody may be looked at
+    if layout == "columns first":
+        mask = mask.mT.contiguous().mT
+    elif layout == "repeated":
+        mask = mask[:1, :1, :, :1].expand(2, 3, 37, 50)
+    elif layout != "contiguous":
+        mask = (mask * torch.randint(1, 256, mask.shape)).to(torch.uint8).view(torch.bool)
+    out = sdpa(query, key, value, mask, config=AttentionConfig(route="torch", math_limit_mib=64))
+    numbers = received[-1]["mask"]
+    assert numbers.dtype == dtype
+    assert set(numbers.unique().tolist()) == {0.0, -float("inf")}
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert torch.equal(out, expected)
+
+
+def test_a_bool_mask_that_repeats_is_copied_without_what_it_repeats() -> None:
+    query = torch.randn(2, 8, 512, 32)
+    mask = (torch.rand(1, 1, 512, 512) < 0.9).expand(2, 8, 512, 512)
+    measured = measure(sdpa, query, query, query, mask, config=AttentionConfig(route="torch"))
+    assert measured.extra_bytes < 2 * mask[0, 0].numel() * 4
+
+
 def test_a_bool_mask_with_gradients_is_not_kept_densely() -> None:
     query, key, value = (torch.randn(1, 1, 300, 8, requires_grad=True) for _ in range(3))
     reasons = find_form(check_call(query, key, value, torch.ones(300, 300, dtype=torch.bool)), 1 << 16)

@@ -212,7 +212,7 @@ _ROUNDS = """
 
 def _rounds(fence: str) -> list[Tensor]:
     outs = []
-    for seed in range(1, 4):
+    for seed in range(1, 13):
         outs.append(torch.zeros(4 * WARP))
         _run(_ROUNDS.replace("FENCE", fence), outs[-1], outs[-1], outs[-1], threads=4 * WARP, seed=seed)
     return outs
@@ -223,7 +223,7 @@ _RIGHT = torch.full((4 * WARP,), 8.0 * 9 * sum(range(40)))
 
 def test_a_missing_barrier_shows_where_warps_meet_at_every_product() -> None:
     assert all(torch.equal(out, _RIGHT) for out in _rounds("__syncthreads();"))
-    assert not any(torch.equal(out, _RIGHT) for out in _rounds("__syncwarp();"))
+    assert sum(torch.equal(out, _RIGHT) for out in _rounds("__syncwarp();")) <= 5  # it may go well by chance
 
 
 _COUNTERS = """

@@ -1,6 +1,6 @@
 // Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread, the next one drawn at random wherever a thread waits;
 // one block after the other, or several that take turns (launch.cpp). What a GPU would not tell:
-//   a barrier that not all threads reach            -> run_block returns false (nobody can move)
+//   a barrier that not all threads reach            -> DEADLOCK (nobody can move)
 //   shared memory that is read before it is written -> NaN: it is poisoned before every block
 //   a missing barrier                               -> other numbers: the order of the threads is random, and warps drawn
 //                                                      at random run ahead of the others
@@ -11,13 +11,14 @@
 #define PA_WAVE 32
 #endif
 #undef _FORTIFY_SOURCE  // it holds a jump to another stack for an error
-#include <csetjmp>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+// Hundreds of kernels are compiled: the headers of C alone take a fifth less time.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS 1
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -40,6 +41,22 @@ __attribute__((used)) __shared__ char emu_a_kernel_may_have_none[128];
 
 namespace emu {
 constexpr size_t STACK = 64 << 10;
+// Zeros, or copies of one item; what it held is lost. It lives as long as the library.
+template <class X>
+struct Array {
+    X* items = nullptr;
+    size_t count = 0, room = 0;
+    X& operator[](size_t i) { return items[i]; }
+    void assign(size_t wanted, X item = X()) {
+        if (wanted > room) {
+            free(items);
+            items = (X*)malloc(wanted * sizeof(X));
+            room = wanted;
+        }
+        count = wanted;
+        for (size_t i = 0; i < wanted; ++i) items[i] = item;
+    }
+};
 // What a waiting thread watches: a number in memory that must no longer be `seen`, or that must have reached it.
 struct Watch {
     const volatile uint32_t* number = nullptr;
@@ -64,13 +81,14 @@ struct Hand {           // of a lane in a meeting of its warp, see warp_on_cpu.h
 struct State {
     ucontext_t main;
     jmp_buf main_place;
-    std::vector<Fiber> fibers;
-    std::vector<char> stacks;
-    std::vector<Group> warps, waves;
-    std::vector<uint32_t> votes;     // [generation & 1][wave]
-    std::vector<uint32_t> exchange;  // [generation & 1][thread]
+    Array<Fiber> fibers;
+    Array<unsigned> ready;  // threads that can run
+    char* stacks = nullptr;
+    Array<Group> warps, waves;
+    Array<uint32_t> votes;     // [generation & 1][wave]
+    Array<uint32_t> exchange;  // [generation & 1][thread]
     Group block;
-    std::vector<Hand> hands[2];
+    Array<Hand> hands[2];
     unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0}, turns = 0;
     uint64_t running = ~0ull;  // the warps that may run now
     void (*body)(void*) = nullptr;
@@ -132,7 +150,7 @@ static inline int block_or(int value) {
 // The value of another lane of this thread's warp.
 static inline uint32_t exchange(uint32_t value, unsigned lane) {
     const unsigned thread = state.current, warp = thread / 32;
-    uint32_t* slot = state.exchange.data() + (state.warps[warp].generation & 1) * state.threads;
+    uint32_t* slot = state.exchange.items + (state.warps[warp].generation & 1) * state.threads;
     slot[thread] = value;
     meet(state.warps[warp], 32);
     return slot[warp * 32 + lane];
@@ -142,7 +160,7 @@ static inline uint32_t exchange(uint32_t value, unsigned lane) {
 static inline bool any_lane(bool value) {
     const unsigned wave = state.current / PA_WAVE;
     Group& group = state.waves[wave];
-    uint32_t& any = state.votes[(group.generation & 1) * state.waves.size() + wave];
+    uint32_t& any = state.votes[(group.generation & 1) * state.waves.count + wave];
     if (!group.waiting) any = 0;
     any |= value;
     meet(group, PA_WAVE);
@@ -167,14 +185,15 @@ static inline uint64_t draw() {
 
 static void start(unsigned threads) {
     state.threads = state.alive = threads;
-    if (threads > state.fibers.size()) {
+    if (threads > state.fibers.count) {
         state.fibers.assign(threads, Fiber());
-        state.stacks.resize(STACK * threads);
+        free(state.stacks);
+        state.stacks = (char*)malloc(STACK * threads);  // memory that nobody touches is none
     }
     state.warps.assign(threads / 32, Group());
     state.waves.assign(threads / PA_WAVE, Group());
-    state.votes.assign(2 * state.waves.size(), 0);
-    state.exchange.resize(2 * threads);
+    state.votes.assign(2 * state.waves.count, 0);
+    if (2 * threads > state.exchange.count) state.exchange.assign(2 * threads);
     state.block = Group();
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& fiber = state.fibers[i];
@@ -184,7 +203,7 @@ static void start(unsigned threads) {
         if (waits_for_work) continue;
         fiber.started = false;  // at first, and after a deadlock
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = state.stacks.data() + STACK * i;
+        fiber.context.uc_stack.ss_sp = state.stacks + STACK * i;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, (void (*)())entry, 0);
@@ -209,6 +228,7 @@ static void begin_block(unsigned threads, void (*body)(void*), void* argument) {
     state.running = ~0ull;
     state.turns = 0;
     start(threads);
+    state.ready.assign(threads);
 }
 
 // AHEAD: the warps that ran wait for the others. DEADLOCK: the threads wait for each other at different barriers, or some
@@ -217,22 +237,24 @@ enum Progress { GOES_ON, AHEAD, DONE, DEADLOCK };
 
 // Lets the threads of this block run for so many rounds. is_shared: other blocks take turns with it.
 static Progress run_rounds(uint64_t rounds, bool is_shared) {
-    std::vector<unsigned> ready;
+    unsigned* const ready = state.ready.items;
     for (; rounds > 0 && state.alive; --rounds) {
-        ready.clear();
+        unsigned count = 0;
         for (unsigned thread = 0; thread < state.threads; ++thread)
-            if (state.running >> (thread / PA_WAVE) & 1 && state.fibers[thread].can_run()) ready.push_back(thread);
-        if (ready.empty()) {
+            if (state.running >> (thread / PA_WAVE) & 1 && state.fibers[thread].can_run()) ready[count++] = thread;
+        if (!count) {
             if (state.running == ~0ull) return DEADLOCK;
             state.running = ~0ull;
             state.turns = 0;
             if (is_shared) return AHEAD;
             continue;
         }
-        for (size_t i = ready.size() - 1; i > 0; --i) std::swap(ready[i], ready[draw() % (i + 1)]);
-        for (unsigned thread : ready) {
-            state.current = thread;
-            resume(state.fibers[thread]);
+        // In random order: of the rest, one at a time.
+        for (; count > 0; --count) {
+            unsigned& drawn = ready[(draw() >> 32) * count >> 32];
+            state.current = drawn;
+            drawn = ready[count - 1];
+            resume(state.fibers[state.current]);
         }
         if (state.turns-- == 0) {
             state.running = draw_warps(state.threads / PA_WAVE);

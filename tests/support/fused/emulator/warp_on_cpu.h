@@ -11,15 +11,18 @@
 namespace emu {
 static uint64_t blocks_read = 0, passes_needed = 0;  // by ldmatrix: 8 x 8 blocks, and passes of shared memory for them
 
-// The hands of this thread's warp in one meeting. `last` runs once all are laid down and before any lane goes on.
-template <class Last>
-static inline const Hand* meet_with(const Hand& mine, Last last) {
+// The hands of this thread's warp in one meeting: `lay` fills this thread's, `last` runs once all are laid down and before
+// any lane goes on.
+template <class Lay, class Last>
+static inline const Hand* meet_with(Lay lay, Last last) {
     const unsigned thread = state.current, first = thread / 32 * 32, slot = state.warps[thread / 32].generation & 1;
-    if (state.hands[slot].size() < state.threads) state.hands[slot].resize(state.threads);
-    state.hands[slot][thread] = mine;
-    if (state.warps[thread / 32].waiting == 31) last(state.hands[slot].data() + first);
+    Array<Hand>& hands = state.hands[slot];
+    if (hands.count < state.threads) hands.assign(state.threads);
+    Hand* const of_warp = hands.items + first;
+    lay(hands[thread]);
+    if (state.warps[thread / 32].waiting == 31) last(of_warp);
     meet(state.warps[thread / 32], 32);
-    return state.hands[slot].data() + first;
+    return of_warp;
 }
 
 static inline float half_of(const uint32_t* words, int i) {
@@ -47,9 +50,7 @@ static inline unsigned passes_of(const Hand* eight) {
 }  // namespace emu
 
 static inline unsigned __ballot_sync(unsigned, int vote) {
-    emu::Hand mine = {};
-    mine.word[0] = vote != 0;
-    const emu::Hand* all = emu::meet_with(mine, [](emu::Hand* hand) {
+    const emu::Hand* all = emu::meet_with([=](emu::Hand& mine) { mine.word[0] = vote != 0; }, [](emu::Hand* hand) {
         uint32_t votes = 0;
         for (int lane = 0; lane < 32; ++lane) votes |= hand[lane].word[0] << lane;
         hand[0].word[1] = votes;
@@ -70,9 +71,7 @@ static inline uint32_t emu_shared_address(const void* p) { return (uint32_t)((co
 // 2 (l % 4) and the next; with TRANSPOSED the same of the transposed block.
 template <int BLOCKS, bool TRANSPOSED>
 static inline void emu_ldmatrix(uint32_t (&r)[BLOCKS], uint32_t address) {
-    emu::Hand mine = {};
-    mine.word[0] = address;
-    const emu::Hand* all = emu::meet_with(mine, [](emu::Hand* hand) {
+    const emu::Hand* all = emu::meet_with([=](emu::Hand& mine) { mine.word[0] = address; }, [](emu::Hand* hand) {
         for (int lane = 0; lane < 8 * BLOCKS; ++lane) {
             const uint32_t at = hand[lane].word[0];
             if (at % 16 || at + 16 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
@@ -98,9 +97,7 @@ static inline int4 emu_load_16(uint32_t address) {
     if (address % 16 || address + 16 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
     int4 found;
     memcpy(&found, __start_shared_memory + address, sizeof found);
-    emu::Hand mine = {};
-    mine.word[0] = address;
-    emu::meet_with(mine, [](emu::Hand* hand) {
+    emu::meet_with([=](emu::Hand& mine) { mine.word[0] = address; }, [](emu::Hand* hand) {
         for (int b = 0; b < 4; ++b) emu::passes_needed += emu::passes_of(hand + b * 8);
         emu::blocks_read += 4;
     });
@@ -115,12 +112,13 @@ static inline uint2 emu_load_8(uint32_t address) {
 
 // c += a b: 16 x 8 by 8 x 8.
 static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
-    emu::Hand mine = {};
-    mine.word[0] = a[0];
-    mine.word[1] = a[1];
-    mine.word[2] = b;
-    for (int i = 0; i < 4; ++i) mine.sum[i] = c[i];
-    const emu::Hand* all = emu::meet_with(mine, [](emu::Hand* hand) {
+    const auto lay = [&](emu::Hand& mine) {
+        mine.word[0] = a[0];
+        mine.word[1] = a[1];
+        mine.word[2] = b;
+        memcpy(mine.sum, c, sizeof c);
+    };
+    const emu::Hand* all = emu::meet_with(lay, [](emu::Hand* hand) {
         float A[16][8], B[8][8];  // B[column][k]
         for (int lane = 0; lane < 32; ++lane) {
             for (int i = 0; i < 4; ++i) A[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = emu::half_of(hand[lane].word, i);
@@ -142,9 +140,12 @@ static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32
 // eight, lane number i holds row i of A by rows, or column i % 4, rows 4 (i / 4) ... + 3, by columns; B alike, transposed.
 template <bool A_BY_ROWS, bool B_BY_ROWS>
 static inline void emu_mma_m8n8k4(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
-    emu::Hand mine = {{a0, a1, b0, b1}, {}, {}};
-    memcpy(mine.sum, c, sizeof c);
-    const emu::Hand* all = emu::meet_with(mine, [](emu::Hand* hand) {
+    const auto lay = [&](emu::Hand& mine) {
+        const uint32_t words[4] = {a0, a1, b0, b1};
+        memcpy(mine.word, words, sizeof words);
+        memcpy(mine.sum, c, sizeof c);
+    };
+    const emu::Hand* all = emu::meet_with(lay, [](emu::Hand* hand) {
         float A[4][8][4], B[4][8][4];  // [quad pair][row of A, column of B][k]
         for (int lane = 0; lane < 32; ++lane) {
             const int pair = lane % 16 / 4, first = lane / 16 * 4, number = first + lane % 4;
