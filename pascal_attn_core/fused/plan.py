@@ -387,7 +387,7 @@ def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_
     number = units * tiles.number * splits
     each = -(-number // num_sms)
     keys: float
-    if tiles.in_order is None:  # tiles of one size come in whole rounds
+    if tiles.in_order is None or tiles.keys == tiles.number * tiles.longest:  # those of one size come in whole rounds
         keys = each * -(-tiles.longest // splits)
     elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
         costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))

@@ -66,7 +66,7 @@ SIZES: list[tuple[int, int, int, int, int, int, str, dict[str, Any]]] = [
     (3, 40, 48, 4, 140, 300, "none", {}),
     (5, 96, 96, 4, 140, 300, "bool nothing allowed", {}),
     (5, 80, 80, 4, 140, 300, "bool [B, H, L, S]", {}),
-    (3, 32, 32, 4, 140, 300, "none", {}),
+    (5, 32, 32, 4, 140, 300, "none", {}),
 ]
 
 
