@@ -32,8 +32,9 @@ class PascalAttentionPatch:
     DESCRIPTION = (
         "Computes the model's attention exactly, without ever storing the whole score matrix: on GTX 9xx/10xx, P40, "
         "P100, V100, Vega, MI50 and RX 5000/6000 cards it saves memory where ComfyUI or PyTorch would fall back to a "
-        "method that does. It picks the fastest route for each call and says which and why. Works with images and "
-        "video, UNets and transformers, LoRAs and other attention patches. Bypassed, the model is exactly what it was."
+        "method that does. It picks the fastest route for each call and reports which one and why. Works with images "
+        "and video, UNets and transformers, LoRAs and other attention patches. When bypassed, the model is exactly the "
+        "original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -50,30 +51,35 @@ class PascalAttentionPatch:
         "black image",
     )
     RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model with its attention patched. Give it to the sampler.",)
+    OUTPUT_TOOLTIPS = ("The model with its attention patched. Connect it to the sampler.",)
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        tile = "Keys per tile of the tiled route. 0 = from the card's L2 cache. Takes the link from Pascal Tile Size."
+        tile = (
+            "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile "
+            "Size."
+        )
         keys = (
-            "Calls with fewer keys are left to ComfyUI, which is quick at them, unless their score matrix would be "
-            "larger than the memory budget. 0 = take every call."
+            "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
+            "exceed the memory budget. 0 = take every call."
         )
         coverage = (
-            "auto, whole model: every attention call, those that ComfyUI announces to patches and those that some "
-            "models make past it. attention override: only the announced ones, to compare."
+            "auto, whole model: every attention call, both the calls that ComfyUI offers to patches and those that "
+            "some models make without it. attention override: only the calls that ComfyUI offers to patches, for "
+            "comparison."
         )
         earlier = (
-            "If another node has patched attention before this one. auto: a patch that only computes attention (Sage, "
-            "flash, ComfyUI's backend node) is replaced, and gets the calls that this node does not take; one that may "
-            "change the result (sparse attention, masks, maps) runs first, and this node gets the calls it passes on."
+            "What to do if another node has patched attention before this one. auto: a patch that only computes "
+            "attention (Sage, flash, ComfyUI's backend node) is replaced, and receives the calls that this node does "
+            "not take; a patch that may change the result (sparse attention, masks, maps) runs first, and this node "
+            "receives the calls it passes on."
         )
         more = inputs.ADVANCED
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
+                "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "route": inputs.route(),
                 "budget_mib": inputs.budget_mib(),
                 "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
@@ -174,7 +180,7 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
     current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
     run = engine.run
     if run.count() == 0 and engine.is_compiled:
-        run.note("compiled by torch.compile: attention runs inside its graph, where calls are not counted")
+        run.note("compiled by torch.compile: attention runs inside the compiled graph, where calls are not counted")
     elif run.count() == 0 and not engine.failure:
         engine.warn(f"no attention call reached the patch: {_why_none(engine, current, run.came_before)}")
     if before is not None and run.count():
@@ -187,12 +193,12 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
 def _beside(name: str, behind: bool, run: Any) -> str:
     if behind:
         return (
-            f"{name}, set before this patch, may change the result and runs first: {run.came_before:,} calls came "
-            f"to it, {run.count():,} of them or of others reached this patch ('earlier_patch' changes that)"
+            f"{name}, set before this patch, may change the result and runs first: it received {run.came_before:,} "
+            f"calls; {run.count():,} calls reached this patch ('earlier_patch' changes the order)"
         )
     return (
-        f"{name}, set before this patch, only computes attention and is replaced: this patch takes "
-        f"{run.count('taken'):,} calls, and the other gets {run.count(PASSED):,} ('earlier_patch' changes that)"
+        f"{name}, set before this patch, only computes attention and is replaced: this patch took "
+        f"{run.count('taken'):,} calls, the other {run.count(PASSED):,} ('earlier_patch' changes the order)"
     )
 
 
@@ -204,10 +210,10 @@ def _why_none(engine: Engine, current: Any, came_before: int) -> str:
     previous = previous_of(current)
     if came_before:
         return (
-            f"{name_of(previous)}, set before it, computes all {came_before:,} calls itself; set 'earlier_patch' to "
+            f"{name_of(previous)}, set before it, computed all {came_before:,} calls itself; set 'earlier_patch' to "
             f"'{REPLACE}' if that patch does not change the result"
         )
-    return f"this model announces no attention call to patches; try coverage '{AUTO}'"
+    return f"this model does not offer its attention calls to patches; try coverage '{AUTO}'"
 
 
 def name_of_model(model: nn.Module) -> str:

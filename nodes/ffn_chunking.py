@@ -21,20 +21,20 @@ class PascalFFNChunking:
     """MODEL -> MODEL: the feed-forward layers over a part of the tokens at a time."""
 
     DESCRIPTION = (
-        "Runs the model's feed-forward layers over a part of the tokens at a time, so that their wide tensors (four "
-        "times as wide as the picture's tokens, and more) never exist at once. The result is the same: each layer is "
-        "proven to treat every token on its own before it is chunked, and runs whole otherwise. For out-of-memory "
-        "errors while sampling large pictures and long videos. Works with LoRAs; the model's weights and names stay "
-        "as they are. Bypassed, the model is exactly what it was."
+        "Runs the model's feed-forward layers on a chunk of the tokens at a time, so that their wide intermediate "
+        "tensors (at least four times as wide as the tokens) never exist for all tokens at once. The result is the "
+        "same: a layer is chunked only after it has been proven to treat every token independently, and otherwise runs "
+        "unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; the "
+        "model's weights and their names stay as they are. When bypassed, the model is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("chunk feed forward", "ffn", "mlp", "out of memory", "low vram", "video", "wan", "flux", "pascal")
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = (
-        "The model with its feed-forward layers chunked. Give it to the sampler.",
-        "Which layers will be chunked, which are refused and why, and which cannot be. What a run did is written on "
-        "the node, in the log and in Pascal Attention Report.",
+        "The model with its feed-forward layers chunked. Connect it to the sampler.",
+        "Which layers will be chunked, which are refused and why, and which cannot be. What a run did is shown on the "
+        "node, in the log and in Pascal Attention Report.",
     )
     FUNCTION = "patch"
 
@@ -42,18 +42,18 @@ class PascalFFNChunking:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         budget = (
-            "Largest extra memory of one feed-forward call in MiB, besides its input and output. The fewest chunks "
-            f"that keep it are used; a call that fits runs whole. 0 = a {_SHARE}nd of the card's memory, from "
-            f"{_LEAST_MIB} to {_MOST_MIB} MiB."
+            "Largest extra memory of one feed-forward call in MiB, besides its input and output. The smallest number "
+            f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{_SHARE} of the "
+            f"card's memory, clamped to {_LEAST_MIB}-{_MOST_MIB} MiB."
         )
         tokens = (
-            "Calls with fewer tokens run whole. A picture of 1024 x 1024 has 4096 tokens in most models. Each chunk "
-            "reads the layer's weights once more, which takes time when they are offloaded."
+            "Calls with fewer tokens run unchunked. A 1024 x 1024 image has 4096 tokens in most models. Each chunk "
+            "reads the layer's weights again, which takes time when they are offloaded."
         )
         more = inputs.ADVANCED
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
+                "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget, **more}),
                 "min_tokens": (
                     "INT",
@@ -87,8 +87,8 @@ def inside_blocks(model: nn.Module) -> str:
         return ""
     names = ", ".join(sorted(set(kinds)))
     return (
-        f"{len(kinds)} blocks ({names}) compute their feed-forward layers in the middle of their own forward: "
-        "there is no module to chunk"
+        f"{len(kinds)} blocks ({names}) compute their feed-forward layers inside their own forward: there is no module "
+        "to chunk"
     )
 
 

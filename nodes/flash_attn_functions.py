@@ -27,28 +27,28 @@ class PascalFlashAttnFunctions:
 
     DESCRIPTION = (
         "For node packs that fail with 'No module named flash_attn' or 'FlashAttention only supports Ampere GPUs or "
-        "newer': while this is on, 'import flash_attn' finds exact functions of this pack that work on any card, with "
-        "float32 too. Put it before the nodes of that pack. Packs that import it while ComfyUI starts need "
-        "PASCAL_ATTN_FLASH=1 in the environment instead. A flash_attn that is installed is left alone."
+        "newer': while this is on, 'import flash_attn' gives them exact functions of this pack that work on any card, "
+        "and in float32 too. Put it before the nodes of that pack. Packs that import flash_attn while ComfyUI starts "
+        "need PASCAL_ATTN_FLASH=1 in the environment instead. By default, an installed flash_attn is left alone."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("flash attention", "flash_attn", "ampere", "no module named", "import error", "pascal", "turing")
     RETURN_TYPES = (ANY,)
     RETURN_NAMES = ("value",)
-    OUTPUT_TOOLTIPS = ("What came in, unchanged.",)
+    OUTPUT_TOOLTIPS = ("The input, unchanged.",)
     FUNCTION = "switch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         enabled = (
-            "On: for all of ComfyUI, until a run with this off, or the end of ComfyUI. What a pack has imported "
-            "meanwhile, it keeps."
+            "On: installed for the whole ComfyUI process, until a run with this off or until ComfyUI exits. Packs keep "
+            "whatever they have already imported."
         )
-        replace = "Take the place of a flash_attn that is installed, such as one that does not know your card."
+        replace = "Replace an installed flash_attn, such as one that does not support your card."
         return {
             "required": {
-                "value": (ANY, {"tooltip": "Anything that the other pack's nodes wait for: a model, a latent."}),
+                "value": (ANY, {"tooltip": "Anything the other pack's nodes depend on: a model, a latent."}),
                 "enabled": ("BOOLEAN", {"default": True, "tooltip": enabled}),
             },
             "optional": {"replace": ("BOOLEAN", {"default": False, "tooltip": replace, **inputs.ADVANCED})},
@@ -84,7 +84,7 @@ def _install(replace: bool) -> str:
                 _installed.append(stand_in.install_as_flash_attn(replace=replace, around=_counted))
             except RuntimeError as error:
                 return f"flash_attn functions: nothing was changed: {str(error).partition(';')[0]}"
-        return "flash_attn functions: 'import flash_attn' finds those of this pack"
+        return "flash_attn functions: 'import flash_attn' now uses this pack's functions"
 
 
 def _remove() -> str:
@@ -92,7 +92,7 @@ def _remove() -> str:
         if not _installed:
             return "flash_attn functions: off"
         _installed.pop().remove()
-    return "flash_attn functions: off; what packs have imported meanwhile, they keep"
+    return "flash_attn functions: off; packs keep whatever they have already imported"
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,20 +14,20 @@ class PascalInt8Linear:
     """MODEL -> MODEL: the linear layers of the diffusion model in 8-bit integers."""
 
     DESCRIPTION = (
-        "Not exact: typical relative error per layer about 1 %, measured on your model in the report. Runs the linear "
-        "layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later cards multiply up to four times "
-        "as fast as float32; the int8 weights are a quarter to a half of the float ones. Each layer is measured with "
-        "its first inputs and stays as it is where its error is too large. LoRAs stay in float. Bypassed, the model "
-        "is exactly what it was."
+        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
+        "your model. Runs the linear layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later "
+        "cards multiply up to four times as fast as float32; the int8 weights are a quarter to a half of the float "
+        "ones. Each layer is measured on its first inputs and stays in float if its error is too large. LoRAs stay in "
+        "float. When bypassed, the model is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("int8", "quantize", "quantization", "dp4a", "speed", "faster", "low vram", "w8a8", "pascal")
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = (
-        "The model with its linear layers in 8 bits. Give it to the sampler.",
-        "Which layers will run in 8 bits, which are left and why. What a run did, with each layer's error, time and "
-        "memory, is in Pascal Attention Report.",
+        "The model with its linear layers in 8 bits. Connect it to the sampler.",
+        "Which layers will run in 8 bits, and which stay in float and why. What a run did, with each layer's error, "
+        "time and memory, is in Pascal Attention Report.",
     )
     FUNCTION = "patch"
 
@@ -35,27 +35,28 @@ class PascalInt8Linear:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         limit = (
-            "Largest relative error of a layer's result, on its own inputs. A layer above it stays in float. Typical "
-            "are 0.01 to 0.02."
+            "Largest relative error allowed in a layer's output, measured on its own inputs. A layer above it stays in "
+            "float. Typical errors are 0.01 to 0.02."
         )
         include = (
             "Only these layers, separated by commas: names of blocks or layers (double_blocks.3, img_mlp), or shell "
             "patterns for whole names (*.ff.*). Empty = the layers of the repeated blocks, without embeddings, norms "
             "and modulation."
         )
-        exclude = "Never these layers; likewise. Empty = none."
+        exclude = "Layers that stay in float, given in the same way. Empty = none."
         weights = (
-            "What becomes of the float weights while the model is loaded. host: they move to main memory, and the card "
-            "has room for more. keep: they stay on the card; loading is quicker."
+            "Where the float weights are kept while the model is loaded. host: they move to system memory, which frees "
+            "memory on the card. keep: they stay on the card; loading is faster."
         )
         files = (
-            "Files whose layers are in int8 already. auto: on NVIDIA cards below compute capability 7.5, where ComfyUI "
-            "has no kernel for them, this package computes them. always: on every device. off: ComfyUI does."
+            "For files whose layers are already in int8. auto: this package computes them on NVIDIA cards below "
+            "compute capability 7.5, where ComfyUI has no kernel for them. always: this package computes them on every "
+            "device. off: ComfyUI computes them."
         )
         more = inputs.ADVANCED
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model to patch; the model itself is not changed, a clone is."}),
+                "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "max_error": ("FLOAT", {"default": 0.05, "min": 0.0, "max": 1.0, "step": 0.001, "tooltip": limit}),
                 "include": ("STRING", {"default": "", "tooltip": include, **more}),
                 "exclude": ("STRING", {"default": "", "tooltip": exclude, **more}),

@@ -29,10 +29,10 @@ class PascalMemoryEstimate:
     that would fit."""
 
     DESCRIPTION = (
-        "Before the run: what attention and the feed-forward layers of this resolution and frame count will need, with "
-        "and without the patches, beside the memory of the card; and the largest resolution, frame count and batch "
-        "that fit with each of them. Calls of the model are followed without computing them: nothing is loaded, moved "
-        "or changed, and it takes some seconds."
+        "Estimates before the run how much memory attention and the feed-forward layers will need at this resolution "
+        "and frame count, with and without the patches, compared with the memory of the card, and the largest "
+        "resolution, frame count and batch that fit with each patch. Calls of the model are traced without computing "
+        "them: nothing is loaded, moved or changed, and it takes a few seconds."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")
@@ -42,7 +42,7 @@ class PascalMemoryEstimate:
         "The estimate as text: what is needed, what is counted and what is not.",
         "How many MiB less the run needs at its peak with Pascal Attention Patch and Pascal FFN Chunking; 0 = they "
         "save nothing here.",
-        "The largest resolution, frame count and batch that fit, with and without each patch, as a picture.",
+        "The largest resolution, frame count and batch that fit, with and without each patch, as an image.",
     )
     FUNCTION = "estimate"
 
@@ -50,15 +50,19 @@ class PascalMemoryEstimate:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         guidance = (
-            "Whether the sampler's cfg is above 1: the negative prompt then doubles the batch, if ComfyUI finds room."
+            "Whether the sampler's cfg is above 1: the negative prompt then doubles the batch, if ComfyUI finds enough "
+            "memory."
         )
         tokens = "Length of the prompt in tokens if no conditioning is connected. 0 = 77 for UNets, 256 otherwise."
-        vae = "The VAE that will decode: the largest picture that it decodes in one piece is then named too."
-        conditioning = "The prompt, for its exact length and for models that need more than a text."
+        vae = "The VAE that will decode: the largest image that it decodes in one piece is then shown too."
+        conditioning = "The prompt, for its exact length and for models whose conditioning is more than text."
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model that will sample. It is neither loaded nor changed."}),
-                "latent": ("LATENT", {"tooltip": "The latent that will be sampled: its size, frames and batch count."}),
+                "latent": (
+                    "LATENT",
+                    {"tooltip": "The latent that will be sampled: its size, frame count and batch size."},
+                ),
                 "guidance": ("BOOLEAN", {"default": True, "tooltip": guidance}),
             },
             "optional": {
@@ -172,7 +176,7 @@ class Followed(NamedTuple):
 
 def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed:
     """One call of the model with ``copies`` prompts in a batch, or one where the model takes no more."""
-    reason = "nothing is known of the prompts that it takes"
+    reason = "nothing is known about the prompts that it takes"
     for number in dict.fromkeys((copies, 1)):
         for prompt in [conditioning] if conditioning else guessed_conditioning(model, tokens):
             try:
@@ -185,13 +189,13 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
                 continue
             if call.attention:
                 whose = "the prompt given" if conditioning else f"a prompt of {tokens} tokens"
-                how = f"Found by following one call of the model, with {whose}, without computing it."
+                how = f"Found by tracing one call of the model, with {whose}, without computing it."
                 return Followed(call, number, how)
-            reason = "it announces no attention call"
+            reason = "it does not offer its attention calls to patches"
     config = getattr(getattr(model.model, "model_config", None), "unet_config", {})
     shape = (latent.shapes[0][0] * copies, *latent.shapes[0][1:])
     call = arithmetic(model.model.diffusion_model, config, shape, tokens, dtype_of(model.model))
-    how = f"A rough estimate from the model's configuration, since the model could not be followed ({reason})."
+    how = f"A rough estimate from the model's configuration, since the model could not be traced ({reason})."
     return Followed(call, copies, how if conditioning else f"{how} Connect the prompt's conditioning for a better one.")
 
 

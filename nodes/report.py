@@ -28,17 +28,17 @@ class PascalAttentionReport:
     """Anything -> the same: what attention did in the runs before it, as picture and text."""
 
     DESCRIPTION = (
-        "Says in its first line what was gained, in MiB and seconds, or why nothing was. Below: calls taken and passed "
-        "to ComfyUI per block and why, routes, time, memory, warnings, and an exactness check against float64. Put it "
-        "behind the sampler (LATENT) or the decoder (IMAGE). It changes nothing."
+        "The first line shows what was gained, in MiB and seconds, or why nothing was. Below it: calls taken and calls "
+        "passed to ComfyUI per block and why, routes, time, memory, warnings, and an exactness check against float64. "
+        "Put it after the sampler (LATENT) or the decoder (IMAGE). It changes nothing."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("attention statistics", "bug report", "diagnose", "memory chart", "exactness", "pascal", "slow")
     RETURN_TYPES = (ANY, "IMAGE", "STRING")
     RETURN_NAMES = ("value", "chart", "report")
     OUTPUT_TOOLTIPS = (
-        "What came in, unchanged.",
-        "The report as a picture, 1600 or 2400 pixels wide.",
+        "The input, unchanged.",
+        "The report as an image, 1600 or 2400 pixels wide.",
         "The report as text, with a block at its end to paste into a bug report.",
     )
     FUNCTION = "report"
@@ -47,14 +47,14 @@ class PascalAttentionReport:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        value = "The sampler's LATENT, the decoder's IMAGE, or anything else that exists when the run is over."
+        value = "The sampler's LATENT, the decoder's IMAGE, or anything else that is produced at the end of the run."
         exactness = (
-            "Compares up to 64 rows of each run's largest call with float64, beside the error of plain attention. "
-            "Takes milliseconds."
+            "Compares up to 64 rows of each run's largest call with float64, and shows the error next to that of plain "
+            "attention. Takes milliseconds."
         )
         selftest = (
-            "Also checks every route and kernel on this card against float64, up to half a minute, and adds the result "
-            "to the text. With times of the routes: pascal-attn selftest on the command line."
+            "Also checks every route and kernel on this card against float64, for at most half a minute, and adds the "
+            "result to the text. pascal-attn selftest on the command line also times the routes."
         )
         return {
             "required": {"exactness_check": ("BOOLEAN", {"default": True, "tooltip": exactness})},

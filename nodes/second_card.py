@@ -24,10 +24,10 @@ class PascalSecondCard:
 
     DESCRIPTION = (
         "Another card in the same computer computes a share of the attention: some heads of each large call are copied "
-        "there and back while the first card works on the rest. The model stays where it is, so the second card needs "
-        "only some hundred MiB, and it may be slower: its share is timed once. For large pictures and videos, at any "
-        "cfg. The result has the same bits as without it when both cards are of the same kind. With one card, or when "
-        "the second one fails, everything is computed on the first."
+        "to it and the results copied back while the first card computes the rest. The model stays where it is, so the "
+        "second card needs only a few hundred MiB. It may be slower than the first: its share is found by timing once. "
+        "For large images and videos, at any cfg. The result is bit for bit the same when both cards are of the same "
+        "kind. With one card, or when the second one fails, everything is computed on the first."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -41,24 +41,30 @@ class PascalSecondCard:
         "faster",
     )
     RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model whose attention two cards share. Give it to the sampler.",)
+    OUTPUT_TOOLTIPS = ("The model with its attention shared by two cards. Connect it to the sampler.",)
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         device = (
-            "The card that helps, as PyTorch numbers them. auto: the first one that does not have the model. Start "
-            "ComfyUI without --cuda-device, which hides the others."
+            "The card that helps, by PyTorch's numbering. auto: the first one that does not hold the model. Start "
+            "ComfyUI without --cuda-device, which hides the other cards."
         )
         least = (
-            "Calls with fewer tokens stay on the first card: copying them takes as long as computing them. A picture "
-            "of 1024 x 1024 has 4096 tokens in most models."
+            "Calls with fewer tokens stay on the first card: copying them takes as long as computing them. A 1024 x "
+            "1024 image has 4096 tokens in most models."
         )
         number = {"default": 2048, "min": 1, "max": 1048576, "step": 1, "tooltip": least, **inputs.ADVANCED}
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model; it is not changed, a clone is. Before or after the patch."}),
+                "model": (
+                    "MODEL",
+                    {
+                        "tooltip": "The model to patch. A clone is patched; the original is not changed. "
+                        "Works before or after Pascal Attention Patch."
+                    },
+                ),
                 "device": ([AUTO, *visible_cards()], {"default": AUTO, "tooltip": device}),
                 "least_tokens": ("INT", number),
             },
@@ -78,7 +84,7 @@ class PascalSecondCard:
         home = str(model.load_device)
         other, why = _other_card(home, device)
         if not other:
-            host.say(f"second card: {why}: the model goes on as it came", unique_id)
+            host.say(f"second card: {why}: the model is returned unchanged", unique_id)
             return (model,)
         patched = model.clone()
         share_over(patched, (home, other), least_tokens)
@@ -89,7 +95,7 @@ class PascalSecondCard:
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
         _say_afterwards(patched, unique_id)
         name = torch.cuda.get_device_name(other) if other.startswith("cuda") else other
-        host.say(f"second card: {other} ({name}) helps {home} from {least_tokens} tokens on", unique_id)
+        host.say(f"second card: {other} ({name}) helps {home} in calls of at least {least_tokens} tokens", unique_id)
         return (patched,)
 
 
@@ -98,14 +104,14 @@ def _other_card(home: str, wanted: str) -> tuple[str, str]:
     cards = visible_cards()
     others = [card for card in cards if card != home]
     if home not in cards:
-        return "", f"the model is on {home}, and cards share with cards"
+        return "", f"the model is on {home}, not on a card"
     if not others:
-        return "", "there is one card only (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others)"
+        return "", "there is only one card (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others)"
     if wanted == AUTO:
         return others[0], ""
     if wanted == home:
-        return "", f"{wanted} has the model itself; choose another card, or {AUTO}"
-    return (wanted, "") if wanted in others else ("", f"there is no {wanted} here, but {' and '.join(others)}")
+        return "", f"{wanted} holds the model itself; choose another card, or {AUTO}"
+    return (wanted, "") if wanted in others else ("", f"there is no {wanted} here, only {' and '.join(others)}")
 
 
 def _say_afterwards(patched: Any, unique_id: str | None) -> None:
@@ -127,7 +133,7 @@ def _status(engine: Engine) -> str:
     """``"cuda:0 58%, cuda:1 42% (...)"``, or why nothing was shared."""
     run = next((run for run in reversed(runs.remembered()) if run.unique_id == engine.unique_id), None)
     if run is None or not run.tallies:
-        return "second card: no attention call came"
+        return "second card: no attention call reached it"
     if run.shares:
         return f"second card: {shares_text(run.shares)}"
     counts: dict[str, int] = {}

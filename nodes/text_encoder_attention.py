@@ -22,20 +22,20 @@ class PascalTextEncoderAttention:
 
     DESCRIPTION = (
         "Computes the text encoder's attention exactly, without ever storing the whole score matrix: CLIP, T5 and "
-        "language models (Llama, Gemma, Qwen and others), with their masks. For out-of-memory errors while a long "
-        "prompt or a picture for the prompt is encoded, where ComfyUI has no PyTorch attention for the card. LoRAs and "
-        "clip skip work before and after it. Bypassed, the text encoder is exactly what it was."
+        "language models (Llama, Gemma, Qwen and others), with their masks. For out-of-memory errors while encoding a "
+        "long prompt, or a prompt with images, on cards for which ComfyUI has no PyTorch attention. LoRAs and clip "
+        "skip work before and after it. When bypassed, the text encoder is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("clip", "t5", "prompt", "text encode", "out of memory", "nan", "low vram", "pascal", "p40")
     RETURN_TYPES = ("CLIP",)
-    OUTPUT_TOOLTIPS = ("The text encoder with its attention patched. Give it to CLIP Text Encode.",)
+    OUTPUT_TOOLTIPS = ("The text encoder with its attention patched. Connect it to CLIP Text Encode.",)
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        clip = "The text encoder to patch; it is not changed itself, a clone is."
+        clip = "The text encoder to patch. A clone is patched; the original is not changed."
         return {
             "required": {
                 "clip": ("CLIP", {"tooltip": clip}),

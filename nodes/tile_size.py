@@ -21,17 +21,17 @@ class PascalTileSize:
     """-> INT, STRING: keys per tile of the tiled route on this card, and why."""
 
     DESCRIPTION = (
-        "How many keys the tiled route of Pascal Attention Patch should take at a time on this card, and one sentence "
-        "that says why. Reads the L2 cache and the free memory of the device that ComfyUI computes on, or times a few "
-        "sizes once and remembers the fastest. You need it only to look or to experiment: left at 0, the patch makes "
-        "the same choice for each call by itself."
+        "How many keys the tiled route of Pascal Attention Patch should process at a time on this card, and one "
+        "sentence that explains why. Reads the L2 cache size and the free memory of ComfyUI's compute device, or times "
+        "a few sizes once and stores the fastest. You need it only to inspect or to experiment: with tile_size at 0, "
+        "the patch makes the same choice for each call by itself."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("l2 cache", "block size", "benchmark attention", "tile", "pascal", "gtx 1080", "p40")
     RETURN_TYPES = ("INT", "STRING")
     RETURN_NAMES = ("tile_size", "explanation")
     OUTPUT_TOOLTIPS = (
-        "Keys per tile, for the input tile_size of Pascal Attention Patch. 0 = best left to the patch.",
+        "Keys per tile, for the input tile_size of Pascal Attention Patch. 0 = the patch chooses best by itself.",
         "The choice in one sentence, with the numbers it comes from.",
     )
     FUNCTION = "choose"
@@ -40,10 +40,11 @@ class PascalTileSize:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         mode = (
-            f"{FROM_CARD}: by arithmetic, at once. {MEASURE}: times a few sizes on the card, four seconds at most, and "
-            f"remembers the result in ComfyUI's user folder. {AGAIN}: forgets what was remembered."
+            f"{FROM_CARD}: computed from the card's properties, without measuring. {MEASURE}: times a few sizes on the "
+            f"card, for at most four seconds, and stores the result in ComfyUI's user folder. {AGAIN}: measures even "
+            "if there is a stored result."
         )
-        dtype = f"Number format of attention. {_AS_COMFYUI}: what ComfyUI picks on this card for a float16 model."
+        dtype = f"Data type of attention. {_AS_COMFYUI}: what ComfyUI picks on this card for a float16 model."
         tokens = "Tokens of the largest attention call: 4096 for 1024 x 1024 in most models, 32760 for 5 s of 480p Wan."
         budget = "Largest extra memory of one call in MiB, as on Pascal Attention Patch. 0 = chosen from the card."
         return {
@@ -74,7 +75,7 @@ class PascalTileSize:
         shape = Shape(tokens, heads, head_dim, kind, budget_mib)
         card = Card(device_info(device), *host.free_and_total_bytes(device))
         size, text = _from_card(card, shape) if mode == FROM_CARD else _measured(card, shape, device, mode == AGAIN)
-        host.say(text, unique_id, f"{size:,} keys per tile" if size else "0: best left to the patch")
+        host.say(text, unique_id, f"{size:,} keys per tile" if size else "0: the patch chooses best by itself")
         return size, text
 
 

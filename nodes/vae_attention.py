@@ -27,8 +27,8 @@ class PascalVAEAttention:
     DESCRIPTION = (
         "For out-of-memory errors at the end of a run, without the seams and colour shifts of tiles: where decoding or "
         "encoding does not fit, every layer is computed in bands of rows or frames, exactly. Attention never stores "
-        "its whole score matrix. For black images: an attention output that is not finite is computed again in "
-        "float32, and if the NaN comes from elsewhere, it says from where. Bypassed, the VAE is exactly what it was."
+        "its whole score matrix. For black images: an attention output that is not finite is recomputed in float32, "
+        "and if the NaN comes from elsewhere, the node says where. When bypassed, the VAE is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -44,22 +44,22 @@ class PascalVAEAttention:
         "p40",
     )
     RETURN_TYPES = ("VAE",)
-    OUTPUT_TOOLTIPS = ("The patched VAE. Give it to VAE Decode or VAE Encode.",)
+    OUTPUT_TOOLTIPS = ("The patched VAE. Connect it to VAE Decode or VAE Encode.",)
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         decode = (
-            "How decoding and encoding are computed. in bands when needed: as it is; where ComfyUI's estimate or an "
-            "out-of-memory error says that it does not fit, in bands of rows or frames: the same picture in less "
-            "memory, instead of ComfyUI's tiles. always in bands: the least memory, a little slower. as it is: "
-            "attention only. A VAE is checked on a small picture first; one that cannot run in bands runs as it is, "
-            "and the report says why."
+            "How decoding and encoding are computed. in bands when needed: the VAE runs as it is, but if by ComfyUI's "
+            "estimate it does not fit, or if memory runs out, in bands of rows or frames: the same image in less "
+            "memory, instead of ComfyUI's tiles. always in bands: the least memory, a little slower. as it is: only "
+            "attention is patched. A VAE is checked on a small image first; one that cannot run in bands runs as it "
+            "is, and the report says why."
         )
         return {
             "required": {
-                "vae": ("VAE", {"tooltip": "The VAE to patch; the VAE itself is not changed, a copy is."}),
+                "vae": ("VAE", {"tooltip": "The VAE to patch. A copy is patched; the original is not changed."}),
                 "route": inputs.route(),
                 "budget_mib": inputs.budget_mib(),
                 "nan_guard": inputs.nan_guard(),
@@ -158,7 +158,7 @@ def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: l
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not names and not engine.run.bands and engine.run.count() == 0:
-            engine.run.note(f"{what} as it is; this VAE has no attention")
+            engine.run.note(f"{what} runs as it is; this VAE has no attention")
         warn_if_replaced(engine, network, names)
         if engine.settings.nan_guard:
             _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
@@ -170,11 +170,11 @@ def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], resul
     if not isinstance(result, Tensor) or not not_finite([result]):
         return
     if not_finite(given):
-        source = "latent" if what.startswith("decode") else "picture"
+        source = "latent" if what.startswith("decode") else "image"
         engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
     else:
         dtype = str(result.dtype).removeprefix("torch.")
-        engine.warn(f"{what} gave NaN or infinity in {dtype}: start ComfyUI with --fp32-vae")
+        engine.warn(f"{what} produced NaN or infinity in {dtype}: start ComfyUI with --fp32-vae")
 
 
 @functools.cache

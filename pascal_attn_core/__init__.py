@@ -1,9 +1,9 @@
-"""Pascal Attention: exact attention in O(N) memory on any GPU, by the fastest route the card has.
+"""Pascal Attention: exact attention in O(N) memory on any GPU, by the fastest route available on it.
 
     from pascal_attn_core import sdpa
     out = sdpa(query, key, value)          # the arguments of torch's scaled_dot_product_attention
 
-Importing it changes nothing and starts no CUDA.
+Importing it changes nothing and does not initialise CUDA.
 """
 
 from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn

@@ -35,38 +35,38 @@ def sdpa(
     sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention by the fastest exact route this device has, never in O(L*S) memory.
+    """Scaled dot-product attention by the fastest exact route on this device, never in O(L*S) memory.
 
-    The arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, with its meaning.
+    Takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, with the same meaning.
 
     Args:
         query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``; value ``[*batch, Hkv, S, Dv]``; float16, bfloat16,
             float32 or float64; leading dimensions broadcast.
         attn_mask: broadcasts to ``[*batch, Hq, L, S]``; bool (True = takes part) or float (added to the scores, any
             float dtype), or a :class:`~pascal_attn_core.lazy_mask.LazyMask`, evaluated tile by tile. May be combined
-            with ``is_causal`` and ``window``. A row that may look at no key gives zeros.
-            torch's own ``causal_lower_right(L, S)`` is understood too.
-        dropout_p: share of the probabilities that is dropped, drawn from torch's generator.
+            with ``is_causal`` and ``window``. A row that may attend to no key gives zeros. torch's own
+            ``causal_lower_right(L, S)`` is accepted too.
+        dropout_p: share of the probabilities that is dropped; the random numbers are those of torch's generator.
         is_causal: query i sees the keys up to i (see ``alignment``).
         scale: factor of the scores; None = 1 / sqrt(D).
         enable_gqa: Hq may be a multiple of Hkv. K and V are never expanded.
         alignment: where the diagonal of ``is_causal`` and ``window`` lies when L != S: ``"upper_left"`` as in torch
             (query 0 sees key 0), or ``"lower_right"`` as in flash-attn (the last query sees the last key). For L = 2,
-            S = 4, causal (1 = may look)::
+            S = 4, causal (1 = may attend)::
 
                 upper_left   1 0 0 0      lower_right  1 1 1 0
                              1 1 0 0                   1 1 1 1
 
         window: (left, right): query i sees keys i - left ... i + right only; -1 = no bound. Tiles outside are skipped.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None = off.
-        sinks: ``[Hq]``, one further score per head that takes part in the softmax's denominator only (gpt-oss).
-        config: routes, memory budget, tiles; None = the environment's (:meth:`AttentionConfig.from_env`).
+        sinks: ``[Hq]``, one additional score per head that enters only the softmax's denominator (gpt-oss).
+        config: routes, memory budget, tiles; None = the one from the environment (:meth:`AttentionConfig.from_env`).
     Returns:
-        ``[*batch, Hq, L, Dv]`` in the dtype of query; in tiles laid out in memory as query is, by torch's kernels as
-        they do it.
+        ``[*batch, Hq, L, Dv]`` in the dtype of query. The tiled route lays it out in memory like query; torch's kernels
+        use their own layout.
     Raises:
-        TypeError, ValueError: arguments that do not fit together; nothing has been computed.
-        UnsupportedAttention: a route asked for by name cannot take the call; ``.reasons`` says why.
+        TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
+        UnsupportedAttention: the route that the config names cannot take the call; ``.reasons`` says why.
     """
     if (
         (config is None or config.route == "auto")
@@ -104,7 +104,7 @@ def sdpa_with_lse(
     config: AttentionConfig | None = None,
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
-    float64 inputs), through which gradients flow too. Two results over disjoint keys merge into one by their lse."""
+    float64 inputs), which is differentiable too. Two results over disjoint keys can be merged by their lse."""
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     return _attend(sdpa_with_lse, query, key, value, attn_mask, options, config, with_lse=True)
 
@@ -128,22 +128,22 @@ def sdpa_backward(
     grad_lse: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value from results that are given, in O(N) memory and without autograd.
+    """The gradients of query, key and value from given forward results, in O(N) memory and without autograd.
 
     ``out`` and ``lse`` may come from more keys than ``key`` holds, as in ring attention: the probabilities are
-    ``exp(scores - lse)``, whatever made lse (Dao 2023, FlashAttention-2, Algorithm 2).
+    ``exp(scores - lse)``, wherever lse comes from (Dao 2023, FlashAttention-2, Algorithm 2).
 
     Args:
-        grad_out: gradient of the output, of the shape of ``out``.
+        grad_out: gradient of the output, in the shape of ``out``.
         out, lse: as :func:`sdpa_with_lse` returns them: ``[*batch, Hq, L, Dv]`` and ``[*batch, Hq, L]``.
-        grad_lse: gradient of lse, of its shape; None = none.
-        others: those of the call that made out and lse. A float mask loses digits where its numbers are far larger
-            than the scores: there autograd's own backward pass keeps more of the sums than lse holds.
+        grad_lse: gradient of lse, in its shape; None = zero.
+        others: those of the call that returned out and lse. With a float mask whose values are far larger than the
+            scores, precision is lost: autograd's own backward pass saves more of the sums than lse holds.
     Returns:
         (grad_query, grad_key, grad_value) in the shapes and the dtype of query, key and value.
     Raises:
-        TypeError, ValueError: arguments that do not fit together.
-        UnsupportedAttention: the route that the config names cannot go back from given results.
+        TypeError, ValueError: invalid or inconsistent arguments.
+        UnsupportedAttention: the route that the config names cannot compute gradients from given results.
     """
     options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
@@ -176,8 +176,8 @@ def explain(
     sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> str:
-    """Which route :func:`sdpa` would take for this call and why, and what speaks against each of the others. Where that
-    is decided by timing two kernels (:mod:`.timing`), it times them."""
+    """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
+    on timing two kernels (:mod:`.routes.timing`), they are timed."""
     config = default_config() if config is None else config
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)

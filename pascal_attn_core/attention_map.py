@@ -38,12 +38,12 @@ def attention_map(
 
     Args:
         query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``.
-        rows: numbers of query tokens, -L ... L - 1, in any order.
+        rows: indices of query tokens, -L ... L - 1, in any order.
         others: as in :func:`pascal_attn_core.sdpa`. With ``sinks`` a row sums to less than 1.
     Returns:
         ``[*batch, Hq, len(rows), S]`` in float32 (float64 for float64), zero in a row that sees no key.
     Raises:
-        TypeError, ValueError: arguments that do not fit together, or a row that does not exist.
+        TypeError, ValueError: invalid or inconsistent arguments, or a row that does not exist.
     """
     call = check_call(
         query, key, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
@@ -65,10 +65,10 @@ def attention_map(
 
 
 class AttentionMap(Tensor):
-    """What :func:`attention_map` returns: a tensor that can draw itself. What is computed from it is a plain tensor.
+    """What :func:`attention_map` returns: a tensor with a ``plot`` method. Results computed from it are plain tensors.
 
     Attributes:
-        rows: the number of each row's query.
+        rows: the query index of each row.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -3,8 +3,8 @@
     with capture("calls.safetensors"):
         pipe(prompt)
 
-``pascal-attn replay calls.safetensors`` then runs them over every route. The file holds the real tensors of the model,
-and with them what they say about a prompt or an image: look before you publish it.
+``pascal-attn replay calls.safetensors`` then runs them through every route. The file holds the actual tensors of the
+model, which may reveal a prompt or an image: consider that before you publish it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_PADDING = 4
 
 @dataclass
 class CapturedCall:
-    """The arguments of one call of ``scaled_dot_product_attention``, as they came.
+    """The arguments of one call of ``scaled_dot_product_attention``, as passed.
 
     Attributes:
         name: where it comes from, for tables.
@@ -86,21 +86,21 @@ def capture(
 
     Direct calls of :func:`pascal_attn_core.sdpa` are seen, and while it is active,
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
-    and then calls the original. A caller that imported that function by name before is not seen, nor is a call inside
+    and then calls the original. A caller that imported that function by name earlier is not seen, nor is a call inside
     ``torch.compile`` or a CUDA graph, nor one with a window, softcap, sinks or a mask that is a rule, which the file
-    cannot say; :func:`observe` covers functions of your own.
+    format cannot represent; :func:`observe` covers functions of your own.
 
     Args:
         path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
         limit: number of calls to keep.
-        max_mib: total size to keep in MiB; a call that does not fit any more is left out, and the log says so.
+        max_mib: total size to keep in MiB; a call that no longer fits is skipped, and the log says so.
         one_per_shape: keep the first call of each kind (shapes, strides, dtypes, options) and count the others.
         include: keep a call only if this returns True.
     Returns:
         a Patch; ``.remove()`` or the end of its ``with`` block ends the capture.
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: a path or number that cannot work.
+        ValueError: an invalid path or number.
     """
     _need_safetensors()
     target = Path(path)
@@ -129,7 +129,9 @@ def capture(
         if F.scaled_dot_product_attention is ours:
             F.scaled_dot_product_attention = original
         else:
-            sentences.append("scaled_dot_product_attention was replaced again since: ours stays below, doing nothing")
+            sentences.append(
+                "scaled_dot_product_attention has been replaced since: ours stays underneath it and does nothing"
+            )
         return sentences + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
@@ -139,8 +141,8 @@ def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with every call shown to the captures that are active.
 
     Args:
-        fn: takes the arguments of ``scaled_dot_product_attention`` first; keyword arguments of its own are passed on
-            and not written down.
+        fn: takes the arguments of ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and
+            not recorded.
     """
     return _watched(fn, lambda: tuple(_active))
 
@@ -247,7 +249,7 @@ class _Recorder:
             if self.tensors:
                 self._write()
             if self.dropped:
-                return [f"{self.dropped} calls left out, they did not fit into {self.max_bytes / MIB:g} MiB"]
+                return [f"{self.dropped} calls were skipped: they did not fit into {self.max_bytes / MIB:g} MiB"]
             return []
 
     def _write(self) -> None:
@@ -288,7 +290,7 @@ def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
     Raises:
         ImportError: safetensors is not installed.
         OSError: the file cannot be opened.
-        ValueError: it is no such file, or a damaged one.
+        ValueError: not a file of :func:`capture`, or a damaged one.
     """
     _need_safetensors()
     from safetensors import SafetensorError, safe_open
@@ -306,7 +308,7 @@ def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
 def _load_all(file: Any, name: str) -> list[CapturedCall]:
     header = file.metadata() or {}
     if header.get("format") != FORMAT:
-        raise ValueError(f"file must be written by pascal_attn_core.capture, got {name!r}, which is not")
+        raise ValueError(f"file must have been written by pascal_attn_core.capture, got {name!r}")
     if header.get("version") != VERSION:
         raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
     try:

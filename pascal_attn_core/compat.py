@@ -43,10 +43,10 @@ _STAND_IN = StandIn(
 def install_as_pascal_attn(*, replace: bool = False) -> Patch:
     """Make ``import pascal_attn`` and its modules (``functional``, ``nn``, ``hf``) find our functions.
 
-    Code that has imported the name before keeps what it found: call this first. ``pascal_attn.hf`` needs Transformers.
+    Code that imported the name earlier keeps what it found: call this first. ``pascal_attn.hf`` needs Transformers.
 
     Args:
-        replace: take the place of the real package where it is installed.
+        replace: replace the real package if it is installed.
     Returns:
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:
@@ -58,8 +58,8 @@ def install_as_pascal_attn(*, replace: bool = False) -> Patch:
 
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:
-    """64, 128 or 256 tokens by the L2 cache of a device, asked of its driver: 64 up to 4 MiB (GTX 10xx, P40, T4), 128
-    up to 12 MiB (V100, RTX 20xx, RTX 3090), else 256.
+    """64, 128 or 256 tokens by the L2 cache size that the device's driver reports: 64 up to 4 MiB (GTX 10xx, P40, T4),
+    128 up to 12 MiB (V100, RTX 20xx, RTX 3090), else 256.
 
     Args:
         device: a CUDA device, its name or index; None = the current CUDA device. Without CUDA, or for a device whose

@@ -38,30 +38,30 @@ _MAX_TOKENS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How :func:`pascal_attn_core.sdpa` may work. Immutable; change it with :func:`dataclasses.replace`.
+    """Options of :func:`pascal_attn_core.sdpa`. Immutable; derive another with :func:`dataclasses.replace`.
 
     Every field can also be set by the environment variable ``PASCAL_ATTN_<FIELD>`` (see :meth:`from_env`).
     Order of precedence: argument, environment, default.
 
     Attributes:
         route: ``"auto"`` (the fastest route that takes the call), or one of ``"fused-tensor"`` (float16 on the tensor
-            cores of sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A route asked for by name that
-            cannot take a call raises :class:`UnsupportedAttention`. ``"fused-int8"``, never chosen by ``"auto"``: the
-            fused kernel with Q and K in 8 bits (sm_61 and newer, no gradients; relative error about 1e-2).
+            cores of sm_70 and newer), ``"fused"``, ``"torch"``, ``"tiled"``, ``"math"``. A named route that cannot take
+            a call raises :class:`UnsupportedAttention`. ``"fused-int8"``, never chosen by ``"auto"``: the fused kernel
+            with Q and K in 8 bits (sm_61 and newer, no gradients; relative error about 1e-2).
         fused: whether the fused kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
             gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass.
         q_block: query tokens per tile; None = chosen from the device, the shapes and the budget.
-        kv_block: key tokens per tile; None = chosen likewise. With a tile forced, the budget is still kept: the call
-            raises ValueError if that tile does not fit.
-        softmax: ``"auto"`` leaves out the running row maximum where the scores are provably bounded, ``"online"``
-            always keeps it.
+        kv_block: key tokens per tile; None = chosen likewise. The budget holds for a given tile size too: the call
+            raises ValueError if the tile does not fit.
+        softmax: ``"auto"`` skips the running row maximum where the scores are provably bounded, ``"online"`` always
+            computes it.
         math_limit_mib: a score matrix up to this size in MiB may go to torch's math attention.
         trim_masks: read the values of a mask to skip keys and tiles that are fully masked. On a GPU this
             costs one synchronisation per masked call.
-        devices: two or more, such as ``("cuda:0", "cuda:1")``: calls whose tensors are on the first are shared out over
-            all of them, where that is faster; see docs/several-cards.md.
+        devices: two or more, such as ``("cuda:0", "cuda:1")``: calls whose tensors are on the first are divided among
+            all of them if that is faster; see docs/several-cards.md.
         share_from_tokens: calls with fewer queries or keys stay on the first device.
     """
 
@@ -107,8 +107,8 @@ class AttentionConfig:
         """The default config changed by ``PASCAL_ATTN_<FIELD>`` variables, e.g. ``PASCAL_ATTN_BUDGET_MIB=16``.
 
         An empty value counts as unset. An invalid value, or an unknown name that starts with ``PASCAL_ATTN_``, is
-        reported once in the log, with what was expected, and ignored: a variable that was set for something else must
-        not end a program.
+        reported once in the log, with what was expected, and ignored: a variable set for something else must not stop a
+        program.
 
         Args:
             environ: the variables to read; None = ``os.environ``.
@@ -164,7 +164,7 @@ class RouteUnavailable(RuntimeError):
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A route asked for by name cannot take the call. ``.reasons`` lists why, one string each."""
+    """The named route cannot take the call. ``.reasons`` lists why, one string per reason."""
 
     def __init__(self, route: str, reasons: list[str]):
         self.route, self.reasons = route, list(reasons)
@@ -176,13 +176,13 @@ class UnsupportedAttention(NotImplementedError):
 
 @functools.lru_cache(maxsize=1)
 def default_config() -> AttentionConfig:
-    """The config used when a call passes none: the environment, read at the first call."""
+    """The config used when a call passes none: that of the environment, read once at the first call."""
     return AttentionConfig.from_env()
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels and timings are kept: the platform's folder for a user's caches. None where there is
-    none, as for a user without a home folder, which the log is told once."""
+    """Where compiled kernels and timings are stored: the platform's cache folder of the user. None if there is none, as
+    for a user without a home folder; this is logged once."""
     try:
         if sys.platform == "win32":
             root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"

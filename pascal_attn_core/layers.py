@@ -1,4 +1,5 @@
-"""Attention layers with their projections, over our routes; the names and ``state_dict`` keys are FlashTile's.
+"""Attention layers with their projections, computed by this package's routes; the names and ``state_dict`` keys are
+FlashTile's.
 
     from pascal_attn_core.layers import get_attention
 
@@ -7,8 +8,7 @@
 
 All of them are exact, have gradients in O(N) memory and take any mask; the kinds differ in which keys a query sees and
 in how many key/value heads there are. Bool masks mean what they mean in FlashTile and in
-``torch.nn.MultiheadAttention``: **True = does not take part**, the other way round than in
-:func:`pascal_attn_core.sdpa`.
+``torch.nn.MultiheadAttention``: **True = does not take part**, the opposite of :func:`pascal_attn_core.sdpa`.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class SelfAttention(nn.Module):
         num_kv_heads: key and value heads; None = num_heads and one projection ``qkv_proj`` for all three, a number =
             ``q_proj``, ``k_proj`` and ``v_proj``, where K and V are never expanded.
         causal: a query sees no later key.
-        window_size: with ``causal`` a query sees this many keys, its own and those before it; without, half as many
-            before and behind its own; None = all.
-        dropout: share of the output's numbers that is dropped while training.
-        block_size: tokens of a tile; None = the route and its tiles are chosen per call, which is faster.
-        config: how to compute; None = the environment's.
+        window_size: with ``causal`` a query sees this many keys, its own and those before it; without, half as many on
+            each side of its own; None = all.
+        dropout: share of the output's elements that is dropped in training.
+        block_size: tokens per tile; None = the route and its tiles are chosen per call, which is faster.
+        config: how to compute; None = the one from the environment.
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: inconsistent sizes.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class SelfAttention(nn.Module):
         }
 
     def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
-        """What a forward pass takes on the layer's device in its dtype, by arithmetic, in units of 10^6 bytes: the
+        """The memory of a forward pass on the layer's device in its dtype, calculated, in units of 10^6 bytes: the
         projections, at most ``attention_mb`` for attention itself (the tiles' plan), the output; and the same with
         plain attention, which stores the probabilities and expands K and V."""
         weight = self.out_proj.weight
@@ -215,7 +215,7 @@ class FlashAttentionV2(SelfAttention):
 
 
 class FlashAttentionV1(FlashAttentionV2):
-    """FlashTile's name of the older algorithm: here the same as :class:`FlashAttentionV2`."""
+    """FlashTile's name for the older algorithm; here the same as :class:`FlashAttentionV2`."""
 
 
 class MaskedAttention(SelfAttention):
@@ -238,7 +238,7 @@ class MaskedAttention(SelfAttention):
 
 
 class NaiveAttention(MaskedAttention):
-    """Attention that also returns its probabilities, so it stores them: O(L^2) memory, for looking at them.
+    """Attention that also returns its probabilities, so it stores them: O(L^2) memory, for inspection.
 
     ``dropout`` is a share of the probabilities, as in FlashTile.
     """
@@ -315,7 +315,7 @@ def get_attention(attention_type: str, embed_dim: int, num_heads: int, **options
     "mqa", "multi_query", "masked", and "triton", "triton_flash", which are "flash_v2" here.
 
     Raises:
-        ValueError: there is no such kind, or sizes do not fit together.
+        ValueError: there is no such kind, or inconsistent sizes.
         TypeError: an option that the kind does not have.
     """
     kind = attention_type.lower().replace("-", "_").replace(" ", "_")
@@ -325,7 +325,7 @@ def get_attention(attention_type: str, embed_dim: int, num_heads: int, **options
 
 
 def create_padding_mask(lengths: Tensor, max_len: int, device: Any = None) -> Tensor:
-    """Bool ``[B, 1, 1, max_len]``, True behind the first ``lengths [B]`` tokens: those do not take part."""
+    """Bool ``[B, 1, 1, max_len]``, True after the first ``lengths [B]`` tokens: those do not take part."""
     lengths = lengths.to(device=device)
     return (torch.arange(max_len, device=lengths.device) >= lengths[:, None])[:, None, None]
 

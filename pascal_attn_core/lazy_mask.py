@@ -41,7 +41,7 @@ def mask_rule(function: Callable[..., Tensor]) -> MaskRule:
     """Register a rule for :class:`LazyMask` under its name, so that ``torch.compile`` can keep it a rule.
 
     A compiled graph holds tensors, numbers and strings, no Python functions. It calls a registered rule by its name and
-    holds the tensors that the rule reads, which therefore are arguments, not variables of a closure::
+    holds the tensors that the rule reads, so these must be arguments, not variables of a closure::
 
         @mask_rule
         def alibi(batch, head, query, key, slopes):
@@ -78,17 +78,17 @@ def rule_named(name: str) -> MaskRule:
 
 
 class LazyMask:
-    """Goes where ``attn_mask`` goes in :func:`pascal_attn_core.sdpa`.
+    """Passed as ``attn_mask`` to :func:`pascal_attn_core.sdpa`.
 
     Args:
-        shape: (B, Hq, L, S), each of them or 1, which stands for all: the rule is then asked for index 0 only.
+        shape: (B, Hq, L, S); any of them may be 1, which broadcasts: the rule is then evaluated for index 0 only.
         rule: called with int64 index tensors batch ``[b, 1, 1, 1]``, head ``[1, h, 1, 1]``, query ``[1, 1, q, 1]`` and
-            key ``[1, 1, 1, k]``, then with ``tensors``; returns what a mask holds there, broadcastable to
+            key ``[1, 1, 1, k]``, then with ``tensors``; returns the mask's values there, broadcastable to
             ``[b, h, q, k]``: bool (True = takes part) or float (added). It may be called again for the gradients and
-            must then give the same. No gradient flows into it. Under ``torch.compile`` see :func:`mask_rule`.
+            must then give the same. It gets no gradient. Under ``torch.compile`` see :func:`mask_rule`.
         device: of the index tensors and the result.
-        dtype: bool or a float dtype: which of the two the rule returns. None: asked of the rule, for one element, when
-            it is first needed.
+        dtype: bool or a float dtype: which of the two the rule returns. None: found by evaluating the rule for one
+            element when it is first needed.
         tensors: what the rule reads besides the indices, on ``device``.
     Raises:
         TypeError, ValueError: here, arguments that do not fit; in a call, a rule that returns something else than the
@@ -138,7 +138,7 @@ class LazyMask:
         return LazyMask(self.shape, self.rule, device=device, dtype=self._dtype, tensors=self.tensors)
 
     def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """What the rule says of some elements, checked: bool or float, broadcastable to ``[b, h, q, k]``.
+        """The rule's values for some elements, checked: bool or float, broadcastable to ``[b, h, q, k]``.
 
         Args:
             batch: int64 ``[b, 1, 1, 1]``; head ``[1, h, 1, 1]``; query ``[1, 1, q, 1]``; key ``[1, 1, 1, k]``.
@@ -158,7 +158,7 @@ class LazyMask:
         return values.expand(lengths)[0]
 
     def dense(self) -> Tensor:
-        """The tensor in the mask's shape that this stands for: O(L*S) memory."""
+        """The equivalent tensor in the mask's shape: O(L*S) memory."""
         batch, heads, queries, keys = self.shape
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -5,7 +5,7 @@
 Ring (Liu, Zaharia and Abbeel 2023): the keys and values travel from process to process while the queries stay, and the
 results over each part are merged by their lse. No process holds the keys of more than two at once. Ulysses (Jacobs et
 al. 2023): all tokens of some heads are exchanged for some tokens of all heads, and back. Both (Fang and Zhao 2024):
-Ulysses within, the ring around it.
+Ulysses inside, the ring around it.
 
 Every process of the groups makes the same call at the same time, under torch.distributed as the program has set it up.
 """
@@ -44,18 +44,18 @@ def context_parallel_sdpa(
     uneven: bool = False,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """Attention of all tokens of all processes, each of which passes its own and gets its own: exact, in O(N) memory,
-    with gradients of query, key and value.
+    """Attention over all tokens of all processes; each process passes its own tokens and gets their output: exact, in
+    O(N) memory, with gradients of query, key and value.
 
     The tokens lie in the order of the ranks; with both groups, rank i of the ring holds what the ranks of its Ulysses
     group hold, in their order.
 
     Args:
         query: ``[B, Hq, L, D]``, this process's tokens; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``.
-        attn_mask: bool (True = takes part) or float (added), broadcast to ``[B, Hq, rows, columns]``. Rows: 1, those of
-            this process's queries, or those of all. Columns: 1, all keys, or this process's keys alone, whose parts are
-            then gathered; that needs one row. It gets no gradient.
-        is_causal: query i of all sees the keys up to the i-th of all; as many keys as queries.
+        attn_mask: bool (True = takes part) or float (added), broadcast to ``[B, Hq, rows, columns]``. Rows: 1, this
+            process's queries, or all queries. Columns: 1, all keys, or only this process's keys; the parts are then
+            gathered, and there must be one row. It gets no gradient.
+        is_causal: counted over all processes, query i sees the keys up to i; needs as many keys as queries.
         ring, ulysses: process groups; None = no such sharing.
         uneven: processes may hold different numbers of tokens; the numbers are exchanged first. Otherwise all must hold
             the same number, which is not checked.
@@ -63,7 +63,7 @@ def context_parallel_sdpa(
     Returns:
         ``[B, Hq, L, Dv]``; zero where a query sees no key.
     Raises:
-        TypeError, ValueError: arguments that do not fit together; nothing has been sent.
+        TypeError, ValueError: invalid or inconsistent arguments; nothing has been sent.
         RuntimeError: another process is gone or did not answer within its group's timeout.
     """
     check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
@@ -192,8 +192,8 @@ def _mask_for(mask: Tensor, query_heads: int, heads: _Heads, share: _Share) -> T
         )
     if has_own_columns and rows != 1:
         raise ValueError(
-            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: what this "
-            "process's queries may see of the keys of others is not known"
+            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: which "
+            "keys of other processes this process's queries may attend to is not known"
         )
     if mask.shape[1] == query_heads > 1:
         mask = mask.split(heads.query, 1)[share.within.rank]

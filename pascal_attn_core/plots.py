@@ -29,8 +29,8 @@ def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence
 
     Args:
         weights: ``[..., heads, rows, keys]``, as :func:`pascal_attn_core.attention_map` returns them.
-        path: where the picture is written as well; None = nowhere.
-        rows: the queries' numbers, for the axis; None = 0, 1, 2 ...
+        path: file to which the picture is also written; None = not written.
+        rows: the query indices, for the axis; None = 0, 1, 2 ...
     Raises:
         ValueError: weights has fewer than two dimensions, or rows is not one number for each row.
         ImportError: matplotlib is missing.
@@ -78,7 +78,7 @@ def tile_states(
         attn_mask: bool ``[L, S]`` (True = takes part), or what broadcasts to it; a float mask forbids where it is -inf.
         others: as in :func:`pascal_attn_core.saved_by_band`.
     Raises:
-        TypeError, ValueError: arguments that do not fit together.
+        TypeError, ValueError: invalid or inconsistent arguments.
     """
     for name, size in (("q_block", q_block), ("kv_block", kv_block)):
         if size < 1:

@@ -20,7 +20,7 @@ def allowed_keys(
 ) -> Tensor:
     """Bool ``[L, S]``: which keys each query sees under the causal rule and the sliding window.
 
-    L = 2, S = 4, causal (1 = may look)::
+    L = 2, S = 4, causal (1 = may attend)::
 
         upper_left   1 0 0 0      lower_right  1 1 1 0
                      1 1 0 0                   1 1 1 1
@@ -57,7 +57,7 @@ def reference_sdpa(
     """softmax(query @ key^T * scale + attn_mask) @ value, and the log of the softmax's denominator.
 
     Shapes and dtypes as in :func:`pascal_attn_core.sdpa`; computed in the dtype of the inputs throughout (pass float64
-    for an oracle). A row that sees no key gives zeros and lse = -inf.
+    for a reference result). A row that sees no key gives zeros and lse = -inf.
 
     Returns:
         (out ``[*batch, Hq, L, Dv]``, lse ``[*batch, Hq, L]``)

@@ -1,4 +1,5 @@
-"""The process-wide switch: calls of torch's ``scaled_dot_product_attention`` are computed by ours.
+"""The process-wide switch: calls of torch's ``scaled_dot_product_attention`` are computed by
+:func:`pascal_attn_core.sdpa`.
 
     import pascal_attn_core.sdpa_patch as pascal
 
@@ -8,20 +9,21 @@
 
     PASCAL_ATTN_ENABLE=1 python -c "import pascal_attn_core.auto; ..."      # without touching the program's code
 
-It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. Code that has imported the function by
-name before keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the
-block. Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does
-everything that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
+It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. Code that imported the function by name
+earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
+Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
+that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
 subclasses, ``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), and
 arguments that torch refuses. ``torch.jit.script`` compiles torch's function.
 
-In evaluation ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native path that never calls the function.
-``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double backward:
-remove the patch for a gradient penalty. A model with activation checkpoints needs the patch in its backward pass too;
-functions that it has imported by name are not redirected there, since torch leaves modes while it runs backward.
+In eval mode ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native fast path that never calls the
+function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double
+backward: remove the patch for a gradient penalty. A model with activation checkpointing needs the patch in its backward
+pass too; functions that it has imported by name are not redirected there, because torch function modes are not active
+while torch runs the backward pass.
 
-Inside torch's own ``context_parallel`` calls stay torch's, where the switch was set before; there it cannot be set. To
-share out tokens over processes with ours see :mod:`pascal_attn_core.parallel`.
+If the switch was set before torch's own ``context_parallel`` is entered, calls inside it stay torch's; inside it the
+switch cannot be set. To divide tokens among processes with this package, see :mod:`pascal_attn_core.parallel`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _enabled: Patch | None = None
 
 
 def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
-    """Send the attention calls of this process, of all threads, to :func:`pascal_attn_core.sdpa` until :func:`disable`.
+    """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
@@ -100,17 +102,17 @@ def enable_if_asked() -> bool:
 def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
-    As a context manager it also redirects, in the thread that enters the block, code that has imported torch's function
-    by name before (at the cost of a Python call around each torch function in the block). Patches may be removed in any
-    order; of several the newest decides, in a thread within such a block the innermost block. A replacement that other
-    code puts over it meanwhile stays.
+    As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
+    name earlier (at the cost of a Python call around each torch function in the block). Patches may be removed in any
+    order; if there are several, the newest applies, or the innermost block in a thread within such a block. A
+    replacement that other code installs on top of it in the meantime stays.
 
     Args:
         config: how to compute; None = the environment's.
         min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
-            without that 0.
+            or 0 if that is not set.
     Raises:
-        TypeError, ValueError: an argument is something else.
+        TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     if config is not None and not isinstance(config, AttentionConfig):
@@ -187,7 +189,7 @@ class _Replacement:
             if getattr(F, SDPA_NAME) is self.function:
                 setattr(F, SDPA_NAME, self.original)
                 return []
-        return [f"{SDPA_NAME} was replaced again since: ours stays below and only calls the original"]
+        return [f"{SDPA_NAME} has been replaced since: ours stays underneath it and only calls the original"]
 
 
 # Kept for good: torch.jit knows their functions by id. One for each function that was found at torch's name.
@@ -200,8 +202,8 @@ def _replacement() -> _Replacement:
     if str(getattr(current, "__module__", "")).startswith("torch.distributed."):
         raise RuntimeError(
             f"the switch must be set before torch's context_parallel is entered, got {SDPA_NAME} of "
-            f"{current.__module__}: over it ours would see the tokens of this process alone. "
-            "pascal_attn_core.parallel.context_parallel_sdpa shares out calls itself"
+            f"{current.__module__}: on top of it ours would see only the tokens of this process. "
+            "pascal_attn_core.parallel.context_parallel_sdpa divides calls among processes itself"
         )
     for made in _made:
         if made.function is current or (made.original is current and not made.scopes):
@@ -324,7 +326,8 @@ def _report_holders() -> None:
     )
     if holders:
         log.warning(
-            "%s was imported by name before by %s, which keep torch's; wrap their calls in `with patch_sdpa():`",
+            "%s was imported by name earlier by %s, which keep torch's function; wrap their calls in `with "
+            "patch_sdpa():`",
             SDPA_NAME,
             ", ".join(holders),
         )

@@ -93,7 +93,7 @@ class _Method:
         except MemoryError as error:  # the computer's memory: said before anything was computed
             if not self.site.settings.when_needed:
                 raise
-            self.engine.warn(f"{error}: as it is")
+            self.engine.warn(f"{error}; it runs as it is instead")
             return self._own(given, *args, **kwargs)
         finally:
             now.samples = now.given = now.buffer = None
@@ -125,26 +125,26 @@ def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dt
 def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
     """What was done, for the report; and why not, where it was wanted."""
     if call.state == "refused":
-        engine.warn(f"{call.method} cannot run in bands: {call.why}: as it is")
+        engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
     elif call.figures is not None:
         engine.run.add_bands(sentence(call, reckoned))
 
 
 def sentence(call: VaeCall, reckoned: int) -> str:
-    """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI reckons with 8.51 GiB, 39 layers in 446 bands"``
-    and why, if it was not asked for."""
+    """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI expects 8.51 GiB, 39 layers in 446 bands"`` and
+    why, if it was not asked for."""
     figures = call.figures
     assert figures is not None
     shape = "x".join(map(str, call.shape))
-    instead = f" where ComfyUI reckons with {size_text(reckoned)}" if reckoned else ""
+    instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
     parts = [
         f"{call.method} of {shape} in bands: {size_text(figures.expected_bytes)} at most{instead}",
         f"{figures.layers} layers in {figures.bands} bands",
     ]
     if figures.host_bytes:
-        parts.append(f"{size_text(figures.host_bytes)} in the computer's memory")
+        parts.append(f"{size_text(figures.host_bytes)} in system memory")
     if figures.retries:
-        parts.append(f"{figures.retries} times fewer rows after running out of memory")
+        parts.append(f"rows per band reduced {figures.retries} times after running out of memory")
     if figures.whole:
         parts.append(f"not in bands: {', '.join(sorted(figures.whole))}")
     if call.why:

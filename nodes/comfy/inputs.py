@@ -9,14 +9,14 @@ from ...pascal_attn_core import AttentionConfig
 ADVANCED = {"advanced": True}  # the front end folds such an input away until it is asked for
 ROUTES = ["auto", "fused", "torch", "tiled"]
 _ROUTE = (
-    "auto: the fastest exact route per call. fused: our own kernel (NVIDIA; AMD's Vega, MI50, RX 5000/6000). torch: "
-    "PyTorch's own fused kernel. tiled: plain PyTorch, works everywhere. A call that the chosen route cannot take uses "
-    "auto; the report shows which."
+    "auto: the fastest exact route for each call. fused: our own kernel (NVIDIA; AMD's Vega, MI50, RX 5000/6000). "
+    "torch: PyTorch's own fused kernel. tiled: plain PyTorch operators, works on every device. A call that the chosen "
+    "route cannot take uses auto; the report shows which."
 )
 _BUDGET = "Largest extra memory of one attention call in MiB. 0 = chosen from the card (64 on a GPU)."
 _GUARD = (
-    "Looks at every attention output. If one is not finite (a black image), it is computed again in float32 and the "
-    "block is named in the report."
+    "Checks every attention output. If one is not finite (a black image), it is recomputed in float32 and the report "
+    "names the block."
 )
 
 

@@ -60,10 +60,10 @@ def why_not(device: torch.device, choice: str) -> str:
     if choice == "always":
         return ""
     if device.type != "cuda" or torch.version.hip:
-        return "int8_files is auto: on NVIDIA cards alone"
+        return "int8_files is auto, which applies to NVIDIA cards only"
     has_cuda = registry.is_available("cuda") and registry.get_constraints("cuda", FUNCTION) is not None
     if has_cuda and torch.cuda.get_device_capability(device) >= _NEWER:
-        return "int8_files is auto: ComfyUI has a kernel of its own for this card"
+        return "int8_files is auto, and ComfyUI has its own kernel for this card"
     return ""
 
 

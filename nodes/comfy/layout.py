@@ -187,14 +187,14 @@ def _split_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, grouped:
         raise NotOurs(f"q has {query.dim()} dimensions")
     width = query.shape[-1] * query.shape[-2] if query.dim() == 4 else query.shape[-1]
     if heads < 1 or not width or width % heads:
-        raise NotOurs(f"q has {width} channels, which {heads} heads do not divide")
+        raise NotOurs(f"q has {width} channels, not divisible by {heads} heads")
     batch, head_dim = query.shape[0], width // heads
     kv_heads = None if grouped else heads
     query = _with_heads("q", query, batch, heads, head_dim)
     key = _with_heads("k", key, batch, kv_heads, head_dim)
     value = _with_heads("v", value, batch, kv_heads, head_dim)
     if key.shape[1:3] != value.shape[1:3]:
-        raise NotOurs(f"k has {tuple(key.shape[1:3])} heads and tokens, v {tuple(value.shape[1:3])}")
+        raise NotOurs(f"k has {tuple(key.shape[1:3])} heads and tokens, v has {tuple(value.shape[1:3])}")
     return query, key, value
 
 
@@ -206,7 +206,7 @@ def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_d
     width = tensor.shape[-1] if dims == 3 else tensor.shape[-1] * tensor.shape[-2]
     heads = heads or width // head_dim
     if not heads or (dims == 3 and width % head_dim):
-        raise NotOurs(f"{name} has {width} channels, which {head_dim} does not divide")
+        raise NotOurs(f"{name} has {width} channels, not divisible by head_dim {head_dim}")
     if tensor.shape[0] == batch and width == heads * head_dim:
         if dims == 3:
             # b n (h d) -> b h n d; einops would take 5 us longer, four times in each attention call
@@ -215,7 +215,10 @@ def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_d
             return rearrange(tensor, "b n h d -> b h n d")
     row = batch * heads * head_dim
     if not row or tensor.numel() % row:
-        raise NotOurs(f"{name} has shape {tuple(tensor.shape)}, not to be read as {batch} x {heads} x {head_dim}")
+        raise NotOurs(
+            f"{name} has shape {tuple(tensor.shape)}, which does not match batch {batch}, heads {heads}, "
+            f"head_dim {head_dim}"
+        )
     return tensor.reshape(batch, tensor.numel() // row, heads, head_dim).transpose(1, 2)
 
 

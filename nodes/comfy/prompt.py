@@ -33,7 +33,7 @@ def where_only_weights_go(prompt: Prompt, node: str | None) -> str:
                 waiting.append(follower)
     if not ends:
         return ""
-    return f"{' and '.join(sorted(ends))} takes only the weights of model2; put this node behind it"
+    return f"{' and '.join(sorted(ends))} takes only the weights of model2; put this node after it"
 
 
 def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:

@@ -37,14 +37,14 @@ class LoadedWeight(Source):
             if self._adapters:
                 self._functions = []
         elif key in patcher.hook_backup:
-            self.note = "rounded as a hook has patched it"
+            self.note = "rounded as patched by a hook"
         elif key in patcher.backup:
             if model.current_weight_patches_uuid == patcher.patches_uuid and key in patcher.patches:
                 self._split(patcher.patches[key], module)
                 if self._adapters:
                     self._base = patcher.backup[key].weight
             else:
-                self.note = "rounded with the patches that it was loaded with"
+                self.note = "rounded with the patches it was loaded with"
 
     def _split(self, patches: list[Any], module: nn.Module) -> None:
         weight = module._parameters["weight"]
@@ -148,7 +148,7 @@ def _why_not(module: nn.Module, functions: list[Any]) -> str:
 
     forwards = (nn.Linear.forward, ops.disable_weight_init.Linear.forward)
     if type(module).forward not in forwards:
-        return f"left: {type(module).__module__}.{type(module).__qualname__} computes it in its own way"
+        return f"left in float: {type(module).__module__}.{type(module).__qualname__} has its own forward"
     if any(type(function).__name__ != "LowVramPatch" for function in [*functions, *functions_of(module, "bias")]):
-        return "left: another node changes its weight in each call"
+        return "left in float: another node changes its weight in each call"
     return ""

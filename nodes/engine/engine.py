@@ -70,7 +70,7 @@ class Settings:
         parts = [f"route {self.config.route}", f"budget {self.budget_bytes(device) / MIB:g} MiB"]
         parts += [] if tile is None else [f"tiles of {tile} keys"]
         if self.config.devices:
-            parts.append(f"shared over {' and '.join(self.config.devices)} from {self.config.share_from_tokens} tokens")
+            parts.append(f"shared by {' and '.join(self.config.devices)} from {self.config.share_from_tokens} tokens")
         return ", ".join(parts if self.min_keys == 0 else [*parts, f"from {self.min_keys} keys"])
 
 
@@ -155,7 +155,7 @@ class Engine:
                 return None
             self._run = None
         if self.failure:
-            run.note(f"ended early by {self.failure}: the figures are those until then")
+            run.note(f"ended early by {self.failure}: the figures cover the time until then")
         for device in {run.device, *run.devices}:
             peak = peak_of_run(torch.device(device))
             if peak is not None:
@@ -379,14 +379,14 @@ class Engine:
         """The node's configuration, less what this call cannot have: a model runs on, and the report names it."""
         config = self.settings.config
         if config.route != "auto" and (reasons := why_not(config.route, call, config)):
-            self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): auto there")
+            self.warn(f"route {config.route} cannot take every call ({block}: {'; '.join(reasons)}): these use auto")
             config = replace(config, route="auto")
         for candidate in (config, replace(config, kv_block=None), replace(config, kv_block=None, budget_mib=None)):
             try:
                 plan_call(call, device_info(call.query.device), candidate)
                 return candidate
             except ValueError as error:
-                self.warn(f"{block}: {error}: chosen from the card instead")
+                self.warn(f"{block}: {error}: the automatic value is used instead")
         return config
 
     def _run_watched(self, call: AttentionCall, decision: _Decision, choice: Choice) -> Tensor:
@@ -434,11 +434,13 @@ class Engine:
         except Exception as error:
             if host.is_interrupt(error):
                 raise
-            run.note(f"{counted.block}: not compared with ComfyUI's own function: {type(error).__name__}: {error}")
+            run.note(
+                f"{counted.block}: could not be compared with ComfyUI's own function: {type(error).__name__}: {error}"
+            )
             return True
         if found is None or found.is_rounding:
             return True
-        why = f"our answer is {found.text()}"
+        why = f"our result is {found.text()}"
         self._differing[kind] = why
         for place in [place for place in self._decisions if place[2] == kind]:  # type: ignore[index]
             self._decisions.pop(place, None)
@@ -462,7 +464,7 @@ class Engine:
             if self._finite_inputs:
                 self._finite_inputs = False
                 self.warn(
-                    f"{block}: {' and '.join(bad)} already held NaN or infinity before attention: the picture will be "
+                    f"{block}: {' and '.join(bad)} already held NaN or infinity before attention: the image will be "
                     f"black or noise; try {_MORE_PRECISION.get(self.part, '--force-fp32')} or another weight dtype "
                     f"({call.query.dtype} here)"
                 )
@@ -470,7 +472,7 @@ class Engine:
         again = run_call(call, _REPAIR, with_lse=False)[0]
         tally.repaired += 1
         healed = is_finite(again)
-        done = "computed again in float32" if healed else "it is not finite in float32 either"
+        done = "recomputed in float32" if healed else "not finite in float32 either"
         self.warn(f"{block}: the attention output was not finite in {call.query.dtype}: {done}")
         return again if healed else out
 

@@ -22,7 +22,7 @@ def draw_largest(found: Sequence[Largest], title: str) -> Image.Image:
     board.paragraph(title, _LARGE, bold=True)
     if not found:
         board.space(16)
-        board.paragraph("Nothing follows for other sizes: see the text.", _BODY, MUTED)
+        board.paragraph("No estimate for other sizes: see the text.", _BODY, MUTED)
     left = board.left + max(text_width(way, _BODY) for way, *_ in WAYS) + 16
     width = board.right - left - 190
     for axis in found:

@@ -129,14 +129,14 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     """What one attention call takes besides its inputs and result."""
     patched = patched_bytes(shape, host.info)
     if host.attention:
-        return Need(0, patched, f"ComfyUI's {host.attention} cuts it into pieces by the free memory")
+        return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
     takes = fused_takes(shape, host.device)
     if takes is None:
-        return Need(0, patched, "PyTorch does not say how it would compute this call here")
+        return Need(0, patched, "PyTorch does not report how it would compute this call here")
     if not takes:
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
-            why += "; the patch has one, which stores nothing, and tiles"
+            why += "; the patch has a kernel that does not store it, and tiles"
         return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
     return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)

@@ -37,13 +37,13 @@ def text_of(call: ModelCall, found: Figures, host: Host, subject: Subject) -> st
         *_attention(call, found),
         *_ffn(call, found, host),
         f"Other tensors of the model: {_mib(call.other_bytes)} at most. The patches do not change them.",
-        f"At the peak, besides the weights: {_mib(found.total_without)} without the patches, "
-        f"{_mib(found.total_with)} with both.",
+        f"Peak besides the weights: {_mib(found.total_without)} without the patches, {_mib(found.total_with)} with "
+        "both.",
         *_fit(found, subject),
         subject.how,
-        "Counted: the tensors of one model evaluation, and what attention and feed-forward layers need inside. "
-        "Not counted: weights and copies of weights in transit, work space of single kernels, ControlNets, VAE, text "
-        "encoder, previews, other programs, and memory lost to fragmentation.",
+        "Counted: the tensors of one model evaluation, and the temporary memory of attention and feed-forward layers. "
+        "Not counted: weights and copies of weights in transit, workspace of individual kernels, ControlNets, VAE, "
+        "text encoder, previews, other programs, and memory lost to fragmentation.",
     ]
     return "\n".join(lines)
 
@@ -55,8 +55,8 @@ def largest_text(found: Sequence[Largest], room: int, streamed: bool, decode: Si
         room: bytes besides what else is loaded, and besides the weights unless they are ``streamed``.
         decode: the largest picture that the VAE decodes in one piece; None = none, where ``asked_decode``.
     """
-    beside = "with the weights streamed from the computer's memory" if streamed else "beside all weights of the model"
-    lines = [f"The largest that fits into {_mib(max(0, room))} {beside}, everything else as it is:"]
+    beside = "with the weights streamed from system memory" if streamed else "beside all weights of the model"
+    lines = [f"The largest size that fits into {_mib(max(0, room))} {beside}, along one axis at a time:"]
     for axis in found:
         words = "; ".join(
             f"{way} {_size(size, bounded)}" for (way, *_), size, bounded in zip(WAYS, axis.fits, axis.is_bounded)
@@ -109,11 +109,11 @@ def _fit(found: Figures, subject: Subject) -> list[str]:
     for words, need in (("Without the patches", found.total_without), ("With both", found.total_with)):
         left = subject.total_bytes - need
         if left < 0:
-            lines.append(f"  {words}: does not fit, {_mib(-left)} are missing even with no weights in it.")
+            lines.append(f"  {words}: does not fit; {_mib(-left)} too much even without any weights on the card.")
         elif left < weights:
-            lines.append(f"  {words}: {left / GIB:.1f} GiB remain for weights; ComfyUI streams the others.")
+            lines.append(f"  {words}: {left / GIB:.1f} GiB remain for weights; ComfyUI streams the rest.")
         else:
-            lines.append(f"  {words}: fits with all weights in it, {_mib(left - weights)} to spare.")
+            lines.append(f"  {words}: fits with all weights on the card, {_mib(left - weights)} to spare.")
     return lines
 
 

@@ -38,7 +38,7 @@ def draw_report(findings: Findings) -> Image.Image:
     left_out = len(findings.shown) - _MOST_RUNS
     if left_out > 0:
         board.space(24)
-        board.paragraph(f"{plural(left_out, 'earlier run')} in the text alone.", BODY, MUTED)
+        board.paragraph(f"{plural(left_out, 'earlier run')} in the text only.", BODY, MUTED)
     return board.finished()
 
 
@@ -169,7 +169,7 @@ def _draw_sentences(board: Board, shown: Shown) -> None:
     if halvings:
         sentences.append((f"Memory budget halved {plural(halvings, 'time')}: the device was out of memory", AMBER))
     if repaired:
-        sentences.append((f"{plural(repaired, 'output')} not finite, computed again in float32", AMBER))
+        sentences.append((f"{plural(repaired, 'output')} not finite, recomputed in float32", AMBER))
     if shown.exactness is not None:
         sentences.append((f"Exactness: {shown.exactness.text()}", _GREEN if shown.exactness.is_exact else RED))
     sentences += [(text, INK) for text in _first(run.notes)]

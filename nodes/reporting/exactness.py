@@ -59,7 +59,7 @@ class Exactness:
         """One line for the report."""
         verdict = "exact within rounding" if self.is_exact else "NOT EXACT"
         if not self.error <= self.limit:
-            verdict += f" (rounding explains {self.limit:.2g})"
+            verdict += f" (rounding explains at most {self.limit:.2g})"
         plain = f"plain {self.kind.dtype} attention: {self.plain_error:.2g}"
         where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
         return (

@@ -106,13 +106,13 @@ def choose_runs(
         remarks.append(_nothing(known))
     if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):
         remarks.append(
-            "Nothing is connected to this report: it ran when ComfyUI got to it, maybe before the sampler. Connect the "
-            "sampler's LATENT or the decoder's IMAGE."
+            "Nothing is connected to this report: ComfyUI decided when it ran, possibly before the sampler. Connect "
+            "the sampler's LATENT or the decoder's IMAGE."
         )
     return sorted(earlier, key=lambda entry: entry.run.started) + shown, remarks
 
 
-_UNFINISHED = "not finished: the figures are those of so far"
+_UNFINISHED = "not finished: the figures cover the run so far"
 
 
 def clock_text(seconds: float) -> str:
@@ -124,20 +124,20 @@ def _nothing(known: list[Run]) -> str:
     text = "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
     if known:
         last = known[-1]
-        text += f" The newest run before it, {title_of(last)} at {clock_text(last.started)}: {last.line()}."
+        text += f" The most recent earlier run, {title_of(last)} at {clock_text(last.started)}: {last.line()}."
     return text
 
 
 def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:
-    known = "" if last is None else " Its newest earlier run is shown."
+    known = "" if last is None else " Its most recent earlier run is shown."
     if not any(node in _sources(entry) for entry in prompt.values()):
-        return f"did nothing: its output is connected to nothing.{known}"
+        return f"did nothing: its output is not connected.{known}"
     if report_id is not None and node in _ancestors(prompt, report_id):
-        known = known or " No earlier run of it is known."
+        known = known or " It has no earlier run on record."
         return f"had nothing to do in this prompt: ComfyUI used the results in its cache.{known}"
     return (
-        "has not run so far: this report does not come after what it patches, or ComfyUI used the results in its "
-        f"cache.{known}"
+        "has not run yet: this report is not connected after what the node patches, or ComfyUI used the results in "
+        f"its cache.{known}"
     )
 
 

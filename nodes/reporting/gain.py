@@ -89,7 +89,7 @@ def gain_line(runs: Sequence[Run], attention: str) -> str:
 
 
 _OTHER_PARTS = {"feed-forward": "feed-forward layers", "int8": "linear layers in int8"}
-_NO_CALL = "Nothing gained: no call came here"
+_NO_CALL = "Nothing gained: no attention call reached a patch"
 
 
 def nothing_because(runs: Sequence[Run], attention: str) -> str:
@@ -98,7 +98,7 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
     calls = sum(run.count() for run in calling)
     if not calls:
         others = [words for part, words in _OTHER_PARTS.items() if any(run.part == part for run in runs)]
-        return f"No attention was patched: {' and '.join(others)} alone" if others else _NO_CALL
+        return f"No attention was patched: only {' and '.join(others)}" if others else _NO_CALL
     taken = [(kind, tally) for run in calling for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
     if not taken:
         return f"Nothing to gain: {_why_none_taken(calling)}"
@@ -111,7 +111,7 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
     if scores >= _LEAST_BYTES:
         most += f", whose scores are {mib(scores)} MiB"
     other = "PyTorch's attention" if attention == SDPA else f"ComfyUI's {attention}"
-    return f"{most}; what {other} would have taken here was not measured"
+    return f"{most}; what {other} would have needed here was not measured"
 
 
 def _why_none_taken(runs: Sequence[Run]) -> str:

@@ -108,11 +108,11 @@ def _memory_rows(run: Run, memory: dict[str, int]) -> Iterable[tuple[str, str]]:
     if run.extra_bytes is not None:
         yield "memory", f"{size_text(run.extra_bytes)}: the most that one call took besides inputs and output"
     if run.math_bytes:
-        yield "", f"{size_text(run.math_bytes)}: what math attention would store for the largest call, at least"
+        yield "", f"{size_text(run.math_bytes)}: the least that math attention would store for the largest call"
     if run.peak_bytes:
         yield "", f"{size_text(run.peak_bytes)}: {peak_label(run)}"
     if memory.get(run.device):
-        yield "", f"{size_text(memory[run.device])}: all memory of {run.device}"
+        yield "", f"{size_text(memory[run.device])}: total memory of {run.device}"
 
 
 def _trouble_rows(run: Run) -> Iterable[tuple[str, str]]:
@@ -124,7 +124,10 @@ def _trouble_rows(run: Run) -> Iterable[tuple[str, str]]:
     if repaired:
         blocks = ", ".join(f"{block} ({count}x)" for block, count in list(repaired.items())[:12])
         more = f" and {len(repaired) - 12} more blocks" if len(repaired) > 12 else ""
-        yield "repaired", f"{plural(sum(repaired.values()), 'output')} not finite, computed again: {blocks}{more}"
+        yield (
+            "repaired",
+            f"{plural(sum(repaired.values()), 'output')} not finite, recomputed in float32: {blocks}{more}",
+        )
 
 
 def _block_lines(run: Run) -> list[str]:

@@ -15,11 +15,11 @@ from ..version import __version__
 # `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
-    "selftest": "check every route and kernel on this machine, and time them: one block to paste",
+    "selftest": "check and time every route and kernel on this machine; prints one block to paste",
     "bench": "time every route, torch's own kernels and installed peers on typical shapes",
-    "run": "run a program with its attention computed by ours, and report at its end",
-    "replay": "run captured attention calls over every route",
-    "second-card": "what a second card would gain, per model and pair of cards: a model, not a measurement",
+    "run": "run a program with its attention computed by this package, and report when it ends",
+    "replay": "run captured attention calls through every route",
+    "second-card": "what a second card would gain, per model and pair of cards: calculated, not measured",
     "demo": "a small pipeline before and after, with the memory it took",
 }
 

@@ -135,7 +135,7 @@ def _together_lines(info: Info) -> list[str]:
     lines = together_lines(machine)
     if not lines:
         return []
-    lines.append(line("", "attention on both cards, times as fast as on the first (model, not measured):"))
+    lines.append(line("", "speedup of attention on both cards over the first alone (calculated, not measured):"))
     for name, gains in second_card.own_gains(machine):
         lines.append(line("", f"  {name}: " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains)))
     return ["", *lines]
@@ -187,12 +187,12 @@ def _route_lines(info: Info) -> list[str]:
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [line("", f"  {text}") for text in _route_text(route, list(info.routes), refused)]
     for what, other, timed in (
-        ("the fused kernel", "torch's", info.timed),
+        ("the fused kernel", "torch's kernel", info.timed),
         ("the fused kernel", "torch's math attention", info.timed_plain),
-        ("tiles", "torch's", info.timed_tiles),
+        ("tiles", "torch's kernel", info.timed_tiles),
     ):
         if timed:
-            lines.append(line("timed", f"time of {what} over that of {other}, once for each kind of call:"))
+            lines.append(line("timed", f"time of {what} relative to {other}, for each kind of call timed so far:"))
             lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(timed.items())]
     return lines
 

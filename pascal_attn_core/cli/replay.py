@@ -27,17 +27,19 @@ def add_parser(subparsers: Any) -> None:
     """Add ``replay`` to the command line."""
     parser = subparsers.add_parser(
         "replay",
-        help="run captured attention calls over every route",
-        description="Runs each call of files written by pascal_attn_core.capture over every route and over torch's own "
-        "kernels. 'error' is the largest difference to float64 relative to the largest value.",
+        help="run captured attention calls through every route",
+        description="Runs each call in files written by pascal_attn_core.capture through every route and through "
+        "torch's own kernels. 'error' is the largest difference from float64 relative to the largest value.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds at most (default: 3)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time of one route on one call (default: 10)")
+    parser.add_argument("--rounds", type=int, default=3, help="maximum number of timed rounds (default: 3)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="time limit for one route on one call (default: 10)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--rows", type=int, help="query rows compared with float64 (default: all)")
-    parser.add_argument("--budget-mib", type=float, help="extra memory that our routes may use")
+    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
     parser.add_argument("--explain", action="store_true", help="explain for each call which route is chosen and why")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(func=run)

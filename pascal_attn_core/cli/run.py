@@ -18,11 +18,11 @@ def add_parser(subparsers: Any) -> None:
     """Add ``run`` to the command line."""
     parser = subparsers.add_parser(
         "run",
-        help="run a program with its attention computed by ours, and report at its end",
+        help="run a program with its attention computed by this package, and report when it ends",
         description="Runs a Python script, or with -m a module, as python would, with every call of torch's "
-        "scaled_dot_product_attention computed by Pascal Attention, and `import flash_attn` finding ours where the "
-        "real package is not installed. At its end it prints to stderr how many calls took which route, and why. The "
-        "exit status is the program's. Processes that the program starts are not switched.",
+        "scaled_dot_product_attention computed by Pascal Attention, and `import flash_attn` giving our functions "
+        "if the real package is not installed. When the program ends, prints to stderr how many calls took which "
+        "route, and why. The exit status is the program's. Child processes of the program are not affected.",
         usage="pascal-attn run [--no-report] [--no-flash-attn] (script.py | -m module) [argument ...]",
     )
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     script = Path(options.program)
     if not options.is_module and not script.exists():
-        raise CommandError(f"there is no file {options.program}; a module is run by -m {options.program}")
+        raise CommandError(f"there is no file {options.program}; to run a module, use -m {options.program}")
     switch = patch_sdpa()
     if not switch.sites:
         print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)

@@ -67,7 +67,7 @@ PAIRS = (
 def add_parser(subparsers: Any) -> None:
     """Add ``second-card`` to the command line."""
     parser = subparsers.add_parser(
-        "second-card", help="what a second card would gain, per model and pair of cards: a model, not a measurement"
+        "second-card", help="what a second card would gain, per model and pair of cards: calculated, not measured"
     )
     parser.add_argument(
         "--pair", metavar="FIRST,SECOND", help=f"two cards of {', '.join(CARDS)}; without it a choice of pairs"
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     print(table(pairs))
     if not options.pair and len(device_names()) > 1:
         for name, gains in own_gains(look_around()):
-            print(f"\nthis machine, {name} (model): " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains))
+            print(f"\nthis machine, {name} (calculated): " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains))
     return 0
 
 
@@ -111,9 +111,9 @@ def table(pairs: Any = PAIRS) -> str:
 def assumptions() -> str:
     """What the figures rest on, as a sentence."""
     return (
-        f"Model, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
-        f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s each way for PCIe 3.0 x8), "
-        f"{START_MS} ms per call."
+        f"Calculated, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
+        f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s each way for PCIe 3.0 x8), {START_MS} "
+        "ms per call."
     )
 
 

@@ -8,12 +8,12 @@
     pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until pipe.set_attn_processor(None)
 
 Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and ``ModularPipeline``), and that method
-with the property ``attn_processors`` to those models that diffusers gives none. It replaces ``set_processor`` of
+with the property ``attn_processors`` to the models that have none in diffusers. It replaces ``set_processor`` of
 diffusers' attention modules, so that a ``PascalAttnProcessor`` runs the processor that it is set over and stays around
-processors set later, and ``set_attention_backend``, which warns where ours is at work. Modules on which no
-``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of this.
+processors set later, and ``set_attention_backend``, which then warns if a ``PascalAttnProcessor`` is in force. Modules
+on which no ``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of this.
 
-diffusers has attention backends too, chosen by name from a closed list. There is no public way to add one, so this
+diffusers also has attention backends, chosen by name from a fixed list. There is no public way to add one, so this
 module does not.
 """
 
@@ -61,22 +61,23 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 class PascalAttnProcessor(RedirectedProcessor):
-    """An attention processor for ``set_attn_processor``: the model's own processor, with its attention call ours.
+    """An attention processor for ``set_attn_processor``: runs the model's own processor, with its attention call
+    computed by :func:`pascal_attn_core.sdpa`.
 
         pipe.set_attn_processor(PascalAttnProcessor())
         model.set_attn_processor(PascalAttnProcessor(AttentionConfig(budget_mib=16)))
         unet.set_attn_processor({name: PascalAttnProcessor() for name in unet.attn_processors})
 
     Set on an attention module, it runs the processor found there: rotary embeddings, IP-Adapter weights, fused
-    projections, masks and norms stay that processor's work, and what is then found on the module is an instance of that
-    processor's class as well as of this one. Linear attention is left alone.
+    projections, masks and norms are still handled by that processor, and the module's processor is then an instance of
+    that processor's class as well as of this one. Linear attention is left alone.
 
     It stays until it is taken off. Any processor that is set while it is on, whether by you, by a pipeline or by
     ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their opposites, is wrapped: its own
     code runs, with our attention inside. Processors that a pipeline assigns to ``module.processor`` (perturbed
-    attention guidance) and attention modules that it builds again (``enable_free_noise``) are redirected too. Three
-    things take it off: setting ``None``, which restores the processor that it runs; setting that same object back,
-    saved from ``model.attn_processors`` before; and :func:`uninstall`.
+    attention guidance) and attention modules that it rebuilds (``enable_free_noise``) are redirected too. Three things
+    take it off: setting ``None``, which restores the processor that it runs; setting that same object, saved from
+    ``model.attn_processors`` earlier; and :func:`uninstall`.
 
     Args:
         config: how to compute; None = the default.
@@ -97,8 +98,8 @@ class PascalAttnProcessor(RedirectedProcessor):
 
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), got assigned to "
-            f".processor of {type(attn).__name__}, whose own processor it would need; or use patch_pipeline()"
+            "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), not assigned to .processor "
+            f"of {type(attn).__name__}, because it needs the module's own processor; or use patch_pipeline()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -113,8 +114,8 @@ class PipelinePatch(Patch):
     """What :func:`patch_pipeline` returns.
 
     Attributes:
-        left_alone: one sentence per kind of attention that is not ours, such as ``"2 x SanaLinearAttnProcessor2_0:
-            linear attention"``.
+        left_alone: one sentence per kind of attention that is not redirected, such as
+            ``"2 x SanaLinearAttnProcessor2_0: linear attention"``.
     """
 
     def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int, left_alone: list[str]):
@@ -127,10 +128,10 @@ class PipelinePatch(Patch):
 def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
-    Of a pipeline it reaches all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
+    For a pipeline it covers all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
     text encoders of Transformers. Processors stay the same objects; those set while the patch is in force are
-    redirected too, as are blocks that a pipeline builds again. Patches may be removed in any order; of several the
-    newest decides. A :class:`PascalAttnProcessor` set on a module decides over a patch.
+    redirected too, as are blocks that a pipeline rebuilds. Patches may be removed in any order; if there are several,
+    the newest applies. A :class:`PascalAttnProcessor` set on a module takes precedence over a patch.
 
     Args:
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
@@ -161,7 +162,7 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
 
 
 def install() -> None:
-    """Make the changes to diffusers' classes; done by importing this module. A second call does nothing."""
+    """Apply the changes to diffusers' classes; importing this module does it. A second call does nothing."""
     arrivals.serve_arrivals(_serve)
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
@@ -176,7 +177,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Revert every change to diffusers' classes, and take every PascalAttnProcessor off the modules that it is set on.
-    A Patch stays until its ``.remove()``, but attention that comes into its models from now on is not redirected."""
+    A Patch stays until its ``.remove()``, but attention added to its models afterwards is not redirected."""
     for module in arrivals.stop():
         _take_off_module(module)
     for cls in _pipeline_classes():
@@ -221,9 +222,9 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
 
     Args:
-        processor: a PascalAttnProcessor for all attention of all models, the VAE's too. None takes it off everywhere.
-            Any other is set on the models that are not autoencoders, and where a PascalAttnProcessor is on, it stays
-            and runs that one. For one model also a dict with the keys of its ``attn_processors``.
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's included. None takes it off
+            everywhere. Any other is set on the models that are not autoencoders; where a PascalAttnProcessor is set, it
+            stays and runs that one. For a single model also a dict with the keys of its ``attn_processors``.
     Raises:
         TypeError: a dict for a pipeline; its keys belong to one model, so set it there.
         ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
@@ -451,8 +452,8 @@ def _warn_if_sdpa_is_replaced() -> None:
 @functools.lru_cache(maxsize=16)
 def _warn_once(replacement: str) -> None:
     log.warning(
-        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention goes there, and reaches "
-        "Pascal Attention only where that calls torch's own",
+        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention calls go there, and reach "
+        "Pascal Attention only where the replacement calls torch's own function",
         replacement,
     )
 

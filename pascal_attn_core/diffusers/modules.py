@@ -43,7 +43,7 @@ def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
     arrivals.unwatch(module)
     original = type(module).__dict__.get("_pascal_original_class")
     if original is None:
-        return [f"{type(module).__name__} has been given another class since: ours stays below it without effect"]
+        return [f"{type(module).__name__} has been given another class since: ours stays underneath it without effect"]
     module.__class__ = original
     del module.__dict__[REDIRECTS]
     return []

@@ -5,8 +5,8 @@
     print(patch.report().text())
 
 Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
-a module runs in slices it is proven to treat every token on its own (see :mod:`.proof`); until then, and if it does
-not, it runs whole, as if it had not been patched.
+a module runs in slices it is proven to treat every token independently (see :mod:`.proof`); until then, and if the
+proof fails, it runs whole, as if it had not been patched.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ def patch_ffn(
 
     Args:
         model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
-        budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The fewest
-            slices that keep it are used: each reads the weights once more. A call that fits runs whole.
-        chunk_tokens: most tokens of one slice, instead of a budget.
-        num_chunks: so many slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment,
-            without that the budget decides.
+        budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The smallest
+            number of slices that stays within it is used, since each reads the weights again. A call that fits runs
+            whole.
+        chunk_tokens: maximum number of tokens per slice, instead of a budget.
+        num_chunks: number of slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment, or
+            the budget if that is not set.
         min_tokens: calls with fewer tokens run whole.
-        min_seq: the name that noflash-attention has for ``min_tokens``; None = that one counts.
+        min_seq: noflash-attention's name for ``min_tokens``; None = ``min_tokens`` applies.
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
-        exclude: never these modules; likewise.
+        exclude: modules that stay whole, given in the same way.
         verify: prove each module token by token before its first call in slices. False = trust all of them.
         checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
             of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
-        verbose: print which modules were found; ``report()`` says the same, and later how each of them runs.
+        verbose: print which modules were found; ``report()`` lists the same, and later how each of them runs.
     Returns:
         A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
-        newest decides. Deep copies of the model made meanwhile follow the patch; pickled, a model is stored without it.
+        newest applies. Deep copies made while it is patched follow the patch; a pickled model is stored without it.
     Raises:
-        TypeError, ValueError: an argument that cannot be used.
+        TypeError, ValueError: an invalid argument.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -99,7 +100,7 @@ class FfnPatch(Patch):
 
     @property
     def num_wrapped(self) -> int:
-        """How many modules run in slices as soon as they are proven and it saves memory; 0 once removed."""
+        """How many modules run in slices once they are proven and slicing saves memory; 0 after removal."""
         return self.sites if self.active else 0
 
     def report(self) -> FfnReport:

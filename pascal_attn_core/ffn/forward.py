@@ -132,8 +132,8 @@ class SlicedForward:
 
 
 _FOUND_LATER = (
-    "was proven, but a later check found that its tokens affect each other: something has changed that its code does "
-    "not name"
+    "was proven, but a later check found that its tokens affect each other: something that its code does not refer to "
+    "by name has changed"
 )
 
 
@@ -177,4 +177,6 @@ def detach(sliced: SlicedForward, site: Site) -> list[str]:
                 del place[key]
             return []
     kind = type(sliced.module).__name__
-    return [f"the forward of a {kind} was replaced while patched; ours stays below it and passes every call on"]
+    return [
+        f"the forward of a {kind} was replaced while patched; ours stays underneath it and passes every call through"
+    ]

@@ -106,7 +106,7 @@ def trace(
             watch.put_back()
         raise
     if mode.settle(watch):
-        raise NotTokenwise("keeps what it computed from its tokens after the call")
+        raise NotTokenwise("keeps values computed from its tokens after the call")
     return found
 
 
@@ -167,10 +167,10 @@ def prove(
     for length, real in trials:
         part = trace(fn, module, inputs, length, real=real, watch=watch, passing=passing)
         if _computing(part.steps) != _computing(full.steps) if real else part.steps != full.steps:
-            raise NotTokenwise(f"runs other operators on {length} tokens than on {inputs.x.shape[-2]}")
+            raise NotTokenwise(f"runs different operators on {length} tokens than on {inputs.x.shape[-2]}")
         same = part.shape[:-2] == full.shape[:-2] and part.shape[-1] == full.shape[-1]
         if not same or part.dtype != full.dtype:
-            raise NotTokenwise(f"gives another kind of output on {length} tokens than on {inputs.x.shape[-2]}")
+            raise NotTokenwise(f"returns a different kind of output for {length} tokens than for {inputs.x.shape[-2]}")
         _check_backwards(full.backwards, part.backwards)
     if is_known:
         return
@@ -240,9 +240,9 @@ class _NoPeeking(TorchFunctionMode):
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _VALUES and not (self.mode.layers and isinstance(args[0], Tensor) and not self.mode.holds(args[0])):
-            raise self.mode.refuse(f"looks at the values of a tensor in Python (Tensor.{name})")
+            raise self.mode.refuse(f"reads the values of a tensor in Python (Tensor.{name})")
         if name in _ORIGINS and isinstance(args[0], Tensor) and self.mode.holds(args[0]):
-            raise self.mode.refuse(f"looks at how its input was made (Tensor.{name})")
+            raise self.mode.refuse(f"inspects how its input was made (Tensor.{name})")
         return func(*args, **(kwargs or {}))
 
 
@@ -422,7 +422,7 @@ class _Follow(TorchDispatchMode):
             inside = "; dropout inside it is on" if "dropout" in name or name == "bernoulli_" else ""
             raise NotTokenwise(f"draws random numbers ({name}{inside})")
         if name in _READS and not all(self._is_literal(tensor) for tensor in tensors):
-            raise NotTokenwise(f"chooses its path by the values of a tensor ({name})")
+            raise NotTokenwise(f"branches on the values of a tensor ({name})")
         for argument in func._schema.arguments if func._schema.is_mutable else ():
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -621,6 +621,6 @@ _KNOWN_BACKWARDS = {
 _GONE = object()
 _SOMEWHERE = TokenAxis(0)
 _STUCK = (
-    "a feed-forward module keeps what it computed from its tokens in a place that cannot be put right after a trial; "
+    "a feed-forward module keeps values computed from its tokens in a place that cannot be restored after a trial; "
     "exclude it: patch_ffn(..., exclude=...)"
 )

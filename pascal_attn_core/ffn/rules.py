@@ -124,7 +124,7 @@ def _varies(tensor: Tensor, place: int) -> bool:
 def _reshape(call: Call) -> TokenAxis:
     sizes = call.arguments.get("size") or call.arguments.get("shape")
     if not isinstance(sizes, (list, tuple)):
-        raise NotTokenwise(f"looks at the bytes of its tokens ({call.name})")
+        raise NotTokenwise(f"reinterprets the bytes of its tokens ({call.name})")
     (dim, inner), source = call.axis, call.source
     faster = inner * math.prod(source.shape[dim + 1 :])  # elements between one token and the next
     sizes = _resolved(sizes, source.numel())
@@ -382,7 +382,7 @@ _RULES: dict[str, Callable[[Call], TokenAxis]] = {
 # Operators of other libraries, and our own, by their full name.
 _FOREIGN = dict.fromkeys(("quanto::qbytes_mm", "pascal_attn::int8_linear"), _scaled_linear)
 
-_BY_VALUE = "chooses its path by the values of the tokens"
+_BY_VALUE = "branches on the values of the tokens"
 _SELECTS = "selects, routes or places tokens by their values"
 _STATISTICS = "takes statistics over the tokens"
 _ATTENTION = "mixes tokens: attention"

@@ -1,7 +1,7 @@
 """flash-attn's API on any GPU and on the CPU.
 
     from pascal_attn_core.flash_attn import flash_attn_func
-    out = flash_attn_func(q, k, v, causal=True)        # [B, L, H, D], as there
+    out = flash_attn_func(q, k, v, causal=True)        # [B, L, H, D], as in flash-attn
 
 Names, layouts, defaults and the lower-right causal rule are those of flash-attn 2.8; float32 and float64, any head_dim,
 ``softcap`` together with dropout, and values whose head_dim differs from the keys' work too. Differences from
@@ -15,7 +15,7 @@ flash-attn:
   ``ValueError`` is also a ``RuntimeError``, which flash-attn raises;
 * ``window_size`` keeps its documented meaning when a side is as large as the number of keys.
 
-:func:`install_as_flash_attn` makes ``import flash_attn`` find it.
+:func:`install_as_flash_attn` makes ``import flash_attn`` find this module.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def flash_attn_func(
         q, k, v: float16, bfloat16, float32 or float64; Hq a multiple of Hkv, K and V are never expanded.
         dropout_p: share of the probabilities that is dropped; pass 0 in evaluation.
         softmax_scale: factor of the scores; None = 1 / sqrt(D).
-        causal: lower-right. For L = 2, S = 5 and for L = 5, S = 2 (1 = may look)::
+        causal: lower-right. For L = 2, S = 5 and for L = 5, S = 2 (1 = may attend)::
 
             1 1 1 1 0      0 0
             1 1 1 1 1      0 0
@@ -83,7 +83,7 @@ def flash_attn_func(
     Returns:
         ``[B, L, Hq, Dv]``, contiguous, zero where a query sees no key.
     Raises:
-        TypeError, ValueError: arguments that do not fit together; nothing has been computed.
+        TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
     options = FlashOptions.of(
@@ -158,7 +158,8 @@ def flash_attn_varlen_func(
     """:func:`flash_attn_func` within each of several concatenated sequences; nothing is padded.
 
     Neighbouring sequences of equal lengths are computed as one batch, or all sequences in one launch where the fused
-    kernel is the fastest route. Not for ``torch.compile(fullgraph=True)``: the lengths are read.
+    kernel is the fastest route. Does not work under ``torch.compile(fullgraph=True)``, because the values of the
+    lengths are read.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
@@ -283,10 +284,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a cache, into which new keys and values are written first, in place.
+    """Attention over a cache, to which new keys and values are first written in place.
 
-    Sequences that differ in length, that choose their cache row or whose keys are paged are computed one by one, each
-    over a view of its keys (paged: over a copy).
+    Sequences of different lengths, with ``cache_batch_idx`` or with paged keys are computed one by one, each over a
+    view of its keys (paged: over a copy).
 
     Args:
         q: ``[B, L, Hq, D]``.
@@ -294,20 +295,20 @@ def flash_attn_with_kvcache(
             D]`` of any size.
         k, v: ``[B, N, Hkv, D]``, new tokens, appended to those of each sequence.
         rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is rotated by the positions at which
-            it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first of them.
+            it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first position.
         cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache, left padding included, before the new
             ones; needed with k and v, otherwise None = all. It is not changed.
         cache_batch_idx: int32 ``[B]``: the row of the cache of each sequence.
         cache_leftpad: int32 ``[B]``: first token of each sequence.
         block_table: int32 ``[B, pages of a sequence]``; not with the last two.
-        rotary_interleaved: pairs are 0 and 1, 2 and 3 ...; otherwise 0 and rotary_dim / 2 ...
+        rotary_interleaved: rotate the pairs (0, 1), (2, 3) ...; otherwise (0, rotary_dim / 2) ...
         num_splits: ignored, for compatibility.
         others: see :func:`flash_attn_func`.
     Returns:
         ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
     Raises:
         NotImplementedError: an input requires a gradient; there is no backward pass, as in flash-attn.
-        TypeError, ValueError: arguments that do not fit together; the cache has not been touched.
+        TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
     _refuse_gradients(q, k_cache, v_cache, k, v)

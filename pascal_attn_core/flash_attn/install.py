@@ -147,20 +147,20 @@ def install_as_flash_attn(
     ``torch.ops.flash_attn._flash_attn_forward`` ...): ring attention by yunchang, xDiT, ring-flash-attention and
     diffusers' backend ``flash`` runs on ours.
 
-    Code that has imported the name before, or found that it is missing, keeps what it found: call this first. Package
-    metadata agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what
-    Transformers asks: with a CUDA device its ``is_flash_attn_2_available()`` is then True, and
+    Code that imported the name earlier, or found it missing, keeps what it found: call this first. Package metadata
+    agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what Transformers
+    checks: with a CUDA device its ``is_flash_attn_2_available()`` is then True, and
     ``attn_implementation="flash_attention_2"`` runs on ours; without CUDA it stays False, as with the real package.
     Diffusers offers its backend ``flash`` on any device then.
 
     Args:
-        replace: take the place of the real packages where they are installed.
+        replace: replace the real packages if they are installed.
         fa3: what the functions of ``flash_attn_interface`` return: "out_and_lse", always (out, lse), as
             FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs rely on it, Transformers and
             diffusers accept it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
             today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
         around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
-            module: to count the calls, say. Of several installations the first one's is used.
+            module: for example to count the calls. If there are several installations, that of the first is used.
     Returns:
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:

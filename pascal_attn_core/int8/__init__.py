@@ -1,12 +1,12 @@
-"""Linear layers in 8-bit integers. Not exact: for those who ask for it by name, with the error shown.
+"""Linear layers in 8-bit integers. Not exact, therefore opt-in, and the error is reported.
 
     with patch_linear_int8(pipe.unet, max_error=0.03) as patch:
         pipe(prompt)
     print(patch.report().text())
 
-Each layer waits for its first inputs, is measured with them against its float self, and then runs in 8 bits, or stays
-as it is where its error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the
-weight, which becomes an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, stay in float.
+Each layer is measured on its first inputs against its float version, and then runs in 8 bits, or stays in float if its
+error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the weight, which becomes
+an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, stay in float.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ def patch_linear_int8(
         include: exactly these layers instead of the default, which is those of the repeated blocks without embeddings,
             norms, modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
             ``(name, module) -> bool``, or several of them.
-        exclude: never these layers; likewise.
-        max_error: relative error (root of the sum of squares) of a layer's product, on its real inputs, above which it
-            stays in float. Typical are 0.01 to 0.02; layers with outlier channels have more.
-        calibrate: called with the model, at once: each layer is measured in every call it makes, and decided by the
-            largest error. None = each layer is measured and decided in its first call. Checked again in either case
-            after 2, 4, 8 ... calls: a layer that exceeds ``max_error`` then goes back to float, if its weight is
-            still there.
-        weights: what becomes of the float weights: "host" = they move to host memory, and come back when the patch is
-            removed; "keep" = they stay where they are; "free" = they are given up: the model that the patch leaves
-            behind has weights that have been rounded.
+        exclude: layers that stay in float, given in the same way.
+        max_error: relative error (root of the sum of squares) of a layer's product, on its actual inputs, above which
+            it stays in float. Typical errors are 0.01 to 0.02; layers with outlier channels have larger ones.
+        calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
+            largest error. None = each layer is measured and judged in its first call. In either case the error is
+            checked again after 2, 4, 8 ... calls: a layer that exceeds ``max_error`` then goes back to float, if its
+            float weight still exists.
+        weights: where the float weights are kept: "host" = they move to host memory, and back when the patch is
+            removed; "keep" = they stay where they are; "free" = they are discarded: after the patch is removed, the
+            model has rounded weights.
     Returns:
-        A Patch with ``report()``. Deep copies of the model made meanwhile follow it; state dicts and pickles hold float
+        A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
     Raises:
-        TypeError, ValueError: an argument that cannot be used.
+        TypeError, ValueError: an invalid argument.
     """
     if not isinstance(model, nn.Module):
         kind = type(model).__name__

@@ -232,7 +232,7 @@ class BoundLayer(Layer):
             try:
                 self._replace(module, quantize_rows(self.source.weight(module, self.device), self.rotation))
             except torch.OutOfMemoryError:
-                self.missed = "there was no memory to round it"
+                self.missed = "out of memory while rounding it"
 
     def leave(self) -> bool:
         """The host is about to change the model. Returns whether anything of ours was in it."""

@@ -73,7 +73,7 @@ def why_not(module: nn.Module, name: str, owners: dict[int, str]) -> str:
     """Why the layer cannot run in 8 bits; "" = it can."""
     weight = module._parameters.get("weight")
     if weight is None:
-        return "cannot be: its weight is computed, or is no parameter"
+        return "cannot be: its weight is computed, or is not a parameter"
     if tuple(weight.shape) != (module.out_features, module.in_features):
         return f"cannot be: its weight is stored as {list(weight.shape)}"
     if weight.dtype not in FLOATS or type(weight) is not nn.Parameter:
@@ -95,7 +95,7 @@ def _left(name: str, module: nn.Module) -> str:
     if not _IN_BLOCK.search(name):
         return "left: outside the repeated blocks"
     if _SENSITIVE.search(name):
-        return "left: every layer behind depends on its few numbers"
+        return "left: every later layer depends on its few outputs"
     if weight is not None and weight.numel() < _LEAST_NUMBERS:
-        return f"left: fewer than {_LEAST_NUMBERS} numbers"
+        return f"left: fewer than {_LEAST_NUMBERS} weights"
     return ""

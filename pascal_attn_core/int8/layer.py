@@ -121,7 +121,7 @@ class Layer:
         self._unhook(module)
         weight = self.weight
         if weight is None:
-            return [f"the weight of {self.name} was replaced meanwhile"] if self.state == INT8 else []
+            return [f"the weight of {self.name} was replaced in the meantime"] if self.state == INT8 else []
         self.state, self.why = FLOAT, "the patch was removed"
         if parameter is None or weight.original is None:
             module._parameters["weight"] = nn.Parameter(weight.float_matrix())
@@ -152,7 +152,7 @@ class Layer:
                     self._measure(module, x)
             except torch.OutOfMemoryError:
                 self._failures += 1
-                self.why = "there was no memory to measure it"
+                self.why = "out of memory while measuring it"
                 if self._failures == _MOST_FAILURES:
                     self.state = FLOAT
                     self._unhook(module)
@@ -160,7 +160,7 @@ class Layer:
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
         weight = module._parameters.get("weight")
         if weight is None or weight.is_meta:
-            return "its weight is not there when it is called: a hook loads it"
+            return "its weight is absent when it is called: a hook loads it"
         if type(weight) is not nn.Parameter:
             return f"its weight is a {type(weight).__name__}"
         if weight.device != x.device:

@@ -120,7 +120,7 @@ def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
         return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
     times, state, why = layer.times, layer.state, layer.why
     if layer.was_replaced:
-        state, why = FLOAT, "its weight was replaced: by a host that loads the float one for each call, say"
+        state, why = FLOAT, "its weight was replaced, for example by a host that loads the float weight for each call"
     return Int8ReportLine(
         name,
         kind,
@@ -153,7 +153,7 @@ def _facts(line: Int8ReportLine) -> str:
 _WEIGHTS = {
     "keep": ", the float ones kept beside them",
     "host": ", the float ones in host memory",
-    "free": ", the float ones given up",
+    "free": ", the float ones discarded",
 }
 WAYS = {
     "kernel": "the int8 kernel",

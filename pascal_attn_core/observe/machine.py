@@ -45,7 +45,7 @@ _GETS = {
 _SPARED = {
     "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
-    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be had",
+    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
 }
 _MAY_OPEN = "may this user open /dev/kfd (groups render and video)?"
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
@@ -67,8 +67,8 @@ class Machine:
     Attributes:
         devices: what torch can use: one per GPU, else the CPU alone.
         free: free memory of each device in bytes, None where it is unknown.
-        smi: cards that nvidia-smi lists; amd: architectures of AMD's cards that the kernel driver lists. Both are asked
-            only where torch sees no GPU.
+        smi: cards that nvidia-smi lists; amd: architectures of AMD's cards that the kernel driver lists. Both are
+            queried only if torch sees no GPU.
         driver: version of NVIDIA's driver, "" if unknown.
         links: the PCIe link of each device, None where it is unknown; () where there is one device.
         direct: pairs of devices of which the first can read the second's memory.
@@ -94,7 +94,7 @@ def look_around(*, asks_devices: bool = True) -> Machine:
     """Gather the facts of this machine.
 
     Args:
-        asks_devices: also how much memory is free, which starts CUDA on every card.
+        asks_devices: also query how much memory is free, which initialises CUDA on every card.
     """
     build, names = torch_build(), device_names()
     are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
@@ -140,13 +140,13 @@ def ask_nvidia_smi() -> tuple[SmiCard, ...]:
 
 @functools.cache
 def ask_driver() -> str:
-    """The version of NVIDIA's driver, asked once per process; "" where nvidia-smi is missing or fails."""
+    """The version of NVIDIA's driver, queried once per process; "" where nvidia-smi is missing or fails."""
     return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
 
 
 class Clocks(NamedTuple):
-    """What the driver says of a card at one moment: multiprocessor and memory clock in MHz, temperature in degrees
-    Celsius, power in watts; None where it does not say."""
+    """What the driver reports about a card at one moment: multiprocessor and memory clock in MHz, temperature in
+    degrees Celsius, power in watts; None where it does not say."""
 
     sm_mhz: float | None
     memory_mhz: float | None
@@ -197,8 +197,8 @@ def ask_link(device: torch.device) -> Link | None:
 
 
 class ClockWatch:
-    """While the block runs, the clocks are asked for once a second; ``highest`` are those at the highest multiprocessor
-    clock, None where they cannot be asked for."""
+    """While the block runs, the clocks are queried once a second; ``highest`` are those at the highest multiprocessor
+    clock, None where they cannot be queried."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -362,7 +362,7 @@ def _torch_name(info: DeviceInfo, number: int) -> str:
 
 
 def line(label: str, text: str) -> str:
-    """``text`` behind a label in a column of its own."""
+    """``text`` after a label in its own column."""
     return f"{label:{_LABEL}s}{text}".rstrip()
 
 

@@ -1,4 +1,5 @@
-"""Exact peak memory of a piece of code, and how many operators it launched; O(N) is proven with it, without a GPU.
+"""Exact peak memory of a piece of code, and how many operators it launched; the tests prove O(N) memory with it,
+without a GPU.
 
 As a block, or for one call:
 
@@ -72,8 +73,8 @@ class Measurement(NamedTuple):
     Attributes:
         out: what the function returned.
         extra_bytes: the peak minus the bytes of the output's own storages: what the call needed besides its result.
-        peak_bytes: most bytes alive at once beyond those alive at the start, including the output.
-        largest_tensor_bytes: the largest single storage that the call created and that is no part of the output.
+        peak_bytes: the most bytes alive at once above those alive at the start, including the output.
+        largest_tensor_bytes: the largest single storage that the call created and that is not part of the output.
         launches: operators that compute something; views and bare allocations are not counted.
     """
 
@@ -88,19 +89,20 @@ class PeakMemory:
     """Measures the most memory that tensors took at once during a ``with`` block, above what they took at its start.
 
     On a CPU and on ``meta`` every storage is followed from the operator that creates it (or resizes it) until it is
-    freed, so the number is exact (but for scalars made inside kernels, some bytes). On CUDA it is the allocator's own
-    peak, in whole allocator blocks.
+    freed, so the number is exact (except for scalars made inside kernels, a few bytes). On CUDA it is the allocator's
+    own peak, in whole allocator blocks.
 
     What is seen: each operator of this thread and of the autograd engine working for it, below the composite ones:
-    torch's math attention counts with every matrix it makes, and so does the inside of a custom operator.
-    What is not seen on a CPU: scratch memory that one kernel takes and frees inside itself (torch's fused CPU
-    attention: some MiB), allocations by other libraries, sparse tensors, code compiled by ``torch.compile``; and on
-    ``meta`` the inside of an operator that has a kernel of its own for ``meta``.
-    A tensor from before the block counts as freed if it dies inside it, once an operator has touched it.
+    torch's math attention counts with every matrix it makes, and so does the inside of a custom operator. What is not
+    seen on a CPU: scratch memory that a kernel allocates and frees internally (torch's fused CPU attention: a few MiB),
+    allocations by other libraries, sparse tensors, code compiled by ``torch.compile``; and on ``meta`` the inside of an
+    operator that has a kernel of its own for ``meta``. A tensor from before the block counts as freed if it dies inside
+    it, once an operator has touched it.
 
     Args:
         device: whose memory; tensors of other device types are not counted, operators are.
-        follow: False on CUDA asks the allocator only: no cost at all per operator, but neither launches nor largest.
+        follow: False on CUDA only reads the allocator's peak: no cost per operator, but launches and the largest tensor
+            are not counted.
 
     Attributes:
         peak_bytes: the peak so far; grows while the block runs and stays readable afterwards.

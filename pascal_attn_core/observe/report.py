@@ -43,9 +43,9 @@ class CallStats:
         count: number of calls.
         blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
             row maximum because their scores are provably bounded.
-        budget_halvings: how often a call of this kind ran out of memory and was tried again with half the budget.
+        budget_halvings: how often a call of this kind ran out of memory and was retried with half the budget.
         devices: what each device did, where several shared the calls.
-        remarks: why one did not do its part, by how often.
+        remarks: reasons why a device did not compute its part, and how often each occurred.
     """
 
     count: int = 0

@@ -26,7 +26,9 @@ class MathRoute(Route):
         reasons = []
         score_mib = call.num_scores * max(4, call.query.element_size()) / MIB
         if score_mib > LARGEST_BUFFER / MIB:
-            reasons.append(f"its score matrix of {score_mib:,.0f} MiB is above 4 GiB, the largest buffer there may be")
+            reasons.append(
+                f"its score matrix of {score_mib:,.0f} MiB is above 4 GiB, the largest buffer that the device allows"
+            )
         elif score_mib > limit:
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if request.with_lse:
@@ -34,7 +36,7 @@ class MathRoute(Route):
         if call.is_empty:
             reasons.append("the call is empty")
         if request.in_graph and call.dropout_p:
-            reasons.append("a graph computes it again for its gradients, with other dropout")
+            reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
         return reasons or None
 
     def claim(self, request: Request) -> Choice | None:

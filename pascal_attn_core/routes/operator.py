@@ -125,7 +125,7 @@ def _lazy_mask(rule: str, shape: Sequence[int], tensors: Sequence[Tensor], query
 
 
 def _unregistered(*indices: Tensor) -> Tensor:
-    raise LookupError("this graph was made without numbers, of a LazyMask whose rule mask_rule has not registered")
+    raise LookupError("this graph was traced without data, with a LazyMask whose rule is not registered with mask_rule")
 
 
 def _checked(
@@ -165,7 +165,7 @@ def _choice(call: AttentionCall, token: str, *, with_lse: bool) -> Choice:
     if route is not None:
         plan = route.plan(Request(call, config, with_lse, in_graph=True))
         if not isinstance(plan, list):
-            return Choice(route, "as earlier calls of this kind in graphs", plan)
+            return Choice(route, "as for earlier calls of this kind in compiled graphs", plan)
     choice = choose(call, config, with_lse=with_lse, in_graph=True, may_time=False)
     decided[kind] = choice.by
     return choice

@@ -201,7 +201,7 @@ def gradients(
     plan = request.plan(route)
     reasons = list(plan) if isinstance(plan, list) else []
     if route.is_differentiable:
-        reasons.append("it goes back from results of its own only")
+        reasons.append("its backward pass takes only results of its own forward pass")
     if reasons:
         raise UnsupportedAttention(config.route, reasons)
     with without_autocast(call.query):

@@ -121,13 +121,13 @@ class SeveralRoute(Route):
             return shared[0]
         seam = seam_of(call, shared.forward.q_block if isinstance(shared, WholeTiles) else None)
         if seam.count < 2:
-            return f"there is nothing to cut: one key/value head, and not more than {seam.step} queries"
+            return f"there is nothing to split: one key/value head, and at most {seam.step} queries"
         if call.needs_grad:
             probe = Part(seam, 0, 1)
             if seam.kind != HEADS or any(probe.inputs(call)[i] is given for i, given in enumerate(_inputs(call)[:3])):
-                return "gradients of what all parts need would be summed over the devices"
+                return "gradients of inputs that all parts share would have to be summed across devices"
             if alone.by.is_differentiable and call.query.is_cuda and call.query.device in devices[1:]:
-                return "autograd has one thread for each device"
+                return "autograd runs one thread per device"
         found = _counts(call, alone.by, request, devices, seam)
         if isinstance(found, str):
             return found
@@ -279,11 +279,11 @@ class _Work:
         try:
             return self._run(home, taken, left, stats) if taken else None
         except RouteUnavailable as error:
-            stats.remarks.append(f"{error}: computed as a whole")
+            stats.remarks.append(f"{error}: computed undivided")
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            stats.remarks.append(f"{self.plan.devices[0]} has no memory for the parts: computed as a whole")
+            stats.remarks.append(f"{self.plan.devices[0]} has too little memory for the parts: computed undivided")
         finally:
             for _, helper, _ in taken:
                 helper.give_back()
@@ -401,7 +401,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
     device, least = call.query.device, request.config.share_from_tokens
     if device != devices[0]:
         seen_on(device, devices)
-        return f"its tensors are on {device}, and calls of {devices[0]} are shared out"
+        return f"its tensors are on {device}, and only calls on {devices[0]} are shared"
     if min(call.seq_len_q, call.seq_len_kv) < least:
         return f"it has fewer than {least} queries or keys"
     checks = (
@@ -416,7 +416,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (os.getpid() != _process, "this process was forked"),
         (
             len({other.type for other in devices}) > 1 or device.type not in ("cpu", "cuda"),
-            "the devices are of kinds that do not work together",
+            "devices of these kinds cannot share a call",
         ),
     )
     for holds, why in checks:
@@ -461,7 +461,7 @@ def _counts(
     able = [helper for helper in others if not helper.lost]
     if not table.is_on:
         home_ms, paces = modelled(load, runtime.info, [device_info(helper.device) for helper in able])
-        alone_ms, grounds = home_ms, "by the cards' figures, nothing was timed"
+        alone_ms, grounds = home_ms, "from the cards' specifications, nothing was timed"
     else:
         timed = [table.of(call, route, helper, may_time=request.may_time) for helper in able]
         known = [each.paces(call.num_scores // seam.count, load) for each in timed if each is not None]
@@ -472,7 +472,7 @@ def _counts(
     found = best_counts(seam.count, home_ms, paces)
     ratio = shared_ms(home_ms, paces, found) / max(1e-9, alone_ms * seam.count)
     if found[0] == seam.count or (table.is_on and ratio > WORTH):
-        return f"timed, or reckoned, to take {ratio:.2f} of the time of {devices[0]} alone"
+        return f"timed or estimated at {ratio:.2f} of the time of {devices[0]} alone"
     given = iter(found[1:])
     counts = (found[0], *(0 if helper.lost else next(given) for helper in others))
     return counts, grounds or f"timed: {ratio:.2f} of the time of {devices[0]} alone"

@@ -75,7 +75,7 @@ class TiledRoute(Route):
         if call.num_kv_heads == 1 and (mask is not None or call.has_band):
             return ["its query rows do not all see the same keys"]
         if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
-            return ["whether its float mask is padding is asked of all heads together"]
+            return ["whether its float mask is padding is decided for all heads together"]
         walks, tiles = runtime_of(call.query.device).part(Walks), []
         try:
             walk = walks.of(call, config, basis=plan)
@@ -109,7 +109,7 @@ class TiledRoute(Route):
             return None
         reasons = request.plan(self.torch_route) if self.torch_route is not None else None
         if not isinstance(reasons, list):
-            return Choice(self, "no route before it takes the call", plan)
+            return Choice(self, "no earlier route takes the call", plan)
         if not request.with_lse:
             _warn_once(request.call.query.device.type, reasons[0])
         return Choice(self, "; ".join([reasons[0], *request.remarks]), plan, torch_stores=True)
@@ -387,7 +387,10 @@ def _within_memory(
             sizes = walk.tiles.extra_bytes / 2**20, smaller.tiles.extra_bytes / 2**20
             shapes = list(call.query.shape), list(call.key.shape)
             log.warning(
-                "out of memory with %.2f MiB for query %s, key %s: going on with %.2f MiB", sizes[0], *shapes, sizes[1]
+                "out of memory with %.2f MiB for query %s, key %s: continuing with %.2f MiB",
+                sizes[0],
+                *shapes,
+                sizes[1],
             )
             walk = smaller
         else:

@@ -99,7 +99,7 @@ def find_form(
     """How torch's fused attention can take the call, or the reasons why it cannot."""
     reasons = _refusals(call, with_lse)
     if in_graph and call.dropout_p:
-        reasons.append("a graph computes it again for its gradients, with other dropout")
+        reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
     reasons = reasons or fault_reasons(call, read=not in_graph)
     if reasons:
         return reasons

@@ -180,7 +180,7 @@ def _kernel_lines(found: Selftest) -> list[str]:
 
 def _check_lines(found: Selftest) -> list[str]:
     """For each route and dtype: how many calls were right, the largest error, and how many it refuses."""
-    lines = [line("routes", "right calls, largest error to float64, calls refused: " + ", ".join(DTYPES))]
+    lines = [line("routes", "correct calls, largest error against float64, calls refused: " + ", ".join(DTYPES))]
     for route in dict.fromkeys(check.route for check in found.checks):
         cells = []
         for dtype in DTYPES:
@@ -207,10 +207,10 @@ def _speed_lines(found: Selftest) -> list[str]:
         lines.append(f"{entry['shape']:7s}{entry['text']:27s}" + "".join(f"{cell:>12s}" for cell in cells) + memory)
     if found.costs:
         costs = ", ".join(f"{name.removeprefix('ours-')} {cost:.0f}" for name, cost in found.costs.items())
-        lines.append(line("us a call", f"{costs} (CPU time until a call of 64 tokens is on its way)"))
+        lines.append(line("us a call", f"{costs} (CPU time to issue a call of 64 tokens)"))
     ratios = {route: found.over_torch(route) for route in ("fused-tensor", "fused", "tiled", AUTO)}
     words = [f"{route} {ratio:.2f}" for route, ratio in ratios.items() if ratio is not None]
-    lines.append(line("of torch", f"median time in units of torch-fused: {', '.join(words) or 'unknown'}"))
+    lines.append(line("of torch", f"median time relative to torch-fused: {', '.join(words) or 'unknown'}"))
     return lines
 
 

@@ -65,7 +65,8 @@ class Helper:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             self.lost = f"{self.device} failed in an earlier call ({reason})"
             sentence = (
-                f"{self.device} failed ({reason}): its part was computed on {self.home}, and so is all from now on"
+                f"{self.device} failed ({reason}): its part was computed on {self.home}, and so is everything from now "
+                "on"
             )
         self._lanes = None
         self.tell(sentence)

@@ -1,14 +1,14 @@
-"""Transformers: ``register_with_transformers()`` makes this package an attention implementation by name.
+"""Transformers: ``register_with_transformers()`` registers this package as a named attention implementation.
 
     from pascal_attn_core.transformers import register_with_transformers
     register_with_transformers()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="pascal_chunked")
 
-It registers the attention **and** its mask function: without the second one Transformers passes no mask at all, and
-padding and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither scores nor a mask of L*S
-elements are stored, except where the model itself needs one: a position bias (T5), a 4-D mask passed by hand,
-``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces.
-Models with attention code of their own keep using it: see :func:`unsupported_reason`. Continuous batching
+It registers the attention **and** its mask function: without the latter Transformers passes no mask at all, and padding
+and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither scores nor a mask of L*S elements are
+stored, except where the model itself needs one: a position bias (T5), a 4-D mask passed by hand,
+``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces. Models
+with their own attention code keep using it: see :func:`unsupported_reason`. Continuous batching
 (``model.generate_batch``, paged caches) is supported; its requests are computed as sequences of different lengths. CUDA
 graphs cannot capture those: where a version of Transformers uses them by default, pass ``use_cuda_graph=False``.
 """
@@ -46,8 +46,8 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
         name: must not be "eager" nor contain "sdpa", "flash", "flex_attention", "paged|" or "/", which have a meaning
             in Transformers. Registering a name again replaces its previous function.
     Returns:
-        A Patch; ``remove()`` unregisters the name, or restores its previous function. Models that still carry the name
-        then cannot be run until another implementation is set.
+        A Patch; ``remove()`` unregisters the name, or restores its previous function. After that, models still set to
+        this name cannot run until another implementation is set.
     Raises:
         ImportError: Transformers is missing or older than 4.53.
         ValueError, TypeError: an unusable name or tile_size.
@@ -78,8 +78,8 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
 
     Args:
         tile_size: None or "auto" = the fastest route, with tiles chosen from device, shapes and budget. A number forces
-            tiles of that many tokens. pascal-attn's default is 64; the tile changes the time (64 is several times
-            slower), not the result, so code that omits it gets "auto" here.
+            tiles of that many tokens. pascal-attn's default is 64; the tile size changes the time (64 is several times
+            slower), not the result, so the default here is "auto".
     Raises:
         ValueError, TypeError: tile_size is neither a positive whole number, None nor "auto".
     """
@@ -130,18 +130,18 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
 def unsupported_reason(model: Any) -> str | None:
     """Why this model, or a part of it, does not call a registered attention function; None if it does.
 
-    Some model classes have attention code of their own (BERT and T5 before Transformers 5, Reformer, ...) and use it
-    whatever ``attn_implementation`` is. Others choose keys by an indexer, which Transformers turns into a mask for
-    "eager" and "sdpa" only.
+    Some model classes have their own attention code (BERT and T5 before Transformers 5, Reformer, ...) and use it
+    regardless of ``attn_implementation``. Others select keys with an indexer, whose selection Transformers turns into a
+    mask for "eager" and "sdpa" only.
     """
     if not callable(getattr(model, "modules", None)):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     modules = list(model.modules())
     if not any(hasattr(module, "config") for module in modules):
-        return f"{type(model).__name__} is no model of Transformers: it has no config"
+        return f"{type(model).__name__} is not a Transformers model: it has no config"
     for module in modules:
         if hasattr(module, "indexer"):
-            return f"{type(module).__name__} chooses its keys by an indexer, for 'eager' and 'sdpa' only"
+            return f"{type(module).__name__} selects its keys with an indexer, which supports only 'eager' and 'sdpa'"
     for cls in {type(module) for module in modules}:
         if not asks_interface(cls.__module__) or ("Attention" in cls.__name__ and _computes_by_itself(cls)):  # type: ignore[arg-type]
             return f"{cls.__name__} computes attention by itself and does not use AttentionInterface"
@@ -187,7 +187,9 @@ def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str
             top = ours.pop()
             current = interface._global_mapping.get(name)
             if current is not top.function:
-                left.append(f"{name!r} in {interface.__name__} was registered again by another package: left in place")
+                left.append(
+                    f"{name!r} in {interface.__name__} has been registered again by another package: left in place"
+                )
             elif top.before is None:
                 del interface._global_mapping[name]
             else:

@@ -224,7 +224,7 @@ class _Wrapped:
         if self.users:
             return []
         if getattr(owner, self.method) is not self.ours:
-            return [f"{self.owner}.{self.method} was replaced since: ours stays below, without effect"]
+            return [f"{self.owner}.{self.method} has been replaced since: ours stays underneath it, without effect"]
         setattr(owner, self.method, self.original)
         return []
 

@@ -1,14 +1,15 @@
-"""VAE decoding and encoding in bands of rows or frames: exact, without tiles, in the memory that there is.
+"""VAE decoding and encoding in bands of rows or frames: exact, without tiles, within the available memory.
 
     with patch_vae(pipe.vae, budget_mib=512) as patch:
         pipe(prompt)
     print(patch.report().text())
 
-The VAE's own ``forward`` runs, on a tensor that notes what is done with it (:mod:`.banded`). Convolutions are computed
-range by range with the rows around each that they depend on, group norms gather their sums over all ranges before they
-are used, attention takes this package's routes. Between two layers a tensor lies on the device while that fits, else in
-host memory. Before the first run with a given VAE, dtype and kind of input a small input is computed both ways; if the
-two do not agree to rounding, the VAE runs as if it had not been patched, and the report says so.
+The VAE's own ``forward`` runs on a tensor that records the operators applied to it (:mod:`.banded`). Convolutions are
+computed range by range, including the neighbouring rows that each range depends on; group norms gather their sums over
+all ranges before they are applied; attention takes this package's routes. Between two layers a tensor is kept on the
+device if it fits, else in host memory. Before the first run with a given VAE, dtype and kind of input a small input is
+computed both ways; if the two do not agree to rounding, the VAE runs as if it had not been patched, and the report says
+so.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ def patch_vae(
 
     Args:
         vae: an autoencoder of diffusers, ComfyUI's ``first_stage_model``, or any module with such methods whose first
-            argument is the latent or picture, ``[B, C, ..., H, W]`` (sound: ``[B, C, L]``), float.
+            argument is the latent or picture, ``[B, C, ..., H, W]`` (audio: ``[B, C, L]``), float.
         budget_mib: memory on the device in MiB for one band and what is kept there between layers, besides the weights,
-            the input and the result. None = 0.7 of what is free when a call begins, on a CPU 64. Single rows that need
-            more are computed nevertheless.
-        keep: where tensors lie between layers: ``"auto"`` = on the device while they take at most half of the budget,
-            then in host memory; ``"device"``; ``"host"``. On a CPU the two are the same memory.
-        when: ``"always"``; or ``"needed"``: a call runs as it is, and in bands where ``expected_bytes`` is more than is
-            free or where it runs out of memory.
-        methods: which methods of ``vae`` to patch; those that it lacks are left out.
-        verify: compare a small input first, see above. False = trust the VAE.
-        progress: called after each band with the part that is done, 0 to 1 (0 where it cannot be told). What it
-            raises ends the call.
+            the input and the result. None = 0.7 of what is free when a call begins; 64 on a CPU. A single row that
+            needs more is computed anyway.
+        keep: where tensors are kept between layers: ``"auto"`` = on the device up to half of the budget, then in host
+            memory; ``"device"``; ``"host"``. On a CPU the two are the same memory.
+        when: ``"always"``; or ``"needed"``: a call runs without bands, and in bands only if ``expected_bytes`` exceeds
+            the free memory or if it runs out of memory.
+        methods: which methods of ``vae`` to patch; those it does not have are ignored.
+        verify: compare on a small input first, see above. False = trust the VAE.
+        progress: called after each band with the fraction done, 0 to 1 (0 if unknown). An exception from it ends the
+            call.
         expected_bytes: the host's own estimate for a call, given the method's name and the input's shape and dtype.
     Returns:
-        A Patch with ``report()``. Tiled decoding that the VAE has been set to is not used meanwhile; slicing is.
+        A Patch with ``report()``. While patched, the VAE's own tiled decoding is not used even if it is enabled;
+        slicing is.
     Raises:
-        TypeError, ValueError: an argument that cannot be used.
+        TypeError, ValueError: an invalid argument.
     """
     if not isinstance(vae, nn.Module):
         raise TypeError(f"vae must be a torch.nn.Module, got {type(vae).__name__}; of a pipeline pass its vae")
@@ -87,5 +89,5 @@ class VaePatch(Patch):
         super().__init__(group.name, group._undo_all, sites=len(sites))
 
     def report(self) -> VaeReport:
-        """What the calls so far did."""
+        """What the calls so far have done."""
         return VaeReport([call for site in self._sites.values() for call in site.calls])

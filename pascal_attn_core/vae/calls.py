@@ -97,7 +97,7 @@ class Site:
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
-                    reason = "it ran out of memory as it is"
+                    reason = "it ran out of memory without bands"
                 else:
                     note("as it is", "it fits")
                     return out
@@ -130,7 +130,7 @@ class Site:
         if estimate is None or free is None:
             return ""
         expected = estimate(self.name, tuple(given.shape), given.dtype)
-        return f"it needs {expected / MIB:.0f} MiB as it is, {free / MIB:.0f} are free" if expected > free else ""
+        return f"without bands it needs {expected / MIB:.0f} MiB, {free / MIB:.0f} are free" if expected > free else ""
 
     def _budget(self, device: torch.device) -> int:
         if self.settings.budget_mib is not None:
@@ -172,7 +172,7 @@ class Site:
             if free is not None and expected.host_bytes > free:
                 raise MemoryError(
                     f"{self.name} of {list(given.shape)} in bands needs {expected.host_bytes / MIB:.0f} MiB of host "
-                    f"memory for what lies between its layers, {free / MIB:.0f} are free"
+                    f"memory for the activations between its layers, {free / MIB:.0f} are free"
                 )
         progress, done = self.settings.progress, 0
 
@@ -217,7 +217,7 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
     def undo() -> list[str] | None:
         site.settings.enabled = False
         if vars(vae).get(name) is not site:
-            return [f"{name} has been replaced by something else, which stays"]
+            return [f"{name} has been replaced since; the replacement stays"]
         if had is None:
             object.__delattr__(vae, name)
         else:

@@ -85,7 +85,10 @@ def _apart(got: list[Tensor], wanted: list[Tensor], moved: list[Tensor], dtype: 
         floor = torch.finfo(dtype).eps * other.abs().amax()
         limit = _ALLOWED * torch.maximum(noise, floor)
         if not bool(gap <= limit):  # NaN too
-            return f"bands differ from the VAE by {float(gap):.1e} on a small input, {float(limit):.1e} is rounding"
+            return (
+                f"bands differ from the VAE by {float(gap):.1e} on a small input, of which rounding explains "
+                f"{float(limit):.1e}"
+            )
     return ""
 
 

@@ -35,14 +35,14 @@ class VaeCall:
             return f"{head} ({self.seconds:.1f} s)"
         f = self.figures
         host = f", {f.host_bytes / MIB:.0f} MiB in host memory" if f.host_bytes else ""
-        retries = f", {f.retries} times fewer rows after running out of memory" if f.retries else ""
+        retries = f", rows per band reduced {f.retries} times after running out of memory" if f.retries else ""
         lines = [
             f"{head}: {f.layers} layers in {f.bands} bands (at most {f.most_bands}), at most "
             f"{f.expected_bytes / MIB:.0f} MiB on the device by calculation{host}{retries} ({self.seconds:.1f} s)"
         ]
         if f.whole:
             names = ", ".join(f"{name} ({count})" for name, count in sorted(f.whole.items()))
-            lines.append(f"  whole, since not known in bands: {names}")
+            lines.append(f"  computed whole, since not supported in bands: {names}")
         return "\n".join(lines)
 
 

@@ -26,9 +26,9 @@ REASONS = (
     "its query rows do not all see the same keys",
     "its query rows do not make blocks of one size",
     "several heads share a step of the tiles: the call is short",
-    "there is nothing to cut: one key/value head",
-    "whether its float mask is padding is asked of all heads together",
-    "gradients of what all parts need would be summed over the devices",
+    "there is nothing to split: one key/value head",
+    "whether its float mask is padding is decided for all heads together",
+    "gradients of inputs that all parts share would have to be summed across devices",
 )
 
 
@@ -170,11 +170,11 @@ def test_explain_says_why_a_call_stays() -> None:
     assert _why(config, *inputs, lazy) == "its mask is a rule, not a tensor"
     assert _why(config, *inputs, bias) == "it needs the gradient of its mask"
     assert _why(config, *inputs, sinks=torch.zeros(4)) == "it has attention sinks"
-    assert _why(config, *(t[:, :1] for t in inputs)).startswith("there is nothing to cut: one key/value head")
+    assert _why(config, *(t[:, :1] for t in inputs)).startswith("there is nothing to split: one key/value head")
     elsewhere = replace(config, devices=("cuda:0", "cuda:1"))
-    assert _why(elsewhere, *inputs) == "its tensors are on cpu, and calls of cuda:0 are shared out"
+    assert _why(elsewhere, *inputs) == "its tensors are on cpu, and only calls on cuda:0 are shared"
     mixed = replace(config, devices=("cpu", "cuda:0"))
-    assert _why(mixed, *inputs) == "the devices are of kinds that do not work together"
+    assert _why(mixed, *inputs) == "devices of these kinds cannot share a call"
     assert _why(replace(config, math_limit_mib=9), *inputs) == "its score matrix is small"
 
 

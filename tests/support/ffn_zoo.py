@@ -295,17 +295,19 @@ BAD = [
     Case("layer norm over tokens", lambda: With(lambda m, x: F.layer_norm(x, x.shape[1:])), "statistics"),
     Case("functional batch norm, training", _bn, "statistics", training=True),
     Case("long inputs take another path", lambda: With(_long_context), "statistic"),
-    Case("long inputs are scaled", lambda: With(lambda m, x: x * 2 if x.shape[1] > 48 else x), "other operators"),
-    Case("scaled by the length", lambda: With(lambda m, x: x / x.shape[1]), "other operators"),
+    Case("long inputs are scaled", lambda: With(lambda m, x: x * 2 if x.shape[1] > 48 else x), "different operators"),
+    Case("scaled by the length", lambda: With(lambda m, x: x / x.shape[1]), "different operators"),
     Case(
         "scaled by a tensor of the length",
         lambda: With(lambda m, x: x / torch.tensor(float(x.shape[1]))),
-        "other operators",
+        "different operators",
     ),
-    Case("scaled by counted tokens", lambda: With(lambda m, x: x / torch.ones(x.shape[1]).sum()), "other operators"),
+    Case(
+        "scaled by counted tokens", lambda: With(lambda m, x: x / torch.ones(x.shape[1]).sum()), "different operators"
+    ),
     Case("experts with capacity", lambda: CapacityMoe(1.0), "token"),
     Case("experts with capacity that never overflows", lambda: CapacityMoe(4.0), "token"),
-    Case("choice by a threshold of the length", CapacityByValue, "other operators"),
+    Case("choice by a threshold of the length", CapacityByValue, "different operators"),
     Case(
         "best tokens only",
         lambda: With(lambda m, x: x.topk(4, dim=1).values.sum(1, keepdim=True) + x),

@@ -34,9 +34,10 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="time every route, torch's own kernels and installed peers on typical shapes",
         description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
-        "function as it is, 'of products' the speed relative to the two bare matrix products, 'extra' the peak memory "
-        "besides inputs and outputs, 'TFLOP/s' what the call needs (in float32 on a GPU: and its share of what the "
-        "card's plain units can do), 'error' the largest difference to float64 relative to the largest value.",
+        "function, unmodified; 'of products' the speed relative to the two bare matrix products; 'extra' the peak "
+        "memory besides inputs and outputs; 'TFLOP/s' the operations that the call needs over its time (in "
+        "float32 on a GPU also as a share of the peak of the card's float32 units); 'error' the largest "
+        "difference from float64 relative to the largest value.",
     )
     parser.add_argument("--shapes", help="names or patterns, comma-separated; quick (default); all")
     parser.add_argument(
@@ -49,12 +50,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds at most (default: 5)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time of one candidate on one shape (default: 10)")
+    parser.add_argument("--rounds", type=int, default=5, help="maximum number of timed rounds (default: 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="time limit for one candidate on one shape (default: 10)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="instead of each shape's own")
-    parser.add_argument("--budget-mib", type=float, help="extra memory that our routes may use")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all shapes, instead of each shape's own")
+    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     parser.add_argument(
         "--max-operators", type=int, default=200_000, help="skip candidates that launch more operators than this"
@@ -174,7 +177,9 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
         ValueError: a shape that does not exist or does not fit into memory.
     """
     if options.causal and not options.shape:
-        raise ValueError("--causal is for the shapes of --shape: of the listed ones, name those that are causal")
+        raise ValueError(
+            "--causal applies only to shapes given by --shape; of the listed shapes, name those that are causal"
+        )
     own = own_shapes(options.shape, is_causal=options.causal, dtype=options.dtype or "float32")
     free = available_bytes(device)
     for shape in own:

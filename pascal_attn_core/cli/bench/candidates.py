@@ -228,5 +228,5 @@ def _import_noflash() -> Any:
 
         disable()
     if F.scaled_dot_product_attention is not original:
-        raise RuntimeError("noflash_attention left its own function in torch.nn.functional: leave it out of this run")
+        raise RuntimeError("noflash_attention left its own function in torch.nn.functional: exclude it from this run")
     return patch

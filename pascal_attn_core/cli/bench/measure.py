@@ -186,11 +186,11 @@ def _in_one_line(error: Exception) -> str:
 def _too_much(candidate: Candidate, call: CapturedCall, settings: Settings) -> str:
     operators = candidate.operators(call)
     if operators > settings.max_operators:
-        return f"left out: about {operators:,} operators"
+        return f"skipped: about {operators:,} operators"
     needed = candidate.extra_bytes(call) * (2 if settings.backward else 1)
     available = available_bytes(call.query.device)
     if available is not None and needed > _SHARE_OF_MEMORY * available:
-        return f"left out: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+        return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
     return ""
 
 

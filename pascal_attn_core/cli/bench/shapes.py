@@ -157,7 +157,7 @@ def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "f
             raise ValueError(f"--shape must have Hq a multiple of Hkv, got {sizes['Hq']} and {sizes['Hkv']}")
         fields = {_SIZES[name]: size for name, size in sizes.items()}
         name = f"own{number}" if len(texts) > 1 else "own"
-        shapes.append(Shape(name, "as asked for", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
+        shapes.append(Shape(name, "given by --shape", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
     return shapes
 
 
@@ -173,7 +173,7 @@ def _read_sizes(text: str) -> dict[str, int]:
         sizes[name] = int(number)
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:
-        raise ValueError(f"--shape must say {', '.join(missing)}, got {text!r}")
+        raise ValueError(f"--shape must give {', '.join(missing)}, got {text!r}")
     return sizes
 
 

@@ -75,11 +75,13 @@ def add_parser(subparsers: Any) -> None:
         "time, peak memory and the difference of the results, and writes pictures, a chart and results.json.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results (default: demo_out)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: some seconds instead of a minute or two")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a few seconds instead of a minute or two")
     parser.add_argument("--only", choices=("image", "video"), help="one of the two models")
     parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the models (default: float32)")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="dtype of the models (default: float32)"
+    )
     parser.add_argument(
         "--also",
         choices=("fused", "torch", "tiled"),
@@ -297,11 +299,11 @@ def taken_away(peaks: dict[str, int | None]) -> str:
     stock = peaks.get(STOCK)
     if before is None or ours is None or sliced is None or stock is None:
         return ""
-    fused = "torch has a fused kernel here" if stock < 2 * ours else "this device falls to torch math"
+    fused = "torch has a fused kernel here" if stock < 2 * ours else "this device falls back to torch math"
     return (
-        f"{fused}; of the {before / MIB:,.0f} MiB of a device without one, attention took away "
+        f"{fused}; of the {before / MIB:,.0f} MiB that a device without one needs, our attention saves "
         f"{(before - ours) / MIB:,.0f} MiB, and feed-forward layers in slices {(ours - sliced) / MIB:,.0f} of the "
-        f"{ours / MIB:,.0f} MiB left."
+        f"remaining {ours / MIB:,.0f} MiB."
     )
 
 

@@ -26,15 +26,15 @@ def add_parser(subparsers: Any) -> None:
     """Add ``selftest`` to the command line."""
     parser = subparsers.add_parser(
         "selftest",
-        help="check every route and kernel on this machine, and time them: one block to paste",
+        help="check and time every route and kernel on this machine; prints one block to paste",
         description="Compares every route and every shipped kernel with float64 on this machine, times the routes on "
         "the shapes of real models, and prints one block to paste. Needs nothing but torch. The exit status is 0 if "
         "everything was right, 1 if something was wrong.",
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time it may take (default: 60)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: 60)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
-    parser.add_argument("--no-speed", action="store_true", help="only whether everything is right")
+    parser.add_argument("--no-speed", action="store_true", help="only check for correctness, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     parser.set_defaults(func=run)
 

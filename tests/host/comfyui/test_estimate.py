@@ -47,4 +47,4 @@ def test_through_the_server(server: ComfyServer) -> None:
 
 
 def test_a_host_that_does_not_use_sdpa_is_named(plain_server: ComfyServer) -> None:
-    assert "attention_sub_quad cuts it into pieces" in estimate(plain_server, "sd15")
+    assert "attention_sub_quad splits it" in estimate(plain_server, "sd15")

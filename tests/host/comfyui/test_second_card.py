@@ -31,4 +31,4 @@ def test_through_the_server_a_card_that_is_not_there_is_no_error(server: ComfySe
     stock = sample(server, "sd15")
     ours = sample(server, "sd15", ("PascalSecondCard", {"device": "cuda:3", "least_tokens": 64}))
     assert largest_difference(ours, stock) == 0
-    assert ours.says("the model is on cpu, and cards share with cards: the model goes on as it came")
+    assert ours.says("the model is on cpu, not on a card: the model is returned unchanged")

@@ -207,7 +207,7 @@ def test_offloaded_before_it_waits_and_says_why(unet: nn.Module) -> None:
     patch = patch_linear_int8(unet)
     assert torch.equal(run(unet), expected)
     assert {line.why for line in patch.report().of("waiting")} == {
-        "its weight is not there when it is called: a hook loads it"
+        "its weight is absent when it is called: a hook loads it"
     }
 
 

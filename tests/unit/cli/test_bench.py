@@ -135,7 +135,7 @@ def test_who_needs_too_much_memory_or_too_many_operators_is_left_out(monkeypatch
     settings = dataclasses.replace(QUICK, max_operators=10)
     chosen = choose_candidates(CANDIDATES, "torch-math,pascal-attn-64")
     found = named(race(TINY["plain"].make(), chosen, CLOCK, settings))
-    assert "left out: needs" in found["torch-math"].note
+    assert "skipped: needs" in found["torch-math"].note
     if importlib.util.find_spec("pascal_attn") is not None:
         assert "operators" in found["pascal-attn-64"].note
     assert found[BASELINE].seconds > 0
@@ -308,7 +308,7 @@ def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_pat
         (["--png", "run.xyz"], "--png must name"),
         (["--json", "."], ". must be a file, not a folder"),
         (["--shapes", ""], "--shapes must name at least one shape, got ''"),
-        (["--shapes", "plain", "--causal"], "--causal is for the shapes of --shape"),
+        (["--shapes", "plain", "--causal"], "--causal applies only to shapes given by --shape"),
         (["--seconds", "nan"], "--seconds must be greater than 0 and finite, got nan"),
         (["--seconds", "inf"], "--seconds must be greater than 0 and finite, got inf"),
         (["--seconds", "-1"], "--seconds must be greater than 0 and finite, got -1.0"),
@@ -320,7 +320,7 @@ def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_pat
         (["--plot", "run.png", "--budget-mib", "-1"], "budget_mib must be at least"),
         (["--plot", "run.txt"], "--plot must name a .png, .svg or .pdf file"),
         (["--plot", "missing/run.png"], "does not exist"),
-        (["--shape", "L=5,D=4"], "--shape must say Hq, got 'L=5,D=4'"),
+        (["--shape", "L=5,D=4"], "--shape must give Hq, got 'L=5,D=4'"),
         (["--shape", "Hq=2,L=5,D=4,X=3"], "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
         (["--shape", "Hq=2,L=5,D=4,L=6"], "once as in L=2048, got 'L=6'"),
         (["--shape", "Hq=2,L=5,D"], "got 'D'"),
@@ -360,9 +360,9 @@ def test_a_package_that_is_missing_is_named_as_it_can_be_installed(monkeypatch, 
 
 def test_sizes_that_are_left_out_follow_from_the_others():
     (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
-    assert own == Shape("own", "as asked for", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
+    assert own == Shape("own", "given by --shape", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
     one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3,Dv=16", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
-    assert one == Shape("own1", "as asked for", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    assert one == Shape("own1", "given by --shape", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16", head_dim_v=16)
     assert (two.name, two.num_kv_heads) == ("own2", 1)
     call = one.make()
     assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 16)]
@@ -374,10 +374,10 @@ def test_a_shape_of_ones_own_is_timed(tmp_path, capsys):
     command = ["bench", "--device", "cpu", "--rounds", "1", "--seconds", "0.1", "--json", str(figures), "--dtype"]
     command += ["float16", "--causal", "--shape", "B=1,Hq=4,Hkv=2,L=24,S=40,D=8,Dv=16", "--candidates", "auto,tiled"]
     assert cli.main(command) == 0
-    assert "own: as asked for, B1 H4/2 24x40 D8/16 float16 causal" in capsys.readouterr().out
+    assert "own: given by --shape, B1 H4/2 24x40 D8/16 float16 causal" in capsys.readouterr().out
     (report,) = json.loads(figures.read_text())["shapes"]
     assert report["shape"] == dataclasses.asdict(
-        Shape("own", "as asked for", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16", head_dim_v=16)
+        Shape("own", "given by --shape", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16", head_dim_v=16)
     )
     results = {result["name"]: result for result in report["results"]}
     for name in (BASELINE, "ours-auto", "ours-tiled", PRODUCTS):

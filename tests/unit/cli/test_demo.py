@@ -71,11 +71,11 @@ def test_one_sentence_says_what_each_step_took_away():
     mib = 1 << 20
     peaks = {demo.STOCK: 130 * mib, demo.MATH: 4600 * mib, demo.OURS: 126 * mib, demo.SLICED: 66 * mib}
     assert demo.taken_away(peaks) == (
-        "torch has a fused kernel here; of the 4,600 MiB of a device without one, attention took away 4,474 MiB, and "
-        "feed-forward layers in slices 60 of the 126 MiB left."
+        "torch has a fused kernel here; of the 4,600 MiB that a device without one needs, our attention saves 4,474 "
+        "MiB, and feed-forward layers in slices 60 of the remaining 126 MiB."
     )
     assert demo.taken_away({**peaks, demo.STOCK: 4600 * mib}).startswith(
-        "this device falls to torch math; of the 4,600"
+        "this device falls back to torch math; of the 4,600"
     )
     assert demo.taken_away({**peaks, demo.MATH: None}) == ""
 

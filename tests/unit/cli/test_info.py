@@ -59,7 +59,7 @@ def test_what_was_timed_on_the_card_is_shown():
     assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
     tiles = {"float32 head_dim 64: 1 x 4096 tokens, 256 rows, groups of 4": 0.83}
     lines = block(CARDS["P100"], CU126, timed_tiles=tiles).splitlines()
-    assert "time of tiles over that of torch's" in lines[-2]
+    assert "time of tiles relative to torch's kernel" in lines[-2]
     assert lines[-1].split(maxsplit=1) == ["0.83", *tiles]
 
 
@@ -92,7 +92,7 @@ def test_amd_cards_are_shown_with_what_a_block_has_and_what_an_override_makes_of
     text = block(rx_5700, build, timed_plain={"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31})
     assert "20 pairs of compute units, L2 unknown, LDS 64 KiB, waves of 32" in text
     assert "HSA_OVERRIDE_GFX_VERSION makes it a gfx1030; it is a gfx1010" in text
-    assert "time of the fused kernel over that of torch's math attention" in text
+    assert "time of the fused kernel relative to torch's math attention" in text
     unknown = block(dataclasses.replace(rx_5700, true_arch="unknown"), build)
     assert "the system does not say what it is" in unknown
 

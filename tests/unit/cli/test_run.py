@@ -58,7 +58,7 @@ def test_a_program_that_fails_fails_as_it_would(tmp_path: Path) -> None:
 def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = pascal_attn("run", "nothing.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "there is no file nothing.py; a module is run by -m nothing.py" in done.stderr
+    assert "there is no file nothing.py; to run a module, use -m nothing.py" in done.stderr
     done = pascal_attn("run", "-m", "nothing_of_that_name", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip() == "pascal-attn run: No module named nothing_of_that_name"

@@ -89,7 +89,7 @@ def test_info_shows_links_and_what_to_expect() -> None:
     assert "cuda:2: PCIe link unknown" in text
     assert "cuda:0 and cuda:1: copies cross directly" in text
     assert "cuda:1 and cuda:2: copies cross through the computer's memory" in text
-    assert "(model, not measured)" in text
+    assert "(calculated, not measured)" in text
     assert "GTX 1080 Ti (cuda:1) beside GTX 1080 Ti (cuda:0): SDXL 1024 " in text
     assert "cuda:0 and cuda:1: copies cross directly" in "\n".join(describe_facts(machine))
     assert document(Info(machine))["links"][1] == Link(3, 4, 16)

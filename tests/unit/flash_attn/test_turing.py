@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=rf"^{name} must have shape \[1, 2, 5"):
             sdpa_backward(*arguments)
-    with pytest.raises(UnsupportedAttention, match="it goes back from results of its own only"):
+    with pytest.raises(UnsupportedAttention, match="its backward pass takes only results of its own forward pass"):
         sdpa_backward(out, q, q, q, out, lse, config=AttentionConfig(route="torch"))
     with pytest.raises(UnsupportedAttention, match="needs a CUDA or ROCm device"):
         sdpa_backward(out, q, q, q, out, lse, config=AttentionConfig(route="fused"))

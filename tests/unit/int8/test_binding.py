@@ -339,7 +339,7 @@ def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load()
     model(x)
     report = bound.report(model)
     assert [line.state for line in report.lines] == ["int8", "float"]
-    assert report.lines[1].why == "there was no memory to round it"
+    assert report.lines[1].why == "out of memory while rounding it"
     assert len(codes_of(model)) == 1
     bound.attach(model)
     assert torch.equal(model(x), first)

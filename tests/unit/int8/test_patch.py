@@ -91,8 +91,8 @@ def test_layers_of_the_blocks_are_chosen_and_the_others_named_with_a_reason(mode
     assert in_int8(patch) == CHOSEN
     left = {line.name: line.why for line in patch.report().of("left")}
     assert left["proj_in"] == "outside the repeated blocks"
-    assert left["blocks.0.norm_linear"] == "every layer behind depends on its few numbers"
-    assert left["blocks.1.tiny"] == "fewer than 4096 numbers"
+    assert left["blocks.0.norm_linear"] == "every later layer depends on its few outputs"
+    assert left["blocks.1.tiny"] == "fewer than 4096 weights"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_cannot_run_in_8_bits_is_named() -> None:
     assert why["2"] == "its weight is float64"
     assert why["3"].startswith("its width must be a multiple of 4 up to 131072, got 66")
     assert "MultiheadAttention" in why["5.out_proj"]
-    assert "4" not in states(patch) or why["4"] == "its weight is computed, or is no parameter"
+    assert "4" not in states(patch) or why["4"] == "its weight is computed, or is not a parameter"
     assert states(patch)["0"] == "waiting"
 
 
@@ -239,7 +239,7 @@ def test_without_memory_to_measure_a_layer_stays_in_float(
     limit = 3
     assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)
-    assert patch.report().lines[0].why == "there was no memory to measure it"
+    assert patch.report().lines[0].why == "out of memory while measuring it"
     assert not torch.equal(model(x), expected)
     assert in_int8(patch) == ["blocks.0.ff.0"]
     patch.remove()
@@ -647,7 +647,7 @@ def test_a_weight_that_somebody_replaced_is_theirs(model: Model, x: Tensor, capl
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         patch.remove()
     assert model.blocks[0].attn["to_q"].weight is theirs
-    assert "the weight of blocks.0.attn.to_q was replaced meanwhile" in caplog.text
+    assert "the weight of blocks.0.attn.to_q was replaced in the meantime" in caplog.text
 
 
 def test_two_patches_one_after_the_other(model: Model, x: Tensor) -> None:

@@ -73,7 +73,7 @@ def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
         close(engine.attend(*given, block="double 3"), given)
     (warning,) = engine.run.warnings
     assert "route fused cannot take every call (double 3: " in warning
-    assert warning.endswith("auto there")
+    assert warning.endswith("these use auto")
     assert engine.run.count("taken") == 3
 
 
@@ -81,7 +81,7 @@ def test_a_tile_that_does_not_fit_the_budget_is_chosen_from_the_card_instead() -
     given = tuple(torch.randn(1, 1, 4096, 512) for _ in range(3))
     engine = make_engine(route="tiled", kv_block=4096, q_block=4096, budget_mib=1)
     out = engine.attend(*given, block="mid")
-    assert any("chosen from the card instead" in warning and "mid" in warning for warning in engine.run.warnings)
+    assert any("the automatic value is used instead" in warning and "mid" in warning for warning in engine.run.warnings)
     close(out[:, :, :8], (given[0][:, :, :8], *given[1:]))
 
 
@@ -121,7 +121,7 @@ def test_an_output_that_overflows_is_computed_again_and_the_block_named(
     assert sum(tally.repaired for tally in engine.run.tallies.values()) == 1
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: ")
-    assert "computed again in float32" in warning
+    assert "recomputed in float32" in warning
 
 
 def test_without_the_guard_the_output_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

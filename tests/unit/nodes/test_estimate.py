@@ -152,7 +152,7 @@ def test_amd_cards_that_have_a_kernel_of_ours_are_told(
     found = estimate.figures(call_of(attention_shape()), card)
     assert found.attention_without == 768 * MIB
     assert found.why.startswith("PyTorch has no fused kernel for it here and stores the score matrix")
-    assert found.why.endswith("; the patch has one, which stores nothing, and tiles") == has_kernel
+    assert found.why.endswith("; the patch has a kernel that does not store it, and tiles") == has_kernel
 
 
 def test_another_method_of_the_host_is_named_and_not_counted() -> None:
@@ -203,7 +203,7 @@ def test_the_text_says_what_is_counted_and_what_not() -> None:
 @pytest.mark.parametrize(
     ("weights", "total", "words"),
     [
-        (20, 11, "remain for weights; ComfyUI streams the others"),
+        (20, 11, "remain for weights; ComfyUI streams the rest"),
         (1, 11, "fits with all weights"),
         (1, 0.5, "does not fit"),
     ],

@@ -41,9 +41,9 @@ def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:  
     assert importlib.util.find_spec("flash_attn") is None
     switch(False)
     assert stub_host.said == [
-        "flash_attn functions: 'import flash_attn' finds those of this pack",
-        "flash_attn functions: 'import flash_attn' finds those of this pack",
-        "flash_attn functions: off; what packs have imported meanwhile, they keep",
+        "flash_attn functions: 'import flash_attn' now uses this pack's functions",
+        "flash_attn functions: 'import flash_attn' now uses this pack's functions",
+        "flash_attn functions: off; packs keep whatever they have already imported",
         "flash_attn functions: off",
     ]
 

@@ -58,7 +58,7 @@ def test_on_a_host_with_another_attention_nothing_is_claimed():
     tallies = [(kind("double 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
     assert line(run(tallies), attention="attention_sub_quad") == (
         "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have "
-        "taken here was not measured."
+        "needed here was not measured."
     )
 
 
@@ -77,9 +77,9 @@ def test_calls_that_were_all_passed_say_why():
 @pytest.mark.parametrize(
     ("runs", "sentence"),
     [
-        ((), "Nothing gained: no call came here."),
-        ((run(),), "Nothing gained: no call came here."),
-        ((run(part="feed-forward"),), "No attention was patched: feed-forward layers alone."),
+        ((), "Nothing gained: no attention call reached a patch."),
+        ((run(),), "Nothing gained: no attention call reached a patch."),
+        ((run(part="feed-forward"),), "No attention was patched: only feed-forward layers."),
     ],
 )
 def test_without_calls_it_says_so(runs, sentence):

@@ -88,7 +88,7 @@ def test_what_a_user_must_not_miss(int8: Any) -> None:
     assert int8.warnings_of(report()) == ["no linear layer runs in int8: none was found"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
     (sentence,) = int8.warnings_of(report(slow, slow))
-    assert sentence == "int8 is slower than float here: one call of each layer takes 2.4 ms, not 2.0"
+    assert sentence == "int8 is slower than float here: one call of each layer takes 2.4 ms in total, 2.0 ms in float"
     assert int8.warnings_of(report({"float_ms": 1.0, "int8_ms": 1.05})) == []
 
 
@@ -176,12 +176,15 @@ def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
 def test_the_report_of_a_run_in_int8_names_it() -> None:
     runs, gain = node_module("engine.runs"), node_module("reporting.gain")
     own, ffn = (runs.Run("Flux", part, "", "cpu") for part in ("int8", "feed-forward"))
-    assert gain.nothing_because([own], "") == "No attention was patched: linear layers in int8 alone"
-    both = "No attention was patched: feed-forward layers and linear layers in int8 alone"
+    assert gain.nothing_because([own], "") == "No attention was patched: only linear layers in int8"
+    both = "No attention was patched: only feed-forward layers and linear layers in int8"
     assert gain.nothing_because([own, ffn], "") == both
 
 
 def test_the_first_sentence_of_the_description_says_what_it_costs() -> None:
     node = load_pack().NODE_CLASS_MAPPINGS["PascalInt8Linear"]
-    first = "Not exact: typical relative error per layer about 1 %, measured on your model in the report."
+    first = (
+        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
+        "your model."
+    )
     assert node.DESCRIPTION.startswith(first)

@@ -180,7 +180,7 @@ NOT_OURS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown argument": ({"sinks": torch.ones(H)}, "sinks is not known"),
     "an unknown flag that is set": ({"is_causal": True}, "is_causal is not known"),
     "a mask of five dimensions": ({"mask": torch.ones(1, 1, 1, L, S)}, "5 dimensions"),
-    "heads that do not divide": ({"heads": 5}, "5 heads do not divide"),
+    "heads that do not divide": ({"heads": 5}, "not divisible by 5 heads"),
     "two dimensions": ({"q": torch.ones(L, H * D)}, "q has 2 dimensions"),
     "no tensor": ({"k": [1.0]}, "k is a list"),
     "nothing": ({"v": None}, "v is a NoneType"),

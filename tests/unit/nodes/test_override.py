@@ -163,7 +163,7 @@ def test_a_call_that_is_misread_is_found_and_left_to_the_host(monkeypatch: pytes
     assert engine.run.count("taken") == 0
     assert engine.run.count() == 3
     (warning,) = engine.run.warnings
-    assert "host_attention: calls like this are passed to ComfyUI" in warning
+    assert "away from host_attention (values up to 0.87): calls like this are passed to ComfyUI" in warning
     assert engine.run.sample is None
 
 
@@ -189,7 +189,7 @@ def test_a_host_that_cannot_be_asked_is_no_reason_to_leave_a_call() -> None:
     engine = make_engine()
     make_override(engine, scope_module.Scope(), None)(failing, *tensors(), HEADS)
     assert engine.run.count("taken") == 1
-    assert any("not compared with ComfyUI's own function" in note for note in engine.run.notes)
+    assert any("could not be compared with ComfyUI's own function" in note for note in engine.run.notes)
 
 
 def test_a_next_override_that_chains_finds_ours() -> None:

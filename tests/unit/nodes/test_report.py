@@ -55,12 +55,12 @@ def test_a_cached_sampler_beside_a_decoder_that_ran_shows_both():
 def test_a_patch_connected_to_nothing_is_told():
     prompt = {"5": {"class_type": PATCH, "inputs": {}}}
     _, remarks = FIND.choose_runs([], prompt, "p", None)
-    assert "connected to nothing" in remarks[0]
+    assert "its output is not connected" in remarks[0]
 
 
 def test_a_report_that_may_come_too_early_is_told():
     _, remarks = FIND.choose_runs([], graph(through_report=False), "p", "9")
-    assert "has not run so far" in remarks[0]
+    assert "has not run yet" in remarks[0]
     assert "Nothing is connected to this report" in remarks[1]
 
 
@@ -141,7 +141,12 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
         "63.0 MiB",
     ):
         assert fact in text
-    for fact in ("972 MiB: what math attention", "7.00 GiB: peak", "11.0 GiB: all memory", "halved 2 times"):
+    for fact in (
+        "972 MiB: the least that math attention",
+        "7.00 GiB: peak",
+        "11.0 GiB: total memory",
+        "halved 2 times",
+    ):
         assert fact in text
     for fact in ("double 1 (1x)", "note        compiled", "WARNING     beware"):
         assert fact in text

@@ -62,7 +62,7 @@ def test_a_run_that_fails_says_what_ended_it(engine):
         sampling()
     (finished,) = RUNS.remembered()
     assert finished.finished
-    assert finished.notes == ["ended early by KeyboardInterrupt: the figures are those until then"]
+    assert finished.notes == ["ended early by KeyboardInterrupt: the figures cover the time until then"]
 
 
 def test_a_run_inside_the_handling_of_an_older_error_has_not_failed(engine):

@@ -44,7 +44,7 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     assert torch.equal(out, alone)
     assert run.routes() == {"several": 1, "torch": 1}
     assert {name: share.units for name, share in run.shares.items()} == {"cpu": 2, "cpu #2": 2}
-    assert "shared over cpu and cpu from 128 tokens" in run.settings
+    assert "shared by cpu and cpu from 128 tokens" in run.settings
     assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50% (")
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
     twice = ROWS.together([run, run])
@@ -68,7 +68,7 @@ def test_a_run_without_the_node_shares_no_more() -> None:
 
 def test_the_status_says_why_nothing_was_shared() -> None:
     engine = make_engine(route="torch")
-    assert NODE._status(engine) == "second card: no attention call came"
+    assert NODE._status(engine) == "second card: no attention call reached it"
     engine.share(("cpu", "cpu"), 4096)
     engine.begin()
     _attend(engine)
@@ -89,7 +89,7 @@ def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypat
     run = engine.end()
     assert seen == [("cpu", ["cuda:0", "cpu"])] * 3
     assert run.routes() == {"torch": 3}
-    assert run.reasons("taken").popitem()[0].endswith("its tensors are on cpu, and calls of cuda:0 are shared out")
+    assert run.reasons("taken").popitem()[0].endswith("its tensors are on cpu, and only calls on cuda:0 are shared")
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
@@ -109,9 +109,9 @@ def test_what_went_wrong_is_a_note_of_the_run() -> None:
         ("cuda:0", "auto", 2, ("cuda:1", "")),
         ("cuda:1", "auto", 2, ("cuda:0", "")),
         ("cuda:0", "cuda:2", 3, ("cuda:2", "")),
-        ("cuda:0", "cuda:0", 2, ("", "cuda:0 has the model itself; choose another card, or auto")),
-        ("cuda:0", "cuda:5", 2, ("", "there is no cuda:5 here, but cuda:1")),
-        ("cpu", "auto", 2, ("", "the model is on cpu, and cards share with cards")),
+        ("cuda:0", "cuda:0", 2, ("", "cuda:0 holds the model itself; choose another card, or auto")),
+        ("cuda:0", "cuda:5", 2, ("", "there is no cuda:5 here, only cuda:1")),
+        ("cpu", "auto", 2, ("", "the model is on cpu, not on a card")),
     ],
 )
 def test_which_card_helps(
@@ -129,8 +129,8 @@ def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host
     model = Model()
     assert NODE.PascalSecondCard().patch(model, "auto", 2048, "3") == (model,)
     assert stub_host.said == [
-        "second card: there is one card only (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others): "
-        "the model goes on as it came"
+        "second card: there is only one card (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others): "
+        "the model is returned unchanged"
     ]
 
 

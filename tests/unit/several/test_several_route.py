@@ -156,7 +156,7 @@ def test_no_memory_at_home_for_the_parts_is_no_error(inputs: list[Tensor], monke
     monkeypatch.setattr(TiledRoute, "forward", forward)
     out, stats = _run(inputs)
     assert torch.equal(out, expected)
-    assert list(stats.remarks) == ["cpu has no memory for the parts: computed as a whole"]
+    assert list(stats.remarks) == ["cpu has too little memory for the parts: computed undivided"]
 
 
 # ---- interrupts and threads ------------------------------------------------------------------------------------------

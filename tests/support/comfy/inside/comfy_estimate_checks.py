@@ -155,7 +155,7 @@ def without_a_prompt_its_kind_is_guessed():
         except FileNotFoundError:
             continue
         text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
-        assert "Found by following one call" in text, (name, text)
+        assert "Found by tracing one call" in text, (name, text)
         assert saved >= 0.0
         unload()
 
@@ -171,7 +171,7 @@ def latents_of_video_and_sound_are_packed():
     asyncio.run(nodes.init_builtin_extra_nodes())
     latent = nodes.NODE_CLASS_MAPPINGS["EmptyMiniMaxH3LatentAV"].execute(width=128, height=128, length=22)[0]
     text, *_ = NODE().estimate(model, latent)
-    assert "Found by following one call" in text, text
+    assert "Found by tracing one call" in text, text
     assert "one prompt at a time" in text, text
 
 
@@ -201,7 +201,7 @@ def a_large_model_that_is_nowhere_is_followed():
     assert "57 calls, 1 different; the largest 1 x 24 heads x 4352 queries x 4352 keys of 128 in float32" in text, text
     assert "Its score matrix is 1734 MiB" in text, text
     assert "38 calls; the largest double_blocks.0.img_mlp (Sequential) on 1 x 4096 x 3072" in text, text
-    assert "with the weights streamed from the computer's memory" in text or "beside all weights" in text, text
+    assert "with the weights streamed from system memory" in text or "beside all weights" in text, text
     assert "resolution (now 1024 x 1024): as ComfyUI is" in text, text
 
 
@@ -248,7 +248,7 @@ def the_largest_is_named_with_the_vae_and_drawn():
             return 2178 * shape[2] * shape[3] * 64 * 4
 
     text, _, picture = NODE().estimate(model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=Vae())
-    assert "The largest that fits into" in text, text
+    assert "The largest size that fits into" in text, text
     assert "resolution (now 128 x 128): as ComfyUI is" in text, text
     assert "batch (now batch of 1):" in text, text
     assert "decoding in one piece, by ComfyUI's own estimate of its VAE: " in text, text

@@ -400,7 +400,7 @@ def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
     model = patcher_of(built("cogvideo.model", "CogVideoXTransformer3DModel", **sizes, **more))
     with log_lines() as lines:
         text = NODE().patch(model, SMALL, 2, "1")[1]
-    assert "2 blocks (CogVideoXBlock) compute their feed-forward layers in the middle" in text, text
+    assert "2 blocks (CogVideoXBlock) compute their feed-forward layers inside their own forward" in text, text
     assert any("CogVideoXBlock" in line for line in lines), lines
 
 

@@ -415,5 +415,6 @@ def the_record_and_the_text_say_what_happened():
     text = node(base)[1]
     assert "20 of 20 linear layers in int8, not exact" in text, text
     assert NODE.DESCRIPTION.startswith(
-        "Not exact: typical relative error per layer about 1 %, measured on your model in the report."
+        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
+        "your model."
     )

@@ -204,7 +204,7 @@ def an_earlier_patch_that_is_not_known_runs_first():
     (run,) = found
     assert run.count("taken") == run.count() == len(calls) == run.came_before > 0
     assert any("runs before this node" in line and "doubling" in line for line in lines), lines
-    assert any("doubling" in note and f"{len(calls):,} calls came to it" in note for note in run.notes), run.notes
+    assert any("doubling" in note and f"it received {len(calls):,} calls" in note for note in run.notes), run.notes
 
 
 @check
@@ -230,7 +230,7 @@ def an_earlier_patch_that_only_computes_is_replaced():
     (run,) = found
     assert run.count("taken") == run.count() > 0
     assert any("attention_override_sage is replaced" in line for line in lines), lines
-    assert any("attention_override_sage" in note and "this patch takes" in note for note in run.notes), run.notes
+    assert any("attention_override_sage" in note and "this patch took" in note for note in run.notes), run.notes
 
 
 @check
@@ -247,7 +247,7 @@ def the_hosts_own_backend_node_is_replaced():
         close(sample(patched(model, earlier_patch="run it first"), "sd15"), stock)
     assert found[0].count("taken") == 0
     assert found[0].came_before > 0
-    assert any("computes all" in warning for warning in found[0].warnings), found[0].warnings
+    assert any("computed all" in warning for warning in found[0].warnings), found[0].warnings
 
 
 # ---- the host's estimate of memory ----

@@ -315,7 +315,7 @@ def an_attention_output_that_overflows_is_computed_again():
     with replaced(pack("engine.engine"), "run_call", overflow_once), log_lines() as lines:
         out = attend(query, key, value)
     assert torch.isfinite(out).all()
-    assert any("decoder.mid.attn_1" in line and "computed again in float32" in line for line in lines)
+    assert any("decoder.mid.attn_1" in line and "recomputed in float32" in line for line in lines)
 
 
 @check
