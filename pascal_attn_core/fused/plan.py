@@ -214,6 +214,9 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
 # twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
+# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
+# python tools/tensor_model.py --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+_LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
 # And the small launch that makes the counters of cut tiles zero.
@@ -309,7 +312,8 @@ def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sm
     pieces = distribute(sizes, shape.batch * shape.heads, own.cols, num_sms * own.blocks)
     if pieces is None:
         return splits, None
-    cost = own.rows * own.blocks * pieces.keys + (_ZEROING if pieces.slots else 0)
+    cost = own.rows * own.blocks * pieces.keys / (_LISTED_SPEED if shape.has_mask else 1.0)
+    cost += _ZEROING if pieces.slots else 0
     if cost >= 0.95 * best:
         return splits, None
     wide_cost = _busiest(_tiles_of(shape, own, 1), shape.batch * shape.heads, 1, own, num_sms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +39,12 @@ def card(request: pytest.FixtureRequest) -> DeviceInfo:
 
 
 @pytest.fixture
-def free_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans in which cutting a tile costs nothing and small tiles are slow, so that small calls are cut as well."""
-    for module, name, value in ((even, "PART_KEYS", 0), (even, "START_KEYS", 0), (even, "_LEAST", 1),
-                                (plan, "_ZEROING", 0), (plan, "_SMALL_SPEED", 1e-3)):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    for name, keys in (("PART_KEYS", 0), ("START_KEYS", 0), ("_LEAST", 1)):
+        monkeypatch.setattr(even, name, keys)
+    for name, value in (("_ZEROING", 0), ("_LISTED_SPEED", 1.0), ("_SMALL_SPEED", 1e-3)):
+        monkeypatch.setattr(plan, name, value)
     caches = even.distribute, plan._fastest, plan._splits
     for cached in caches:
         cached.cache_clear()

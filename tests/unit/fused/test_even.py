@@ -118,6 +118,9 @@ def test_calls_that_leave_some_of_the_card_idle_are_distributed() -> None:
     assert _plan(24, 4096, V100).forward.kind == "volta"  # 4 % are less than what is worth it
     assert _plan(10, 4096).pieces is None
     assert _plan(8, 2048, scale=-1.0).forward.kind == "tensor"  # where numbers are added there is no such kernel
+    mask = torch.empty(2048, 2048, dtype=torch.bool, device="meta")
+    assert _plan(8, 2048, attn_mask=mask).forward.kind == "tensor"  # with a mask its loop is slower
+    assert _plan(8, 2048, attn_mask=mask, is_causal=True).forward.kind == "tensor_even"
 
 
 def test_every_kernel_that_a_plan_may_name_is_among_all() -> None:
