@@ -34,7 +34,6 @@ of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read 
 from __future__ import annotations
 
 import argparse
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,7 +44,8 @@ from maxwell import sections
 from volta import Instruction, decode, loops, usual_path
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.plan import tensor_plan
+from pascal_attn_core.fused.even import Pieces, busiest
+from pascal_attn_core.fused.plan import Plan, tensor_plan
 from pascal_attn_core.fused.tensor_geometry import TensorGeometry
 
 SCHEDULERS = 4
@@ -312,6 +312,7 @@ def waste(
     places: int,
     allowed: Callable[[int], tuple[int, int]] | None = None,
     splits: int = 1,
+    pieces: Pieces | None = None,
 ) -> Waste:
     """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
 
@@ -321,23 +322,26 @@ def waste(
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
         splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
             What joining them takes is not counted.
+        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.even`. Time in which they
+            write and read parts counts as time without a block.
     """
-    per_block, wanted = [], 0
+    tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
     for first in range(0, queries, rows):
         spans = [allowed(i) for i in range(first, min(first + rows, queries))]
         spans = [(max(0, a), min(keys, b)) for a, b in spans]
         wanted += sum(max(0, b - a) for a, b in spans)
         begin, end = spans[0][0], spans[-1][1]
-        tiles = max(0, -(-(end - begin) // cols))
-        each = -(-tiles // splits)
-        per_block += [max(0, min(each, tiles - i * each)) * rows * cols for i in range(splits)]
-    jobs = sorted(per_block, reverse=True)  # long ones first, as the kernels have it
-    free = [0] * places
-    for job in (job for job in jobs for _ in range(heads)):
-        heapq.heapreplace(free, free[0] + job)
-    made = sum(per_block)
-    return Waste(1 - wanted / made, 1 - made * heads / places / max(free))
+        tiles.append(max(0, -(-(end - begin) // cols)))
+    made = sum(tiles) * rows * cols
+    if pieces is not None:
+        whole = [tiles[i % len(tiles)] * cols for i in range(pieces.whole)]
+        jobs = [*whole, *(piece.cost(cols) for piece in pieces.listed)]
+    else:
+        each = [(of, -(-of // splits)) for of in tiles]
+        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(splits)]
+        jobs = [part * cols for part in sorted(parts, reverse=True)] * heads  # of each head the longest first
+    return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
 
 
 def report(name: str, path: list[Instruction], machine: Machine, warps: int, blocks: int) -> str:
@@ -376,29 +380,32 @@ _CALLS = [
 ]
 
 
-def planned(call: _Call, head_dim: int, machine: Machine) -> tuple[TensorGeometry, int]:
-    """The geometry of the kernel that the package takes a call with, and into how many ranges it cuts the keys."""
+def planned(call: _Call, head_dim: int, machine: Machine) -> Plan:
+    """How the package takes a call."""
     query = torch.empty(call.batch, call.heads, call.tokens, head_dim, dtype=torch.float16, device="meta")
-    plan = tensor_plan(
-        check_call(query, query, query, is_causal=call.causal), machine.num_sms, divmod(machine.arch, 10)
-    )
-    assert isinstance(plan.forward.geometry, TensorGeometry)
-    return plan.forward.geometry, max(1, plan.splits)
+    whole = check_call(query, query, query, is_causal=call.causal)
+    return tensor_plan(whole, machine.num_sms, divmod(machine.arch, 10))
 
 
-def print_calls(head_dim: int, machine: Machine) -> None:
-    """Waste of self-attention calls of some sizes, by the kernels that the package takes them with."""
+def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None:
+    """Waste of self-attention calls of some sizes, by the kernels that the package takes them with; listed: even where
+    these list their blocks."""
     print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
     head = (
-        "batch, heads, tokens, causal, rows of a block, ranges of keys, products nobody asked for, time without a block"
+        "batch, heads, tokens, causal, rows of a block, ranges of keys, blocks that are listed, of which parts, "
+        "products nobody asked for, time without a block"
     )
-    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 8 + "|")
+    print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 10 + "|")
     for call in _CALLS:
-        own, splits = planned(call, head_dim, machine)
+        plan = planned(call, head_dim, machine)
+        plan = plan if listed else plan.unlisted
+        own, splits, pieces = plan.forward.geometry, max(1, plan.splits), plan.pieces
+        assert isinstance(own, TensorGeometry)
         allowed = (lambda i: (0, i + 1)) if call.causal else None
         heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, splits)
-        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits]
+        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, splits, pieces)
+        blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
+        words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits, *blocks]
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
 
 
@@ -424,12 +431,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
     parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
+    parser.add_argument("--unlisted", action="store_true", help="for --calls: without even distribution")
     parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
     machines = [MACHINES[name] for name in arguments.machine]
     if arguments.calls:
         for machine in machines:
-            print_calls(arguments.head_dim, machine)
+            print_calls(arguments.head_dim, machine, listed=not arguments.unlisted)
         return
     if arguments.kinds:
         print(HEAD)

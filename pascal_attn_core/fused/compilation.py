@@ -54,6 +54,11 @@ class Compilation(ABC):
         """Whether the tiles of a launch must stay together: its grid is not only tiles."""
         return False
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the blocks of a launch are listed in its parameters."""
+        return False
+
     @abstractmethod
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it is for NVIDIA's devices of this compute capability."""

@@ -66,6 +66,7 @@ class Kernels:
         self.work_per_launch = work_per_sm * runtime.info.num_sms
         self._loaded: dict[Compilation, dict[str, Any]] = {}
         self._failed: dict[Compilation, str] = {}
+        self._exists: dict[Compilation, bool] = {}
         self._short_of_memory: dict[Compilation, tuple[float, str]] = {}
         self._checked: set[Compilation] = set()
         self._lock = threading.RLock()
@@ -241,6 +242,16 @@ class Kernels:
         code = None if folder is None else cache.load(folder, self._file_name(variant, version))
         return code, f"{self.gpu.compiler_name} {version[0]}.{version[1]}" if code is None else "disk cache"
 
+    def is_to_be_had(self, variant: Compilation) -> bool:
+        """Whether a variant is loaded, or could be, as far as that is known without loading it."""
+        if variant in self._loaded:
+            return True
+        if self.reasons([variant]):
+            return False
+        if variant not in self._exists:
+            self._exists[variant] = bool(self.existing_code(variant)[1])
+        return self._exists[variant]
+
     def _file_name(self, variant: Compilation, version: tuple[int, int]) -> str:
         return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
@@ -294,13 +305,14 @@ def kernels_of(call: AttentionCall) -> Kernels:
 
 def parts(launch: Launch, most_work: int) -> list[Launch]:
     """A launch as several of at most ``most_work`` multiplications each, or one tile, with grids that the driver
-    takes."""
+    takes. Where tiles must stay together, all of a batch element's, or of a launch whose blocks are listed all."""
     x, y, z = launch.grid
     params = launch.params
     if not launch.work or not hasattr(params, "first_tile"):  # a kernel that reads its inputs once, without tiles
         return [launch]
     per_tile = y * max(1, launch.work // max(1, x * y * z))
-    tiles = x if launch.variant.cuts_keys else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
+    stays = launch.variant.cuts_keys or launch.variant.is_even
+    tiles = x if stays else max(1, min(x, most_work // per_tile, _MOST_THREADS // launch.threads))
     batches = min(_GRID_LIMIT, max(1, most_work // (per_tile * tiles)))
     if tiles >= x and batches >= z:
         return [launch]

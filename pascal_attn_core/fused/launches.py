@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..lazy_mask import LazyMask
 from .compilation import Compilation
-from .params import CappedForward, Forward, Params, TensorForward
+from .even import Pieces, part_floats
+from .params import CappedForward, Forward, Params, TensorEven, TensorForward
 from .plan import Plan
 from .source import Variant
 
@@ -184,9 +185,10 @@ def forward_launches(
     return launches
 
 
-def work_of(call: AttentionCall, view: View) -> int:
-    """Multiplications of the two products, without what masks leave out."""
-    scores = view.query.shape[0] * call.num_heads * call.seq_len_q * call.seq_len_kv
+def work_of(call: AttentionCall, view: View | None = None) -> int:
+    """Multiplications of the two products, as if no mask left anything out; ``view``: of this one alone."""
+    batches = call.batch_size if view is None else view.query.shape[0]
+    scores = batches * call.num_heads * call.seq_len_q * call.seq_len_kv
     return scores * (call.head_dim + call.head_dim_v)
 
 
@@ -259,10 +261,16 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         bits, of_mask, grid = _mask_bits(call, view, variant)
         keep += bits
         fields |= of_mask
-        launches.append(Launch(variant, "pa_mask_bits", grid, 128, TensorForward(**fields), tuple(keep)))
+        launches.append(Launch(variant, variant.functions[-1], grid, 128, TensorForward(**fields), tuple(keep)))
     if call.sinks is not None:
         keep.append(call.sinks.float().contiguous())
         fields["sinks"] = keep[-1].data_ptr()
+    if variant.is_even:
+        fields, parts_and_counters, grid = _even_fields(call, plan, batches, fields)
+        return [
+            *(launch._replace(params=TensorEven(**fields)) for launch in launches),
+            Launch(variant, forward, grid, geometry.threads, TensorEven(**fields), (*keep, *parts_and_counters), work),
+        ]
     if not variant.is_small:
         grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
         params = TensorForward(**fields)
@@ -281,6 +289,25 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         params = TensorForward(**fields | {"splits": joined})
         launches.append(Launch(variant, others[0], (-(-rows // 4), 1, 1), 128, params, tuple(keep)))
     return launches
+
+
+def _even_fields(
+    call: AttentionCall, plan: Plan, batches: int, fields: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[int, int, int]]:
+    """The fields of a launch whose blocks are listed, memory for its parts, and its grid: of as many batch elements as
+    a view of the call has."""
+    geometry, pieces = plan.forward.geometry, plan.pieces
+    row_tiles = -(-call.seq_len_q // geometry.rows)
+    if pieces is None or batches != call.batch_size:
+        pieces = Pieces(row_tiles * call.num_heads * batches)
+    listed = {"row_tiles": row_tiles, "whole": pieces.whole, "pieces": pieces.words}
+    if not pieces.slots:
+        return fields | listed, (), (pieces.blocks, 1, 1)
+    floats = pieces.slots * part_floats(geometry.rows, plan.forward.head_dim)
+    parts = call.query.new_empty(floats, dtype=torch.float32)
+    arrived = call.query.new_zeros(pieces.listed_tiles, dtype=torch.int32)
+    listed |= {"parts": parts.data_ptr(), "arrived": arrived.data_ptr()}
+    return fields | listed, (parts, arrived), (pieces.blocks, 1, 1)
 
 
 def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str, lift: float) -> None:
@@ -336,6 +363,12 @@ def _mask_bits(
         "mask_rows": rows,
     }
     return [bits, flags], fields, (key_tiles, row_tiles, batches * units)
+
+
+def parts_bytes(plan: Plan) -> int:
+    """Memory that the parts of tiles take whose keys are cut by a launch with listed blocks."""
+    slots = 0 if plan.pieces is None else plan.pieces.slots
+    return 4 * slots * part_floats(plan.forward.geometry.rows, plan.forward.head_dim) if slots else 0
 
 
 def mask_bits_bytes(call: AttentionCall) -> int:

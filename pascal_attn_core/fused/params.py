@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from .even import MOST_PIECES
+
 _POINTER, _I64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
@@ -39,6 +41,14 @@ class TensorForward(Params):
         *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
         *_fields(_INT, "first_tile first_batch mask_heads mask_rows"),
         *_fields(_FLOAT, "scale scale_log2 tanh_scale"),
+    ]
+
+
+class TensorEven(TensorForward):
+    _fields_ = [
+        *_fields(_POINTER, "parts arrived"),
+        *_fields(_INT, "row_tiles whole"),
+        ("pieces", ctypes.c_uint * (2 * MOST_PIECES)),
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from .even import Pieces, busiest, distribute
 from .gradient_geometry import gradient_head_dims
 from .last_rows import LastRows, last_rows
 from .rows import rows_are_readable
@@ -74,6 +75,7 @@ class Plan(NamedTuple):
         splits: ranges of keys, for kernels for few query rows only.
         gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
         packed: the sequences of the call, where it holds several.
+        pieces: the blocks of a forward pass that lists them.
         last: the last rows of every head, where another kernel computes them.
     """
 
@@ -81,12 +83,20 @@ class Plan(NamedTuple):
     splits: int = 0
     gradients: tuple[Variant, ...] = ()
     packed: Packed | None = None
+    pieces: Pieces | None = None
     last: LastRows | None = None
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All compilations that it takes."""
         return (self.forward, *(() if self.last is None else (self.last.variant,)), *self.gradients)
+
+    @property
+    def unlisted(self) -> Plan:
+        """The same by the kernel that has a block for each tile of rows."""
+        if self.pieces is None:
+            return self
+        return self._replace(forward=replace(self.forward, kind=self.forward.kind.removesuffix("_even")), pieces=None)
 
 
 def plan_call(
@@ -215,8 +225,15 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
 # twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
+# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
+# python tools/tensor_model.py --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+_LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
+# And the small launch that makes the counters of cut tiles zero.
+_ZEROING = 1 << 14
+# Blocks of a banded call up to which it is worked out who has which.
+_FOLLOWED = 1024
 
 
 def tensor_plan(
@@ -245,8 +262,10 @@ def tensor_plan(
     gradients = gradient_variants(call, capability, packed=packed is not None) if for_grad else ()
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
-    wide, small = variant(""), variant("_small")
-    splits = tensor_splits(call, wide, small, num_sms)
+    wide, small, even = variant(""), variant("_small"), variant("_even")
+    splits, pieces = _fastest(_Shape.of(call), wide, small, even, num_sms)
+    if pieces is not None:
+        return Plan(even, 0, gradients, pieces=pieces)
     return Plan(small if splits else wide, splits, gradients)
 
 
@@ -265,40 +284,85 @@ def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packe
     return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
 
 
+class _Shape(NamedTuple):
+    """What of a call decides which kernel takes it: ``groups`` query heads for each key/value head, and the band, where
+    query i sees keys i + low ... i + high; None = it has none."""
+
+    batch: int
+    heads: int
+    groups: int
+    tokens: int
+    keys: int
+    band: tuple[int, int] | None
+    has_mask: bool
+
+    @staticmethod
+    def of(call: AttentionCall) -> _Shape:
+        tokens, keys, band = call.seq_len_q, call.seq_len_kv, None
+        if call.has_band:
+            low = -tokens - keys if call.left is None else call.offset - call.left
+            band = low, tokens + keys if call.right is None else call.offset + call.right
+        has_mask = call.attn_mask is not None
+        return _Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
+
+
 def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:
     """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
     of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
-    own, heads = small.geometry, call.batch_size * call.num_heads
-    best, chosen = _busiest(_tiles_of(call, wide.geometry, 1), heads, 1, wide.geometry, num_sms), 0
-    units, tiles = heads // call.groups, _tiles_of(call, own, call.groups)
-    most = min(MAX_SPLITS, max(1, call.seq_len_kv // (2 * own.cols)))
+    return _splits(_Shape.of(call), wide.geometry, small.geometry, num_sms)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
+    """The answer of :func:`tensor_splits`, and the blocks of the kernel that lists them where that one is faster."""
+    splits, best = _splits(shape, wide.geometry, small.geometry, num_sms)
+    if not even.exists:
+        return splits, None
+    own = even.geometry
+    sizes = _key_tiles(shape, own)
+    pieces = distribute(sizes, shape.batch * shape.heads, own.cols, num_sms * own.blocks)
+    if pieces is None:
+        return splits, None
+    cost = own.rows * own.blocks * pieces.keys / (_LISTED_SPEED if shape.has_mask else 1.0)
+    cost += _ZEROING if pieces.slots else 0
+    if cost >= 0.95 * best:
+        return splits, None
+    wide_cost = _busiest(_tiles_of(shape, own, 1), shape.batch * shape.heads, 1, own, num_sms)
+    return splits, replace(pieces, over_unlisted=cost / wide_cost)
+
+
+@functools.lru_cache(maxsize=1024)
+def _splits(shape: _Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
+    """(the answer of :func:`tensor_splits`, its cost: see :func:`_busiest`)."""
+    heads = shape.batch * shape.heads
+    best, chosen = _busiest(_tiles_of(shape, wide, 1), heads, 1, wide, num_sms), 0
+    units, tiles = heads // shape.groups, _tiles_of(shape, own, shape.groups)
+    most = min(MAX_SPLITS, max(1, shape.keys // (2 * own.cols)))
     for splits in range(1, most + 1):
         cost = _busiest(tiles, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
         if cost < 0.95 * best:
             best, chosen = cost, splits
         if units * tiles.number * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
-    return chosen
+    return chosen, best
 
 
 class _Tiles(NamedTuple):
     """The tiles of rows of one head, or of a group of heads: how many, and the keys that all of them together, and the
-    one with most, multiply."""
+    one with most, multiply. ``in_order``: of each, as they are launched; None = all alike."""
 
     number: int
     keys: int
     longest: int
+    in_order: tuple[int, ...] | None = None
 
 
-def _tiles_of(call: AttentionCall, geometry: AnyGeometry, group: int) -> _Tiles:
+def _tiles_of(shape: _Shape, geometry: AnyGeometry, group: int) -> _Tiles:
     """Those of ``group`` heads, of which one tile holds rows of several where they have few."""
-    tokens, keys = call.seq_len_q, call.seq_len_kv
-    if not call.has_band:
-        count = -(-group * tokens // geometry.rows)
-        return _Tiles(count, count * keys, keys)
-    low = -tokens - keys if call.left is None else call.offset - call.left
-    high = tokens + keys if call.right is None else call.offset + call.right
-    return _banded_tiles(tokens, keys, low, high, geometry.rows, group)
+    if shape.band is None:
+        count = -(-group * shape.tokens // geometry.rows)
+        return _Tiles(count, count * shape.keys, shape.keys)
+    return _banded_tiles(shape.tokens, shape.keys, *shape.band, geometry.rows, group)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,15 +375,38 @@ def _banded_tiles(tokens: int, keys: int, low: int, high: int, rows: int, group:
         if last >= tokens:
             first, last = 0, tokens - 1
         met.append(max(0, min(keys, last + high + 1) - max(0, first + low)))
-    return _Tiles(len(met), sum(met), max(met, default=0))
+    return _Tiles(len(met), sum(met), max(met, default=0), tuple(reversed(met) if high < keys else met))
+
+
+def key_tiles(call: AttentionCall, geometry: AnyGeometry) -> tuple[int, ...]:
+    """Tiles of keys that each row tile of one head meets, as ``find_place`` of ``tensor_call.cuh`` has them: with a
+    mask from where its own tiles begin."""
+    return _key_tiles(_Shape.of(call), geometry)
+
+
+def _key_tiles(shape: _Shape, geometry: AnyGeometry) -> tuple[int, ...]:
+    rows, cols = geometry.rows, geometry.cols
+    low, high = shape.band or (-shape.tokens - shape.keys, shape.tokens + shape.keys)
+    sizes = []
+    for first in range(0, shape.tokens, rows):
+        last = min(first + rows, shape.tokens) - 1
+        begin = max(0, first + low)
+        begin -= begin % cols if shape.has_mask else 0
+        sizes.append(max(0, -(-(min(shape.keys, last + high + 1) - begin) // cols)))
+    return tuple(sizes)
 
 
 def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
     """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in so many ranges, in
     multiply-adds of a query row with a key at the speed of a full one."""
-    each = -(-units * tiles.number * splits // num_sms)
-    keys: float = -(-tiles.longest // splits)
-    # Tiles of one size come in whole rounds. Others even out, since long ones go first.
-    is_even = tiles.keys == tiles.number * tiles.longest
-    keys = each * keys if is_even else max(keys, units * tiles.keys / num_sms)
+    number = units * tiles.number * splits
+    each = -(-number // num_sms)
+    keys: float
+    if tiles.in_order is None or tiles.keys == tiles.number * tiles.longest:  # those of one size come in whole rounds
+        keys = each * -(-tiles.longest // splits)
+    elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
+        costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))
+        keys = busiest(costs, num_sms)
+    else:  # many even out, and one that is left alone on its multiprocessor is faster
+        keys = max(-(-tiles.longest // splits), units * tiles.keys / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

@@ -41,7 +41,7 @@ def tensor_variants(generation: str, head_dim: int) -> list[Variant]:
     if head_dim in _OFTEN_MASKED:
         chosen.append(Variant(generation, head_dim, "float16", "bool"))
     if head_dim in _LANGUAGE_MODELS:
-        kinds = ("small", "packed", "grad_query", "grad_key_value")
+        kinds = ("even", "small", "packed", "grad_query", "grad_key_value")
         chosen += [Variant(f"{generation}_{kind}", head_dim, "float16") for kind in kinds]
     return chosen
 

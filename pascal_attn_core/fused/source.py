@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from . import amd_geometry, linear_source
 from .amd_geometry import AmdGeometry
 from .compilation import Compilation
+from .even import MOST_PIECES
 from .gradient_geometry import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
 from .linear_source import LinearVariant
 from .tensor_geometry import (
+    EVEN_HEAD_DIM,
     FLOAT_MASK_HEAD_DIM,
     TENSOR_HEAD_DIMS,
     TENSOR_TABLES,
@@ -55,22 +57,28 @@ _ON_LANES = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh")
 def _tensor_kinds(
     name: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
 ) -> dict[str, Kind]:
-    """Whole calls, packed sequences, and few query rows, on the tensor cores of one generation."""
+    """Whole calls, also with keys cut so that they fill the card, packed sequences, and few query rows, on the tensor
+    cores of one generation."""
 
-    def kind(suffix: str, *, packed: bool = False, small: bool = False) -> Kind:
+    def kind(suffix: str, *, packed: bool = False, small: bool = False, even: bool = False) -> Kind:
         function = f"pa_{name}{suffix}"
         macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
+        if even:
+            macros |= {"PA_EVEN": 1, "MOST_PIECES": MOST_PIECES}
         files = (*_ON_LANES, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
-                 "tensor_masks.cuh", "tensor_forward.cu", *(("combine.cuh",) if small else ()))  # fmt: skip
+                 "tensor_masks.cuh", *(("tensor_even.cuh",) if even else ()), "tensor_forward.cu",
+                 *(("combine.cuh",) if small else ()))  # fmt: skip
         combine = f"pa_{name}_combine"
         if small:
             macros["PA_COMBINE_NAME"] = combine
-        return Kind(files, macros, (function, combine) if small else (function,), True, least, below)
+        functions = (function, combine) if small else (function,)
+        return Kind(files, macros, functions, True, least, below, "pa_even_bits" if even else "pa_mask_bits")
 
     kinds = {
         name: kind(""),
         f"{name}_packed": kind("_packed", packed=True),
         f"{name}_small": kind("_small", small=True),
+        f"{name}_even": kind("_even", even=True),
     }
     return {**kinds, f"{name}_barrier": kind("_barrier")} if name == "tensor" else kinds
 
@@ -317,8 +325,17 @@ class Variant(Compilation):
 
     @property
     def exists(self) -> bool:
-        """Of a variant of kind ``amd_geometry.RANGES``: whether there is such a kernel."""
-        return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
+        """Whether there is such a kernel."""
+        if self.kind == amd_geometry.RANGES:
+            return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
+        if self.is_even:
+            return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
+        return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the blocks of a launch are listed, so that all multiprocessors end together: see :mod:`.even`."""
+        return self.kind.endswith("_even")
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it is a kernel for NVIDIA's devices of this compute capability."""
@@ -364,7 +381,7 @@ class Variant(Compilation):
         """Shared memory of a block besides the tiles, at most, on tensor cores."""
         g = self.geometry
         assert not isinstance(g, Geometry | AmdGeometry)
-        return g.counter_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
+        return g.own_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -425,9 +442,9 @@ def all_variants() -> Iterator[Variant]:
             for padded in (False, True) if kind != "int8" else (False,):
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
-                        if is_tensor and mask == "float" and head_dim > FLOAT_MASK_HEAD_DIM:
-                            continue
                         variant = Variant(kind, head_dim, dtype, mask, padded)
+                        if not variant.exists:
+                            continue
                         if kind != "tensor_barrier" or replace(variant, kind="tensor").with_barrier:
                             yield variant
 

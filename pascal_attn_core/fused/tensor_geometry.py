@@ -16,6 +16,7 @@ class TensorGeometry:
         blocks: that shall fit a multiprocessor.
         counters: warps wait for each other's counters, not at a barrier.
         integer_packed: of four tiles of 8 keys, those whose probabilities are rounded by integer arithmetic.
+        bounds: the range of tiles within the band is read from shared memory for each tile: listed blocks only.
     """
 
     warps: int = 8
@@ -25,6 +26,7 @@ class TensorGeometry:
     blocks: int = 1
     counters: bool = False
     integer_packed: int = 0
+    bounds: bool = False
 
     @property
     def threads(self) -> int:
@@ -35,9 +37,9 @@ class TensorGeometry:
         return 16 * self.tiles * self.warps
 
     @property
-    def counter_bytes(self) -> int:
-        """Of the counters, in shared memory beside the tiles."""
-        return 8 * self.warps if self.counters else 0
+    def own_bytes(self) -> int:
+        """Of counters and bounds, in shared memory beside the tiles."""
+        return (8 * self.warps if self.counters else 0) + (8 if self.bounds else 0)
 
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
@@ -47,6 +49,7 @@ class TensorGeometry:
 
     def macros(self, head_dim: int) -> dict[str, object]:
         return {
+            **({"PA_BOUNDS": 1} if self.bounds else {}),
             "PA_WARPS": self.warps,
             "PA_MT": self.tiles,
             "PA_BC": self.cols,
@@ -79,6 +82,7 @@ _TURING = {
 }
 TENSOR_HEAD_DIMS = tuple(_TURING)
 FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
+EVEN_HEAD_DIM = 128  # up to which the blocks of a launch can be listed, without such masks
 # Masks take registers.
 _TURING_BOOL = {
     **_TURING,
@@ -109,6 +113,36 @@ _TURING_BARRIER = {
     96: TensorGeometry(cols=32, in_registers=3, integer_packed=3),
     128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
 }
+# Blocks that are listed know their tile from memory, not from uniform registers: the fastest of those that then do not
+# spill.
+_TURING_EVEN = {
+    32: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=4),
+    40: replace(_PAIR_OF_BLOCKS, cols=64, in_registers=4, counters=True, integer_packed=4),
+    64: _TURING[64],
+    80: replace(_PAIR_OF_BLOCKS, integer_packed=4, bounds=True),
+    96: replace(_PAIR_OF_BLOCKS, in_registers=9, integer_packed=3),
+    128: TensorGeometry(cols=32, in_registers=11, counters=True, integer_packed=4, bounds=True),
+}
+_TURING_EVEN_PADDED = {
+    32: _TURING_EVEN[32],
+    40: replace(_TURING_EVEN[40], integer_packed=3),
+    64: TensorGeometry(in_registers=3, counters=True, integer_packed=4),
+    80: replace(_PAIR_OF_BLOCKS, integer_packed=4),
+    96: TensorGeometry(cols=32, in_registers=6, counters=True, integer_packed=2),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4, bounds=True),
+}
+_TURING_EVEN_BOOL = {
+    32: _TURING_BOOL[32],
+    40: _TURING_BOOL[40],
+    64: TensorGeometry(in_registers=5, counters=True, integer_packed=4),
+    80: replace(_TURING_BOOL[80], integer_packed=4),
+    96: replace(_TURING_BOOL[96], bounds=True),
+    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4),
+}
+_TURING_EVEN_BOOL_PADDED = {
+    **_TURING_EVEN_BOOL,
+    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=2, bounds=True),
+}
 _VOLTA = {
     32: TensorGeometry(integer_packed=2),
     64: TensorGeometry(in_registers=3, integer_packed=2),
@@ -124,6 +158,8 @@ _VOLTA_TIGHT = {
     96: TensorGeometry(cols=32, in_registers=2, integer_packed=2),
     128: TensorGeometry(cols=32, in_registers=1),
 }
+_VOLTA_EVEN = {**_VOLTA, 96: TensorGeometry(in_registers=1, integer_packed=2)}
+_VOLTA_EVEN_BOOL = {**_VOLTA_TIGHT, 128: TensorGeometry(cols=32, in_registers=1, integer_packed=2)}
 _VOLTA_FLOAT = {**_VOLTA_TIGHT, 128: TensorGeometry(tiles=1, cols=32, in_registers=8)}
 _VOLTA_SMALL = {
     **dict.fromkeys((32, 64, 80, 96), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
@@ -138,11 +174,18 @@ TENSOR_TABLES = {
     "tensor packed float": {**_TURING_FLOAT, 80: _PAIR_OF_BLOCKS},
     "tensor packed padded": _TURING_PACKED_PADDED,
     "tensor small": _TURING_SMALL,
+    "tensor even": _TURING_EVEN,
+    "tensor even padded": _TURING_EVEN_PADDED,
+    "tensor even bool": _TURING_EVEN_BOOL,
+    "tensor even bool padded": _TURING_EVEN_BOOL_PADDED,
     "tensor barrier": _TURING_BARRIER,
     "volta": _VOLTA,
     **dict.fromkeys(("volta bool", "volta padded", "volta packed"), _VOLTA_TIGHT),
     **dict.fromkeys(("volta float", "volta packed float"), _VOLTA_FLOAT),
     "volta small": _VOLTA_SMALL,
+    "volta even": _VOLTA_EVEN,
+    "volta even padded": _VOLTA_TIGHT,
+    "volta even bool": _VOLTA_EVEN_BOOL,
 }
 
 
@@ -153,8 +196,9 @@ def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> Ten
         own = tensor_geometry(generation, head_dim, mask, padded=padded)
         return _TURING_BARRIER.get(head_dim) or replace(own, counters=False)
     last = ("padded" if padded else "") if mask == "none" else mask
+    both = f"{mask} padded" if padded else last
     names = (
         " ".join(filter(None, words))
-        for words in ((generation, suffix, last), (generation, suffix), (generation, last))
+        for words in ((generation, suffix, both), (generation, suffix, last), (generation, suffix), (generation, last))
     )
     return next((TENSOR_TABLES[name] for name in names if name in TENSOR_TABLES), TENSOR_TABLES[generation])[head_dim]

@@ -15,12 +15,13 @@ from ..call import AttentionCall, check_call, empty_output
 from ..reference import allowed_keys, reference_sdpa
 from . import verify_linear
 from .compilation import Compilation
+from .even import Piece, Pieces
 from .launches import Launch, forward_launches
 from .launches_backward import backward_launches
 from .launches_int8 import int8_launches
 from .launches_packed import packed_launches
 from .linear_source import LinearVariant
-from .plan import Packed, Plan, plan_call
+from .plan import Packed, Plan, key_tiles, plan_call
 from .source import Variant
 
 # Far above any rounding, far below any mistake in which element goes where.
@@ -55,7 +56,7 @@ def largest_error(variant: Compilation, device: torch.device, run: Run) -> float
     elif variant.kind.endswith("packed"):
         return _packed_error(variant, call, out, wide, run)
     else:
-        run(forward_launches(call, Plan(variant, _splits(variant, call)), out))
+        run(forward_launches(call, Plan(variant, _splits(variant, call), pieces=_pieces(variant, call)), out))
     return _difference([out], [_reference(call, wide)[0]])
 
 
@@ -65,6 +66,17 @@ def _splits(variant: Variant, call: AttentionCall) -> int:
     if not variant.is_small:
         return 2 if variant.cuts_keys else 0
     return plan_call(call, _MANY_SMS, arch=variant.arch).splits
+
+
+def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
+    """Of the four tiles of rows one that is not listed, one that is, and two with their keys in two and in three parts,
+    whose blocks do not come in their order."""
+    if not variant.is_even:
+        return None
+    of_first, of_last = key_tiles(call, variant.geometry)
+    listed = [Piece(2, 2, of_first, 0, 1, 2), Piece(1, 0, of_last), Piece(2, 0, 2, 0, 0, 2)]
+    listed += [Piece(3, 3, of_last, 2, 2, 3), Piece(3, 0, 1, 2, 0, 3), Piece(3, 1, 3, 2, 1, 3)]
+    return Pieces(1, tuple(listed))
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
@@ -97,6 +109,8 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     rows = 3 if variant.is_small else geometry.rows + 5
     if keys is None:
         keys = 5 * geometry.cols if variant.cuts_keys else geometry.cols + 9
+        if variant.is_even:
+            keys += geometry.rows
         if variant.on_tensor_cores and "key_value" in variant.kind:  # the rows of its tiles are keys
             rows, keys = keys, rows
     generator = torch.Generator(device).manual_seed(1)

@@ -10,7 +10,7 @@ from ..call import AttentionCall, Gradients, Results
 from ..config import AttentionConfig, RouteUnavailable
 from ..device import MIB
 from ..fused.kernels import kernels_of
-from ..fused.launches import mask_bits_bytes
+from ..fused.launches import mask_bits_bytes, parts_bytes, work_of
 from ..fused.plan import Packed, Plan, tensor_plan
 from ..fused.select import tensor_reasons
 from ..runtime import runtime_of
@@ -47,6 +47,9 @@ class TensorRoute(FusedRoute):
         if isinstance(plan, list):
             return None
         untried = why_untried(call, plan)
+        if untried and plan.pieces is not None:
+            plan = plan.unlisted
+            untried = why_untried(call, plan)
         if untried:
             request.remarks.append(f"the kernel on tensor cores is left off: {untried}")
             return None
@@ -79,9 +82,15 @@ class TensorRoute(FusedRoute):
         return timings.of(self, self.plain, request.call, request.budget_bytes, with_barrier)
 
     def fastest(self, call: AttentionCall, plan: Plan, times: Times) -> Plan:
-        """The plan, with a barrier where that was timed as faster."""
-        other = with_barrier(call, plan) if times.best < 1 else None
+        """The plan, with a barrier where that was timed as faster, by more than what listed blocks save."""
+        saved = 1.0 if plan.pieces is None else plan.pieces.over_unlisted
+        other = with_barrier(call, plan) if times.best < saved else None
         return plan if other is None else other
+
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
+        """Without listed blocks, whose cuts depend on how many heads there are: in float32 sums the bits of the parts
+        are then those of a call that is not cut."""
+        return super().for_parts(call, config, plan.unlisted)
 
     def backward(
         self,
@@ -105,7 +114,8 @@ class TensorRoute(FusedRoute):
 
 def with_barrier(call: AttentionCall, plan: Plan) -> Plan | None:
     """The plan with a kernel whose warps meet at a barrier, where those of its own wait for counters; None where they
-    do not, or where that kernel cannot be had or must not be tried."""
+    do not, or where that kernel cannot be had or must not be tried. It has a block for each tile."""
+    plan = plan.unlisted
     variant = plan.forward.with_barrier
     if variant is None:
         return None
@@ -133,7 +143,7 @@ def find_tensor_plan(
     """As :func:`.fused.find_plan`, on tensor cores.
 
     Args:
-        budget_bytes: that the bits of a mask may take.
+        budget_bytes: that the bits of a mask and the parts of cut tiles may take.
     """
     device = call.query.device
     info = runtime_of(device).info
@@ -151,4 +161,10 @@ def find_tensor_plan(
         return reasons
     assert info.capability is not None
     plan = tensor_plan(call, info.num_sms, info.capability, for_grad=call.needs_grad, packed=packed)
-    return kernels_of(call).reasons((plan.forward, *plan.gradients)) or plan
+    kernels = kernels_of(call)
+    if plan.pieces is not None:
+        memory = mask_bits_bytes(call) + parts_bytes(plan)
+        # A launch with listed blocks is not cut into several.
+        if memory > budget_bytes or work_of(call) > kernels.work_per_launch or not kernels.is_to_be_had(plan.forward):
+            plan = plan.unlisted
+    return kernels.reasons((plan.forward, *plan.gradients)) or plan

@@ -19,6 +19,7 @@ from pascal_attn_core.fused.cuda_runtime import CudaRuntime
 from pascal_attn_core.fused.hip_runtime import HipRuntime
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
@@ -244,3 +245,54 @@ def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog:
     assert [record.getMessage()[:40] for record in caplog.records if record.name == "pascal_attn"] == [
         "a kernel of the fused route is disabled:"
     ]
+
+
+# ---- even distribution on tensor cores -------------------------------------------------------------------------------
+
+TENSOR = AttentionConfig(route="fused-tensor")
+
+
+@pytest.fixture
+def cut() -> list[torch.Tensor]:
+    """Query, key and value of a call whose last tiles this card takes in parts."""
+    info = _kernels().info
+    if info.kind != "cuda" or (info.capability or (0, 0)) < (7, 0):
+        pytest.skip("needs tensor cores")
+    tiles = info.num_sms + info.num_sms * 6 // 10  # of 256 rows
+    three = [torch.randn(1, 1, n, 64, device="cuda", dtype=torch.float16) for n in (256 * tiles, 4096, 4096)]
+    found = tensor_plan(check_call(*three), info.num_sms, info.capability or (0, 0))
+    if found.pieces is None or not found.pieces.slots:
+        pytest.skip("the tiles fill this card")
+    return three
+
+
+def test_tiles_in_parts_have_the_answer_of_the_definition(cut: list[torch.Tensor]) -> None:
+    out, lse = sdpa_with_lse(*cut, config=TENSOR)
+    expected, expected_lse = reference_sdpa(*(t.float() for t in cut))
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_tiles_in_parts_have_the_same_bits_whichever_block_is_the_last(cut: list[torch.Tensor]) -> None:
+    """Beside other work, so that blocks end in another order each time."""
+    expected = sdpa(*cut, config=TENSOR)
+    other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(50):
+        with torch.cuda.stream(other):
+            for _ in range(i % 7):
+                noise @ noise
+        assert torch.equal(sdpa(*cut, config=TENSOR), expected)
+
+
+def test_a_captured_graph_makes_the_counters_of_parts_zero_each_time(cut: list[torch.Tensor]) -> None:
+    sdpa(*cut, config=TENSOR)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(*cut, config=TENSOR)
+    for _ in range(3):
+        for tensor in cut:
+            tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        torch.testing.assert_close(out, sdpa(*cut, config=TENSOR), atol=0, rtol=0)

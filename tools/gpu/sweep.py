@@ -51,7 +51,9 @@ from .table import table
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
 _ON_TENSOR_CORES = tuple(
-    kind for kind in KINDS if kind.startswith(("volta", "tensor")) and "packed" not in kind and "capped" not in kind
+    kind
+    for kind in KINDS
+    if kind.startswith(("volta", "tensor")) and not any(word in kind for word in ("packed", "capped", "even"))
 )
 _TORCH = {
     "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -12,13 +12,20 @@
 //   PA_PACKED   1: cu_q, cu_k. A macro, since numbers read from memory cannot lie in Turing's uniform registers
 //   PA_SPLIT    1: the rows of a tile are the queries of all heads of a group, the keys are cut into p.splits ranges, one
 //               block each
+//   PA_EVEN     1: the keys of some tiles are cut so that all multiprocessors end together: see tensor_even.cuh; and then
+//   PA_BOUNDS   1: the range of tiles that lie within the band is read from shared memory for each of them, where registers
+//               are short
 //   PA_INTEGER_PACKED  of four tiles of 8 keys, those whose probabilities become halves by integer arithmetic
 //   PA_DYNAMIC  1: more than 48 KiB of shared memory, which has to be asked for at launch; PA_MINB: blocks that shall
 //               fit one multiprocessor
 #define NT8 (PA_BC / 8)  // tiles of 8 keys
 #define TILE_QUERIES PA_BR
 #define TILE_KEYS PA_BC
+#if PA_EVEN
+#define MASK_FUNCTION pa_even_bits
+#else
 #define MASK_FUNCTION pa_mask_bits
+#endif
 // The key of a tile that a bit of its words stands for. With OWN_BITS those of a lane's scores lie together, so that each
 // lane reads its own.
 #define KEY_OF_BIT(bit) (OWN_BITS ? (bit) % (PA_BC / 4) / 2 * 8 + (bit) / (PA_BC / 4) * 2 + (bit) % 2 : (bit))
@@ -48,10 +55,49 @@ struct TensorForward {
     int mask_heads, mask_rows;          // of a mask, without those that repeat
     float scale, scale_log2;            // softmax scale, and the same times log2(e); with a softcap, of the capped scores
     float tanh_scale;                   // scores are tanh(score), of which this is 2 log2(e) * what it is taken of; 0: no cap
+#if PA_EVEN
+    float4* parts; u32* arrived;        // memory for the sums of cut tiles, and for each listed tile a zero
+    int row_tiles, whole;               // tiles of a head; blocks that take one tile each, before those that are listed
+    u32 pieces[2 * MOST_PIECES];        // of the others: see Piece
+#endif
 };
 
 typedef TensorForward Params;
+#if PA_EVEN
+typedef TensorForward TensorEven;  // its name in fused/params.py
+#endif
 typedef TensorForward Forward;
+
+#if PA_EVEN
+// What a block does: tiles first ... end - 1 of the keys that a tile of rows meets. Where these are cut, it is number
+// `part` of `parts`; the sums of part 0 have place number `slot` in memory, the others those behind it. Two words:
+// tile - whole, 12 bits; slot, 12; part, 4; parts, 4; and first, end, 16 each. As fused/even.py packs them.
+struct Piece {
+    int tile, slot, part, parts, first, end;
+};
+
+INLINE Piece piece_of(const TensorForward& p, int block) {
+    const int listed = block - p.whole;
+    Piece piece;
+    piece.tile = block;
+    piece.slot = piece.part = piece.first = 0;
+    piece.parts = 1;
+    piece.end = 0xffff;
+    if (listed >= 0) {
+        const u32 who = p.pieces[2 * listed], keys = p.pieces[2 * listed + 1];
+        piece.tile = p.whole + (who & 0xfff);
+        piece.slot = who >> 12 & 0xfff;
+        piece.part = who >> 24 & 0xf;
+        piece.parts = who >> 28;
+        piece.first = keys & 0xffff;
+        piece.end = keys >> 16;
+    }
+    return piece;
+}
+#define PLACE_OF blockIdx.x
+#else
+#define PLACE_OF blockIdx.z
+#endif
 
 INLINE T to_storage(float f) { return float_to_half(f); }
 
@@ -79,9 +125,16 @@ INLINE i64 first_token_at(const int* first_tokens, int b, i64 batch_stride, i64 
 #endif
 }
 
+// `z` is PLACE_OF this block.
 INLINE Place find_place(const Forward& p, int z) {
     Place at;
+#if PA_EVEN
+    const Piece piece = piece_of(p, z);
+    const int unit = piece.tile / p.row_tiles;
+    at.b = unit / p.heads;
+#else
     at.b = z + p.first_batch;
+#endif
     (Sequence&)at = sequence_at(p, at.b);
 #if PA_SPLIT
     at.hk = blockIdx.y;
@@ -99,12 +152,17 @@ INLINE Place find_place(const Forward& p, int z) {
         at.last_query = at.lq - 1;
     }
 #else
+#if PA_EVEN
+    at.first_head = unit % p.heads;
+    at.row0 = piece.tile % p.row_tiles * PA_BR;
+#else
     at.first_head = blockIdx.y;
-    at.hk = at.first_head / p.group;
-    at.split = 0;
     // Under a causal rule the last tiles have the most keys: they go first.
     const int tile = at.band.high < at.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
     at.row0 = (tile + p.first_tile) * PA_BR;
+#endif
+    at.hk = at.first_head / p.group;
+    at.split = 0;
     at.rows = at.lq - at.row0;
     at.first_query = at.row0;
     at.last_query = min_int(at.row0 + PA_BR, at.lq) - 1;
@@ -120,6 +178,10 @@ INLINE Place find_place(const Forward& p, int z) {
     at.k_begin += at.split * each * PA_BC;
     at.k_end = min_int(at.k_end, at.k_begin + each * PA_BC);
     at.keys = min_int(at.lk, at.k_end);
+#elif PA_EVEN
+    at.k_end = min_int(at.k_end, at.k_begin + piece.end * PA_BC);
+    at.k_begin += piece.first * PA_BC;
+    at.keys = at.k_end;  // behind it nobody sees a key: one register less
 #endif
     return at;
 }

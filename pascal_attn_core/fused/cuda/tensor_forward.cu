@@ -17,6 +17,15 @@ __shared__ u32 stored[2][PA_WARPS];  // how many tiles of K (0) and of V (1) eac
 #define SIGNAL(what, tiles)
 #endif
 
+#if PA_BOUNDS
+__shared__ volatile int bounds[2];
+#define UNCUT_FROM bounds[0]
+#define UNCUT_TO bounds[1]
+#else
+#define UNCUT_FROM uncut_from
+#define UNCUT_TO uncut_to
+#endif
+
 INLINE float prob_of(float s, float scale_log2, float row_max) {
 #if PA_MASK == 2
     return exp2_approx((s - row_max) * LOG2E);
@@ -78,7 +87,7 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
 // Forbids what the band does not allow and the columns that do not exist. Rare: all it needs is computed anew.
 INLINE void forbid_outside(Scores& S, const Forward& p, int col0, const Lane& lane) {
     const Lane t = anew(lane);
-    int z = blockIdx.z;
+    int z = PLACE_OF;
     OPAQUE(z);
     const Place at = find_place(p, z);
     FOR(r, ROWS) {
@@ -125,7 +134,11 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     int tid = threadIdx.x;
     OPAQUE(tid);  // else ptxas keeps more in registers than there are (head_dim 128)
     const Lane t = lane_of(tid);
-    const Place at = find_place(p, blockIdx.z);
+#if PA_EVEN
+    Place at = find_place(p, PLACE_OF);
+#else
+    const Place at = find_place(p, PLACE_OF);
+#endif
     if (at.rows <= 0) return;
     char* const q_sm = sm + SMEM_MOVING;
     Left Q[PA_QREG];
@@ -175,6 +188,10 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
     // Tiles from uncut_from to uncut_to exist as a whole and lie within the band of all rows.
     const int uncut_from = at.last_query + at.band.low;
     const int uncut_to = min_int(at.first_query + at.band.high, at.keys - 1) - PA_BC + 1;
+#if PA_BOUNDS
+    bounds[0] = uncut_from;  // every thread reads what it wrote
+    bounds[1] = uncut_to;
+#endif
     // Shared memory: [K, V, next K, next V], the pairs changing places.
     char* next_sm = sm + 2 * TILE_BYTES;
 #pragma unroll 1
@@ -210,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
             apply_mask(S, bits, p, at, col0, anew(t));
         }
 #endif
-        if (col0 < uncut_from || col0 > uncut_to) {
+        if (col0 < UNCUT_FROM || col0 > UNCUT_TO) {
             KEEP_BRANCH();
             forbid_outside(S, p, col0, t);
         }
@@ -229,6 +246,12 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         k_from += 2 * there - 2 * TILE_BYTES;
         col0 = next;
     }
+#if PA_EVEN
+    if (!join_parts(O, row_max, row_sum, p, t)) return;
+    int block = PLACE_OF;
+    OPAQUE(block);
+    at = find_place(p, block);  // not kept, where ptxas has no uniform registers for it
+#endif
     FOR(r, ROWS) {
         float sum = row_total(row_sum[r]), largest = row_max[r], fade = 1.f;
         const int row = row_of(t, r);

@@ -49,6 +49,7 @@ PARAMS = {
         "TensorForward",
     ),
     "pa_mask_bits": "TensorForward",
+    **dict.fromkeys(("pa_tensor_even", "pa_volta_even", "pa_even_bits"), "TensorEven"),
     **dict.fromkeys(
         [
             f"pa_{generation}_grad_{name}{suffix}"
@@ -130,15 +131,28 @@ def build_text(
     return loaded
 
 
-def run(library: ctypes.CDLL, name: str, grid: tuple[int, int, int], threads: int, params: Any, seed: int = 1) -> int:
+def run(
+    library: ctypes.CDLL,
+    name: str,
+    grid: tuple[int, int, int],
+    threads: int,
+    params: Any,
+    seed: int = 1,
+    together: int = 1,
+) -> int:
     """One launch; returns how many block barriers were passed.
+
+    Args:
+        together: blocks that run at a time, taking turns, in no order; 1 = one after the other.
 
     Raises:
         Deadlock: a barrier that some threads of a block never reach.
     """
     size = library.params_size(name.encode())
     assert size == ctypes.sizeof(params), f"{name}: {size} bytes of parameters"
-    passed: int = library.launch(name.encode(), *grid, threads, ctypes.byref(params), ctypes.c_ulonglong(seed))
+    passed: int = library.launch(
+        name.encode(), *grid, threads, ctypes.byref(params), ctypes.c_ulonglong(seed), together
+    )
     if passed == -1:
         raise Deadlock(name)
     assert passed >= 0, f"no kernel {name}"
@@ -159,7 +173,8 @@ def emulate(
     mutated: Mapping[str, str | LeftOut] | None = None,
     flags: tuple[str, ...] = (),
 ) -> int:
-    """Run launches one after the other; returns how many block barriers were passed.
+    """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
+    of rows take turns, twelve at a time.
 
     Args:
         mutated: other texts for some kinds of kernels.
@@ -173,5 +188,6 @@ def emulate(
             text, place = text
         library = build(launch.variant, text, flags)
         library.leave_out(place)
-        barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed)
+        together = 12 if launch.variant.is_even else 1
+        barriers += run(library, launch.function, launch.grid, launch.threads, launch.params, seed, together)
     return barriers

@@ -1,6 +1,6 @@
-// Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread, one block at a time, the next fiber drawn at random
-// wherever a thread waits. What a GPU would not tell:
-//   a barrier that not all threads reach            -> run_block returns false (nobody can move)
+// Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread, the next one drawn at random wherever a thread waits;
+// one block after the other, or several that take turns (launch.cpp). What a GPU would not tell:
+//   a barrier that not all threads reach            -> DEADLOCK (nobody can move)
 //   shared memory that is read before it is written -> NaN: it is poisoned before every block
 //   a missing barrier                               -> other numbers: the order of the threads is random, and warps drawn
 //                                                      at random run ahead of the others
@@ -72,6 +72,12 @@ struct Fiber {
     bool can_run() const { return !done && (!watch.number || watch.is_over()); }
 };
 struct Group { uint32_t waiting = 0, generation = 0; };  // threads that meet at a barrier
+struct Hand {           // of a lane in a meeting of its warp, see warp_on_cpu.h
+    uint32_t word[6];   // what it lays down
+    uint32_t row[4];    // ldmatrix: the 16 bytes at its address
+    float sum[8];       // mma: its share of the product
+};
+// Of a block.
 struct State {
     ucontext_t main;
     jmp_buf main_place;
@@ -82,12 +88,14 @@ struct State {
     Array<uint32_t> votes;     // [generation & 1][wave]
     Array<uint32_t> exchange;  // [generation & 1][thread]
     Group block;
-    unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0};
-    uint64_t random = 1, barriers = 0;
+    Array<Hand> hands[2];
+    unsigned threads = 0, current = 0, alive = 0, any[2] = {0, 0}, turns = 0;
+    uint64_t running = ~0ull;  // the warps that may run now
     void (*body)(void*) = nullptr;
     void* argument = nullptr;
 };
-static State state;
+static State state;  // of the block that runs now
+static uint64_t random_state = 1, barriers = 0;
 
 // swapcontext asks the kernel for the signal mask each time, which is most of its cost: it starts a fiber, and jumps go
 // back and forth. The address sanitizer knows the former only. To the compiler either changes anything at all (noipa).
@@ -132,8 +140,9 @@ static inline unsigned meet(Group& group, unsigned size) {
 
 static inline int block_or(int value) {
     const unsigned slot = state.block.generation & 1;
-    if (!state.block.waiting) { state.any[slot] = 0; ++state.barriers; }
+    if (!state.block.waiting) { state.any[slot] = 0; ++barriers; }
     state.any[slot] |= value != 0;
+    if (state.block.waiting + 1 == state.threads) state.turns = 0;  // other warps run ahead from here on
     meet(state.block, state.threads);
     return state.any[slot];
 }
@@ -168,10 +177,10 @@ static void entry() {
 }
 
 static inline uint64_t draw() {
-    state.random ^= state.random << 13;
-    state.random ^= state.random >> 7;
-    state.random ^= state.random << 17;
-    return state.random;
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
 }
 
 static void start(unsigned threads) {
@@ -212,24 +221,32 @@ static uint64_t draw_warps(unsigned warps) {
     }
 }
 
-// False: the threads wait for each other at different barriers, or some have left a barrier that others wait at.
-static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
+static void begin_block(unsigned threads, void (*body)(void*), void* argument) {
     memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
     state.body = body;
     state.argument = argument;
+    state.running = ~0ull;
+    state.turns = 0;
     start(threads);
     state.ready.assign(threads);
+}
+
+// AHEAD: the warps that ran wait for the others. DEADLOCK: the threads wait for each other at different barriers, or some
+// have left a barrier that others wait at.
+enum Progress { GOES_ON, AHEAD, DONE, DEADLOCK };
+
+// Lets the threads of this block run for so many rounds. is_shared: other blocks take turns with it.
+static Progress run_rounds(uint64_t rounds, bool is_shared) {
     unsigned* const ready = state.ready.items;
-    uint64_t running = ~0ull;
-    unsigned turns = 0;
-    while (state.alive) {
+    for (; rounds > 0 && state.alive; --rounds) {
         unsigned count = 0;
-        for (unsigned thread = 0; thread < threads; ++thread)
-            if (running >> (thread / PA_WAVE) & 1 && state.fibers[thread].can_run()) ready[count++] = thread;
+        for (unsigned thread = 0; thread < state.threads; ++thread)
+            if (state.running >> (thread / PA_WAVE) & 1 && state.fibers[thread].can_run()) ready[count++] = thread;
         if (!count) {
-            if (running == ~0ull) return false;
-            running = ~0ull;
-            turns = 0;
+            if (state.running == ~0ull) return DEADLOCK;
+            state.running = ~0ull;
+            state.turns = 0;
+            if (is_shared) return AHEAD;
             continue;
         }
         // In random order: of the rest, one at a time.
@@ -239,12 +256,12 @@ static bool run_block(unsigned threads, void (*body)(void*), void* argument) {
             drawn = ready[count - 1];
             resume(state.fibers[state.current]);
         }
-        if (turns-- == 0) {
-            running = draw_warps(threads / PA_WAVE);
-            turns = draw() % (32u << draw() % 8);  // up to some tiles
+        if (state.turns-- == 0) {
+            state.running = draw_warps(state.threads / PA_WAVE);
+            state.turns = draw() % (32u << draw() % 8);  // up to some tiles
         }
     }
-    return state.block.waiting == 0;
+    return state.alive ? GOES_ON : state.block.waiting == 0 ? DONE : DEADLOCK;
 }
 }  // namespace emu
 
@@ -268,6 +285,12 @@ static inline X __shfl_sync(unsigned, X value, int lane, int width = 32) {
 template <class X>
 static inline X __shfl_xor_sync(unsigned mask, X value, int lane_xor) {
     return __shfl_sync(mask, value, (emu::state.current & 31) ^ lane_xor);
+}
+static inline void __threadfence() {}
+static inline unsigned atomicAdd(unsigned* number, unsigned more) {
+    const unsigned before = *number;
+    *number += more;
+    return before;
 }
 static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);

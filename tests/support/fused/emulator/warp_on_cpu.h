@@ -9,12 +9,6 @@
 #pragma once
 
 namespace emu {
-struct Hand {
-    uint32_t word[6];   // what a lane lays down
-    uint32_t row[4];    // ldmatrix: the 16 bytes at its address
-    float sum[8];       // mma: its share of the product
-};
-static Array<Hand> hands[2];
 static uint64_t blocks_read = 0, passes_needed = 0;  // by ldmatrix: 8 x 8 blocks, and passes of shared memory for them
 
 // The hands of this thread's warp in one meeting: `lay` fills this thread's, `last` runs once all are laid down and before
@@ -22,11 +16,13 @@ static uint64_t blocks_read = 0, passes_needed = 0;  // by ldmatrix: 8 x 8 block
 template <class Lay, class Last>
 static inline const Hand* meet_with(Lay lay, Last last) {
     const unsigned thread = state.current, first = thread / 32 * 32, slot = state.warps[thread / 32].generation & 1;
-    if (hands[slot].count < state.threads) hands[slot].assign(state.threads);
-    lay(hands[slot][thread]);
-    if (state.warps[thread / 32].waiting == 31) last(hands[slot].items + first);
+    Array<Hand>& hands = state.hands[slot];
+    if (hands.count < state.threads) hands.assign(state.threads);
+    Hand* const of_warp = hands.items + first;
+    lay(hands[thread]);
+    if (state.warps[thread / 32].waiting == 31) last(of_warp);
     meet(state.warps[thread / 32], 32);
-    return hands[slot].items + first;
+    return of_warp;
 }
 
 static inline float half_of(const uint32_t* words, int i) {
