@@ -31,6 +31,11 @@ class LastRows(NamedTuple):
     first: int
     ranges: int
 
+    def part_bytes(self, call: AttentionCall) -> int:
+        """Memory for the parts of a call's last rows, until they are joined."""
+        rows = call.batch_size * call.num_heads * (call.seq_len_q - self.first)
+        return self.ranges * rows * _row_bytes(call)
+
     def calls(self, call: AttentionCall) -> tuple[AttentionCall, AttentionCall]:
         """The rows before ``first``, and those from there on, as calls without a band."""
         query, first = call.query, self.first
@@ -52,12 +57,17 @@ def last_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) 
     geometry = whole.geometry
     assert isinstance(geometry, AmdGeometry)
     places = units * blocks_of_unit(whole.arch, geometry)
-    heads, row_bytes = call.batch_size * call.num_heads, 4 * (call.head_dim_v + 2)
+    heads, row_bytes = call.batch_size * call.num_heads, _row_bytes(call)
     found = _cheapest(
         heads, -(-call.seq_len_q // geometry.rows), -(-call.seq_len_kv // geometry.cols), units, places, geometry,
         row_bytes,
     )  # fmt: skip
     return None if found is None else LastRows(ranges, found[0] * geometry.rows, found[1])
+
+
+def _row_bytes(call: AttentionCall) -> int:
+    """Of a row in a part: its sums, maximum and sum of probabilities in float32."""
+    return 4 * (call.head_dim_v + 2)
 
 
 @functools.lru_cache(maxsize=1024)

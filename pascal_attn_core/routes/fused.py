@@ -40,7 +40,7 @@ class FusedRoute(Route):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> Plan | list[str]:
-        return find_plan(request.call, request.config, with_lse=request.with_lse)
+        return find_plan(request.call, request.config, with_lse=request.with_lse, budget_bytes=request.budget_bytes)
 
     def claim(self, request: Request) -> Choice | None:
         call = request.call
@@ -210,12 +210,14 @@ def find_plan(
     int8: bool = False,
     with_lse: bool = False,
     packed: Packed | None = None,
+    budget_bytes: int | None = None,
 ) -> Plan | list[str]:
     """How the kernels take a call, or the reasons why they cannot. For its gradients too where it needs them, while
     another route could still take the call.
 
     Args:
         packed: the call's tokens are those of these sequences.
+        budget_bytes: that the parts of a call's last rows may take; None = any.
     """
     device = call.query.device
     info = runtime_of(device).info
@@ -238,8 +240,10 @@ def find_plan(
         packed=packed,
         arch=kernels.variant_arch,
     )
-    if plan.last is not None and kernels.reasons((plan.last.variant,)):
-        plan = plan._replace(last=None)
+    if plan.last is not None:
+        exceeds = budget_bytes is not None and plan.last.part_bytes(call) > budget_bytes
+        if exceeds or kernels.reasons((plan.last.variant,)):
+            plan = plan._replace(last=None)
     reasons = kernels.reasons(plan.variants)
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
