@@ -5,7 +5,7 @@
     python tools/tensor_model.py --kinds tensor tensor_grad_query         ours, compiled by NVRTC
     python tools/tensor_model.py --kinds tensor --mask bool               and where the mask cuts every tile
     python tools/tensor_model.py --kinds volta --machine V100
-    python tools/tensor_model.py --calls                                  work wasted at edges, and idle multiprocessors
+    python tools/tensor_model.py --calls                                  wasted products, and idle multiprocessors
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -296,8 +296,8 @@ class _Simulation:
 
 @dataclass(frozen=True)
 class Waste:
-    """Of the products that a launch makes, the share that nobody asked for (beyond the band and the ends of the
-    sequences), and the share of the card's time in which multiprocessors have no block left."""
+    """Of the products that a launch computes, the share that is wasted (beyond the band, as a causal mask's diagonal,
+    and beyond the ends of the sequences), and the share of the card's time in which multiprocessors have no block."""
 
     unwanted: float
     idle: float
@@ -323,7 +323,7 @@ def waste(
         splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
             What joining them takes is not counted.
         pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.even`. Time in which they
-            write and read parts counts as time without a block.
+            write and read parts counts as idle.
     """
     tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
@@ -388,12 +388,12 @@ def planned(call: _Call, head_dim: int, machine: Machine) -> Plan:
 
 
 def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None:
-    """Waste of self-attention calls of some sizes, by the kernels that the package takes them with; listed: even where
-    these list their blocks."""
+    """Waste of self-attention calls of some sizes, in the kernels that the package chooses for them; listed: with even
+    distribution where the plan uses it."""
     print(f"head_dim {head_dim}, {machine.name}: blocks on {machine.num_sms} multiprocessors\n")
     head = (
-        "batch, heads, tokens, causal, rows of a block, ranges of keys, blocks that are listed, of which parts, "
-        "products nobody asked for, time without a block"
+        "batch, heads, tokens, causal, rows per block, ranges of keys, listed blocks, of which parts of a tile, "
+        "wasted products, idle SM time"
     )
     print("| " + " | ".join(head.split(", ")) + " |\n" + "| --- " * 10 + "|")
     for call in _CALLS:
