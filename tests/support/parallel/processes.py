@@ -57,6 +57,7 @@ def _child(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # whoever has nothing to say to the others could end while they still connect to it
     try:
         answers.put((rank, work(rank)))
     except Exception:
