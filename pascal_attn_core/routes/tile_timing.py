@@ -37,7 +37,7 @@ from .torch_kernel import TorchForm, find_form, run_form
 SECONDS = 0.3  # that a timing may take
 _ROUNDS = 6
 CLEARLY = 0.97  # of torch's time: more is not worth the change, since a timing errs by some percent
-_OTHER_TILES = 0.9  # of the time of the first tile shape: between shapes a slice of a call errs by up to nine percent
+_OTHER_TILES = 0.9  # of the time of the first tile shape: between shapes a slice of a call errs by several percent
 _CONFIG = AttentionConfig()
 
 # The timed slice. Torch's kernel takes other blocks for calls below 768 queries.

@@ -347,7 +347,7 @@ def _held(mask: Tensor) -> Tensor:
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
-    By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes eight times as long."""
+    By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
     return _held(mask).to(dtype).reciprocal_().neg_().add_(1).expand(mask.shape)
 
 

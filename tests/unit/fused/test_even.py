@@ -37,15 +37,14 @@ def _cases() -> list[tuple[tuple[int, ...], int, int, int]]:
         longest = draw.choice((3, 20, 300))
         sizes = [draw.randint(0, longest) for _ in range(rows)] if draw.random() < 0.6 else [longest] * rows
         found.append((tuple(sizes), draw.randint(1, 30), draw.choice((32, 64)), places))
-    return found
+    return [case for case in found if distribute(*case) is not None]
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)
 def test_each_tile_meets_each_of_its_keys_once(case: tuple[tuple[int, ...], int, int, int]) -> None:
     sizes, units, cols, places = case
     found = distribute(*case)
-    if found is None:
-        return
+    assert found is not None
     assert len(found.listed) <= MOST_PIECES
     of_tile = defaultdict(list)
     for piece in found.listed:

@@ -11,7 +11,7 @@
 #define PA_WAVE 32
 #endif
 #undef _FORTIFY_SOURCE  // it holds a jump to another stack for an error
-// Hundreds of kernels are compiled: the headers of C alone take a fifth less time.
+// Hundreds of kernels are compiled: the headers of C alone take less time.
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS 1
 #include <math.h>
 #include <setjmp.h>
