@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attn_support.fused.cases import Emulated, backward, forward, is_split, poisoned, takes
+from attn_support.fused.cases import Emulated, backward, forward, is_split, of_kernel, poisoned, takes
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
 from attn_support.profile import seeds, times
@@ -265,10 +265,7 @@ def _sample(kind: str, arch: str, dtype: torch.dtype, dim: int, rows: int, keys:
     if kind == "forward":
         return _Sample(inputs, [out.detach()], None)
     expected = gradients(out, leaves, _weights(out.detach().to(dtype)).double())
-    return _Sample(inputs, expected[:1] if kind == "grad_query" else expected[1:], forward(inputs, {}, arch=arch))
-
-
-_OTHER = {"grad_query": "grad_key_value", "grad_key_value": "grad_query"}
+    return _Sample(inputs, of_kernel(kind, expected), forward(inputs, {}, arch=arch))
 
 
 def _worst(kind: str, arch: str, dtype: torch.dtype, text: LeftOut | None) -> float:
@@ -281,8 +278,7 @@ def _worst(kind: str, arch: str, dtype: torch.dtype, text: LeftOut | None) -> fl
             if result is None:
                 actual = [forward(inputs, {}, arch=arch, mutated=mutated).out]
             else:
-                actual = backward(result, _weights(result.out), mutated=mutated, without=_OTHER[kind])
-                actual = actual[:1] if kind == "grad_query" else actual[1:]
+                actual = backward(result, _weights(result.out), mutated=mutated, only=kind)
         except Deadlock:
             return float("inf")
         errors = torch.stack([(a - e).abs().max() / e.abs().max() for a, e in zip(actual, expected, strict=True)])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attn_support.fused.cases import Emulated, backward, forward, is_split, takes, whole
+from attn_support.fused.cases import Emulated, backward, forward, is_split, of_kernel, takes, whole
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 from attn_support.oracle import assert_close, exact, plain, plain_dtype
 from attn_support.table import TABLE, Case
@@ -185,11 +185,7 @@ def _sample(kind: str, head_dim: int, rows: int, keys: int) -> _Sample:
     if kind == "forward":
         return _Sample([query, key, value, None], [out.detach()], None)
     expected = torch.autograd.grad(out, leaves, _WEIGHTS[: out.numel()].view_as(out).double())
-    query_or_keys = expected[:1] if kind == "grad_query" else expected[1:]
-    return _Sample([query, key, value, None], list(query_or_keys), forward([query, key, value, None], {}))
-
-
-_OTHER = {"grad_query": "grad_key_value", "grad_key_value": "grad_query"}
+    return _Sample([query, key, value, None], of_kernel(kind, expected), forward([query, key, value, None], {}))
 
 
 def _error(kind: str, sample: _Sample, text: str | LeftOut | None) -> float:
@@ -200,8 +196,7 @@ def _error(kind: str, sample: _Sample, text: str | LeftOut | None) -> float:
             actual = [forward(sample.inputs, {}, mutated=mutated).out]
         else:
             weights = _WEIGHTS[: sample.result.out.numel()].view_as(sample.result.out)
-            actual = backward(sample.result, weights, mutated=mutated, without=_OTHER[kind])
-            actual = actual[:1] if kind == "grad_query" else actual[1:]
+            actual = backward(sample.result, weights, mutated=mutated, only=kind)
     except Deadlock:
         return float("inf")
     errors = torch.stack([(a - e).abs().max() for a, e in zip(actual, sample.expected, strict=True)])

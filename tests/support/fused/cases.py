@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,19 +89,24 @@ def whole(call: AttentionCall, arch: str = "") -> Plan:
     return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
+def of_kernel(kind: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the gradients of query, key and value that a kind of kernel computes."""
+    return list(gradients[:1] if "grad_query" in kind else gradients[1:])
+
+
 def backward(
     result: Emulated,
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
     *,
     run: Callable[..., int] = emulate,
-    without: str = "",
+    only: str = "",
     **how: Any,
 ) -> list[Tensor]:
     """Gradients of query, key and value by the backward kernels, in the shapes of the inputs.
 
     Args:
-        without: part of the names of kernels that are not launched, whose results stay NaN.
+        only: the kind of kernel that is wanted; the other one is not launched, and its gradients are left out.
     """
     call = result.call
     heads = () if call.query.dim() == 2 else (call.num_heads,)
@@ -113,5 +118,9 @@ def backward(
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
     launches = backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads)
-    run([launch for launch in launches if not without or without not in launch.function], **how)
-    return [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]
+    if only:
+        other = "grad_key_value" if "grad_query" in only else "grad_query"
+        launches = [launch for launch in launches if other not in launch.function]
+    run(launches, **how)
+    found = [g.sum_to_size(t.shape) for g, t in zip(grads, (call.query, call.key, call.value))]
+    return of_kernel(only, found) if only else found
