@@ -63,6 +63,9 @@ class AttentionConfig:
         devices: two or more, such as ``("cuda:0", "cuda:1")``: calls whose tensors are on the first are divided among
             all of them if that is faster; see docs/several-cards.md.
         share_from_tokens: calls with fewer queries or keys stay on the first device.
+        atomic_gradients: the route ``fused`` may compute gradients by five matrix products instead of seven, which adds
+            the gradient of query to memory in no fixed order: its last bits may differ from run to run. Not while
+            ``torch.use_deterministic_algorithms`` is on.
     """
 
     route: str = "auto"
@@ -75,6 +78,7 @@ class AttentionConfig:
     fused: bool = True
     devices: tuple[str, ...] = ()
     share_from_tokens: int = 1024
+    atomic_gradients: bool = False
 
     token: ClassVar[str] = ""
     """The fields that differ from the default as one string, ``"route=tiled;budget_mib=16"``: a value that a custom
@@ -90,12 +94,16 @@ class AttentionConfig:
             value = getattr(self, name)
             if value is not None:
                 _whole_number(name, value)
-        for name in ("trim_masks", "fused"):
+        for name in ("trim_masks", "fused", "atomic_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "devices", _device_names(self.devices))
         _whole_number("share_from_tokens", self.share_from_tokens)
         object.__setattr__(self, "token", _token(self))
+
+    def in_fixed_order(self) -> AttentionConfig:
+        """The config whose gradients are the same bits in every run, as far as ours compute them."""
+        return dataclasses.replace(self, atomic_gradients=False) if self.atomic_gradients else self
 
     @staticmethod
     def from_token(token: str) -> AttentionConfig:

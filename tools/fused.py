@@ -47,9 +47,12 @@ def every_variant() -> Iterator[Compilation]:
 
 def archs_of(variant: Compilation) -> list[int]:
     """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
-    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
+    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are, and gradients
+    in five products, which are opt-in, on one of each instruction set."""
     if variant.kind.startswith("capped"):
         return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
+    if variant.kind == "grad_all":
+        return [61, 70]
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]
     return [arch for arch in ARCHS if arch <= newest and variant.runs_on(divmod(arch, 10))]
 
@@ -214,7 +217,7 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():
             print(f"{kind:14} {head_dim:8} {dtype:8} {value:5.1%}")
-        made = sum(kernel.products for kind, kernel in KERNELS.items() if kind != "forward")
+        made = sum(KERNELS[kind].products for kind in ("grad_query", "grad_key_value"))
         print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
         for size in (1024, 3072):
             print(f"{size:25} " + " ".join(f"{value:5.1%}" for value in linear_share(nvrtc(61), size, size)))

@@ -1,5 +1,6 @@
 """Reads the machine code of Maxwell and Pascal cubins (sm_50 ... sm_62) as far as counting needs it: which instructions
-are FFMA, IDP (dp4a), branches and memory accesses. Words of 64 bits, the first of every four scheduling information."""
+are FFMA, IDP (dp4a), branches, memory accesses and additions to memory (RED). Words of 64 bits, the first of every four
+scheduling information."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _OPCODES = {
     "STS": ((0xFFF80000, 0xEF580000),),
     "LDG": ((0xFFF80000, 0xEED00000),),
     "STG": ((0xFFF80000, 0xEED80000),),
+    "RED": ((0xFFF80000, 0xEBF80000),),
     "BAR": ((0xFFF80000, 0xF0A80000),),
     "MUFU": ((0xFFF80000, 0x50800000),),
     "F2F": ((0xFFF80000, 0x5CA80000),),

@@ -107,7 +107,7 @@ MUTANTS = {
     "bfloat_truncated": Mutant("elements.cuh", "(u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)", "(u16)(u >> 16)"),
     "v_row_past_the_end": Mutant("product.cuh", "first + row < rows ?", "first + row <= rows ?"),
     "one_head_of_a_group": Mutant("grad_key_value.cu", "h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
-    "delta_takes_the_sign_of_lse": Mutant("grad_query.cu", "sum - (p.grad_lse", "sum + (p.grad_lse"),
+    "delta_takes_the_sign_of_lse": Mutant("delta.cuh", "sum - (p.grad_lse", "sum + (p.grad_lse"),
     "flushed_sums_not_scaled": Mutant(
         "forward.cu", "add_flushed(O[i], row, fade_of_flushed(before, row_max[i])", "add_flushed(O[i], row, 1.f"
     ),

@@ -1,8 +1,9 @@
 """The share of needed multiplications in all instructions that a kernel issues for one tile, from sm_61 machine code.
 
 Needed are those of the tile products (FFMA; the first one of each score is an FMUL): two in the forward, three for dQ,
-four for dK and dV. Counted is a tile in the middle of a long call: the body of the loop over tiles, its inner loops as
-often as the geometry says. The move of float32 sums to the output runs once every PA_FLUSH tiles and counts as much.
+four for dK and dV, five where one kernel computes all three. Counted is a tile in the middle of a long call: the body
+of the loop over tiles, its inner loops as often as the geometry says. The move of float32 sums to the output runs once
+every PA_FLUSH tiles and counts as much.
 
 Left out is what stands before and behind that loop (in dK and dV also what each head begins with), pa_delta, and what
 only few tiles run: code that is jumped over and touches no memory, or loads rows one by one as they exist (the last
@@ -21,12 +22,13 @@ from pascal_attn_core.fused.source import Variant
 
 # What the definition of the backward has: S = QK^T, dO V^T, dV, dQ, dK. Both gradient kernels make the first two.
 BACKWARD_PRODUCTS = 5
-_MEMORY = ("LDG", "STG", "LDS", "STS", "BAR")
+_MEMORY = ("LDG", "STG", "LDS", "STS", "RED", "BAR")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the body of a kernel's loop over tiles multiplies: product_rows, then product_cols of ``product.cuh``.
+    """What the body of a kernel's loop over tiles multiplies: product_rows, then product_cols of ``product.cuh``, then
+    product_queries of ``query_sums.cuh``.
 
     around: loops that the loop over tiles lies in.
     """
@@ -35,16 +37,18 @@ class Kernel:
     row_products: int
     column_products: int
     around: int = 0
+    query_products: int = 0
 
     @property
     def products(self) -> int:
-        return self.row_products + self.column_products
+        return self.row_products + self.column_products + self.query_products
 
 
 KERNELS = {
     "forward": Kernel("pa_forward", 1, 1),
     "grad_query": Kernel("pa_grad_query", 2, 1),
     "grad_key_value": Kernel("pa_grad_key_value", 2, 2, around=1),
+    "grad_all": Kernel("pa_grad_all", 2, 2, around=1, query_products=1),
 }
 Loop = tuple[int, int]  # addresses of its first instruction and of the branch back
 
@@ -116,14 +120,16 @@ def _is_product(instructions: list[Instruction], loop: Loop) -> bool:
 
 
 def _trips(variant: Variant, kernel: Kernel, found: int) -> list[int]:
-    """How often the loop over chunks of each row product runs, and that of each part of each column product (unless
-    it was unrolled)."""
+    """How often the loop over chunks of each row product runs, and that of each part of the other products (unless it
+    was unrolled)."""
     geometry = variant.geometry
     staged = geometry.cols // geometry.parts // geometry.staged
     chunks = variant.head_dim // geometry.depth - 1  # the first one stands before the loop
     rows = [chunks] * (chunks > 1)
     columns = [staged] * (geometry.parts if staged > 1 else 0)
-    expected = rows * kernel.row_products + columns * kernel.column_products
+    keys = geometry.rows // geometry.parts // geometry.staged
+    queries = [keys] * (geometry.parts if keys > 1 else 0)
+    expected = rows * kernel.row_products + columns * kernel.column_products + queries * kernel.query_products
     if found != len(expected):
         raise ValueError(f"{variant.name}: found {found} loops of products, want {len(expected)}")
     return expected

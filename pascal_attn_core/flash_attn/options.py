@@ -148,7 +148,7 @@ def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
         # torch's fused kernels sum gradients in the order in which blocks finish
-        config = options.config or default_config()
+        config = (options.config or default_config()).in_fixed_order()
         return replace(config, route="tiled") if config.route == "auto" else config
     return options.config
 

@@ -34,6 +34,8 @@ def packed_attend(
         (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
     """
     config = options.config or default_config()
+    if options.deterministic:
+        config = config.in_fixed_order()
     if not _is_for_the_kernel(q, options, config):
         return None
     call = _checked(q, k, v, options, "upper_left")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from .launches import Launch, View, common_fields, result_fields, softcap_fields, steps, views, work_of
-from .params import Backward, TensorBackward
+from .params import AllGradients, Backward, TensorBackward
 from .plan import Plan
 from .source import Variant
 
@@ -55,8 +55,10 @@ def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool,
         **result_fields(grad_key, "dk", "dk"),
         **result_fields(grad_value, "dv", "dv"),
     }
-    query, key = plan.gradients
     work = work_of(call, view)
+    if plan.adds_in_any_order:
+        return _launches_at_once(call, view, plan.gradients[0], fields, stats, work)
+    query, key = plan.gradients
     if query.on_tensor_cores:
         return _tensor_launches(call, view, (query, key), fields, stats, 2 * work)
     params, keep = Backward(**fields), (stats, *view.tensors)
@@ -66,6 +68,31 @@ def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool,
         Launch(query, "pa_grad_query", query_grid, query.geometry.threads, params, keep, 2 * work),
         Launch(key, "pa_grad_key_value", key_grid, key.geometry.threads, params, keep, 2 * work),
     ]
+
+
+def _launches_at_once(
+    call: AttentionCall, view: View, variant: Variant, fields: dict, stats: Tensor, work: int
+) -> list[Launch]:
+    """All gradients in one kernel, which adds that of query to float32 numbers in memory: to the gradient itself where
+    it is float32, else to numbers beside it that one more launch rounds."""
+    grad_query = view.rest[3]
+    is_float32 = grad_query.dtype == torch.float32
+    sums = grad_query if is_float32 else torch.empty_like(grad_query, dtype=torch.float32)
+    sums.zero_()
+    delta_grid, _, grid = _grids(call, view, variant, variant)
+    params = AllGradients(**fields, **result_fields(sums, "sums", "sums_"))
+    keep = (stats, sums, *view.tensors)
+    launches = [
+        Launch(variant, "pa_delta", delta_grid, 128, Backward(**fields), keep),
+        Launch(variant, "pa_grad_all", grid, variant.geometry.threads, params, keep, 5 * work // 2),
+    ]
+    return launches if is_float32 else [*launches, Launch(variant, "pa_round_query", delta_grid, 128, params, keep)]
+
+
+def sums_bytes(call: AttentionCall) -> int:
+    """Memory that a kernel of all gradients takes besides the gradients and the three numbers of every query row."""
+    wide = call.query.dtype == torch.float32
+    return 0 if wide else 4 * call.batch_size * call.num_heads * call.seq_len_q * call.head_dim
 
 
 Grid = tuple[int, int, int]

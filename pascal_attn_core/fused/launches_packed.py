@@ -8,13 +8,13 @@ from .launches import Launch
 from .plan import Packed
 from .source import Variant
 
-_OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta")
+_OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta", "pa_round_query")
 
 
 def packed_launches(launches: Iterable[Launch], packed: Packed) -> list[Launch]:
     """The launches of a call ``[1, H, total, D]`` as those of its sequences. Blocks behind the end of a sequence that
-    is shorter than the longest do nothing; what lies behind the last sequence is not written. delta takes each query
-    alone and stays as it is."""
+    is shorter than the longest do nothing; what lies behind the last sequence is not written. Kernels that take each
+    query alone stay as they are."""
     return [
         launch if launch.function in _OF_EACH_QUERY else _packed(launch, packed)
         for launch in launches
@@ -37,4 +37,5 @@ def _packed(launch: Launch, packed: Packed) -> Launch:
 
 def _longest_of(launch: Launch, packed: Packed) -> int:
     """Of the tokens whose tiles are the launch's blocks."""
-    return packed.max_k if "grad_key_value" in launch.function else packed.max_q
+    has_keys = "grad_key_value" in launch.function or launch.function == "pa_grad_all"
+    return packed.max_k if has_keys else packed.max_q

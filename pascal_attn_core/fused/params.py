@@ -89,6 +89,10 @@ class Backward(Params):
     ]
 
 
+class AllGradients(Backward):
+    _fields_ = [*_fields(_POINTER, "sums"), *_fields(_I64, "sums_b sums_h sums_s")]
+
+
 class TensorBackward(Backward):
     _fields_ = [
         *_fields(_POINTER, "mask_bits flags"),

@@ -77,6 +77,7 @@ class Plan(NamedTuple):
         packed: the sequences of the call, where it holds several.
         pieces: the blocks of a forward pass that lists them.
         last: the last rows of every head, where another kernel computes them.
+        remark: for the sentence that says why the route was chosen: what became of a wish in the configuration.
     """
 
     forward: Variant
@@ -85,6 +86,12 @@ class Plan(NamedTuple):
     packed: Packed | None = None
     pieces: Pieces | None = None
     last: LastRows | None = None
+    remark: str = ""
+
+    @property
+    def adds_in_any_order(self) -> bool:
+        """Whether one kernel computes all gradients, and adds that of query to memory in no fixed order."""
+        return [variant.kind for variant in self.gradients] == ["grad_all"]
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -139,6 +146,7 @@ class Variants(NamedTuple):
     split: Variant
     grad_query: Variant
     grad_key_value: Variant
+    grad_all: Variant
     int8: Variant
     capped: Variant
     capped_split: Variant

@@ -112,10 +112,18 @@ _KINDS = {
         ("pa_forward_split", "pa_combine"),
     ),
     "grad_query": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_query.cu"), {}, ("pa_delta", "pa_grad_query")
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "grad_query.cu"),
+        {},
+        ("pa_delta", "pa_grad_query"),
     ),
     "grad_key_value": Kind(
         (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
+    ),
+    "grad_all": Kind(
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_all.cu"),
+        {},
+        ("pa_grad_all", "pa_delta", "pa_round_query"),
+        below=(8, 0),
     ),
     "int8": Kind(
         (*_PLAIN, "masks.cuh", "int8.cuh", "amd_softmax.cuh", "forward.cu"),
@@ -243,12 +251,20 @@ _GRAD_KEY_VALUE_TIGHT = {
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
     256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
 }
+# With the sums of a tile's part of dQ on top. Not for every head_dim.
+_GRAD_ALL = {
+    40: Geometry(64, 64, 8, 16, depth=8, parts=1),
+    64: Geometry(64, 64, 16, 8, parts=1),
+    128: Geometry(64, 128, 16, 16, parts=1, blocks=1),
+}
 HEAD_DIMS = tuple(_FORWARD)
+GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
 _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
 _TABLES = (
     *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
     *(_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT),
+    _GRAD_ALL,
 )
 
 
@@ -328,6 +344,8 @@ class Variant(Compilation):
         """Whether there is such a kernel."""
         if self.kind == amd_geometry.RANGES:
             return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
+        if self.kind == "grad_all":
+            return not self.arch and self.head_dim in GRAD_ALL_HEAD_DIMS
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
         return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
@@ -347,6 +365,8 @@ class Variant(Compilation):
         wide, float32 = self.head_dim >= 112, self.dtype == "float32"
         if self.kind == "grad_query":
             return _GRAD_QUERY_TIGHT if float32 and self.padded and self.mask == "float" else _GRAD_QUERY
+        if self.kind == "grad_all":
+            return _GRAD_ALL
         if self.kind == "grad_key_value":
             tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE

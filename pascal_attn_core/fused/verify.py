@@ -111,7 +111,8 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
         keys = 5 * geometry.cols if variant.cuts_keys else geometry.cols + 9
         if variant.is_even:
             keys += geometry.rows
-        if variant.on_tensor_cores and "key_value" in variant.kind:  # the rows of its tiles are keys
+        if (variant.on_tensor_cores and "key_value" in variant.kind) or variant.kind == "grad_all":
+            # the rows of its tiles are keys
             rows, keys = keys, rows
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, variant.dtype)
@@ -162,11 +163,12 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
-    plan = Plan(variant, 0, both_gradients(variant), packed)
+    both = (variant,) if variant.kind == "grad_all" else both_gradients(variant)
+    plan = Plan(variant, 0, both, packed)
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
     launches = launches if packed is None else packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
-    chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 1)
+    chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 3 if plan.adds_in_any_order else 1)
     return _difference(grads[chosen], expected[chosen])
 
 

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, empty_output
 from ..config import AttentionConfig, RouteUnavailable
+from ..device import MIB
 from ..fused.kernels import Kernels, kernels_of
 from ..fused.launches import forward_launches
-from ..fused.launches_backward import backward_launches
+from ..fused.launches_backward import backward_launches, sums_bytes
 from ..fused.launches_int8 import int8_launches
 from ..fused.launches_packed import packed_launches
-from ..fused.plan import Packed, Plan, plan_call
+from ..fused.plan import Packed, Plan, plan_call, variants_of
 from ..fused.rows import rows_are_readable
 from ..fused.select import call_reasons
 from ..fused.trial import Trials
@@ -69,6 +70,9 @@ class FusedRoute(Route):
         if ratio is not None:
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None
+
+    def remark(self, plan: Any) -> str:
+        return plan.remark if isinstance(plan, Plan) else ""
 
     def claims_gradients(self, request: Request) -> bool:
         call, plan = request.call, request.plan(self)
@@ -133,9 +137,10 @@ class FusedRoute(Route):
         grad_lse: Tensor | None,
         **_: Any,
     ) -> Gradients:
-        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, and a copy
-        of grad_out where its rows cannot be read as they lie. Where a kernel cannot be launched any more, the route
-        ``tiled`` goes back from the same results, unless the call holds several sequences."""
+        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, a copy of
+        grad_out where its rows cannot be read as they lie, and where one kernel computes all gradients the float32 sums
+        of a gradient of query in 16 bits. Where a kernel cannot be launched any more, the route ``tiled`` goes back
+        from the same results, unless the call holds several sequences."""
         assert saved.lse is not None
         try:
             return self._launch_backward(call, plan, grad_out, saved, saved.lse, grad_lse)
@@ -158,6 +163,9 @@ class FusedRoute(Route):
         self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
         grad_out = grad_out.expand(saved.out.shape)
+        if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
+            plan = in_fixed_order(call, plan)
+            kernels_of(call).ensure(plan.gradients)
         of_query = plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
@@ -244,10 +252,42 @@ def find_plan(
         exceeds = budget_bytes is not None and plan.last.part_bytes(call) > budget_bytes
         if exceeds or kernels.reasons((plan.last.variant,)):
             plan = plan._replace(last=None)
+    if config.atomic_gradients and plan.gradients:
+        plan = _with_atomic_gradients(call, config, plan, kernels, budget_bytes)
     reasons = kernels.reasons(plan.variants)
     if int8 and not reasons and info.capability is not None and info.capability < _DP4A:
         reasons = [f"the int8 mode needs compute capability 6.1, got {info.capability[0]}.{info.capability[1]}"]
     return reasons or plan
+
+
+def _with_atomic_gradients(
+    call: AttentionCall, config: AttentionConfig, plan: Plan, kernels: Kernels, budget_bytes: int | None
+) -> Plan:
+    """The plan with one kernel for all gradients, or with the reason why it keeps those of fixed order."""
+    info, variant = runtime_of(call.query.device).info, variants_of(call, kernels.variant_arch).grad_all
+    most = Request(call, config).budget_bytes if budget_bytes is None else budget_bytes
+    reason = ""
+    if torch.are_deterministic_algorithms_enabled():
+        reason = "torch.use_deterministic_algorithms is on"
+    elif info.kind != "cuda":
+        reason = "atomic_gradients needs an NVIDIA GPU"
+    elif info.capability is None or not variant.runs_on(info.capability):
+        reason = "atomic_gradients is for compute capability 5.0 to 7.5"
+    elif not variant.exists:
+        reason = f"atomic_gradients has no kernel for head_dim {variant.head_dim}"
+    elif sums_bytes(call) > most:
+        reason = f"the sums of atomic_gradients take {sums_bytes(call) // MIB} MiB, more than {most // MIB} MiB"
+    else:
+        reason = "; ".join(kernels.reasons((variant,)))
+    if reason:
+        return plan._replace(remark=f"its gradients in seven products: {reason}")
+    return plan._replace(gradients=(variant,), remark="its gradients in five products, by atomic additions")
+
+
+def in_fixed_order(call: AttentionCall, plan: Plan) -> Plan:
+    """The plan with the kernels that sum each gradient in one order."""
+    variants = variants_of(call)
+    return plan._replace(gradients=(variants.grad_query, variants.grad_key_value), remark="")
 
 
 def why_untried(call: AttentionCall, plan: Plan) -> str:

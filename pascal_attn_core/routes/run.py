@@ -96,12 +96,17 @@ def choose(
         plan = route.plan(request)
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
-        return Choice(route, "asked for by name", plan)
+        return _with_remark(Choice(route, "asked for by name", plan))
     for route in ROUTES:
         choice = route.claim(request)
         if choice is not None:
-            return choice
+            return _with_remark(choice)
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
+
+
+def _with_remark(choice: Choice) -> Choice:
+    remark = choice.by.remark(choice.plan)
+    return replace(choice, why=f"{choice.why}; {remark}") if remark else choice
 
 
 def _reasons(request: Request, name: str) -> list[str]:
@@ -175,7 +180,7 @@ def run_packed(
     if _observers:
         for part in sequences():
             show(part)
-    choice = Choice(route_named(route), why, plan)
+    choice = _with_remark(Choice(route_named(route), why, plan))
     result = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
     return result

@@ -48,7 +48,7 @@ class KernelCheck(NamedTuple):
 
 def checked_variants(arch: str = "sm_61") -> list[Compilation]:
     """What ships for an architecture, as :attr:`.Kernels.arch` names it, then the gradients of common head_dims, also
-    on tensor cores where the device is one that they are for, and linear layers in 8 bits."""
+    all in one kernel and on tensor cores where the device is one that they are for, and linear layers in 8 bits."""
     amd = "" if arch.startswith("sm_") else arch
     gradients = [
         Variant(kind, dim, dtype, arch=amd)
@@ -63,10 +63,13 @@ def checked_variants(arch: str = "sm_61") -> list[Compilation]:
         for dim, mask, padded in _TENSOR_GRADIENTS
         if mask == "none" or not kind.endswith("packed")
         for variant in (Variant(kind, dim, "float16", mask, padded),)
-        if not amd and variant.runs_on(divmod(int(arch.removeprefix("sm_")), 10))
     ]
-    linear = [] if amd else [v for v in linear_variants() if v.runs_on(divmod(int(arch.removeprefix("sm_")), 10))]
-    return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *on_tensor_cores, *linear]))
+    at_once = [Variant("grad_all", dim, dtype) for dim in _GRADIENT_DIMS for dtype in DTYPES]
+    others: list[Compilation] = []
+    if not amd:
+        capability = divmod(int(arch.removeprefix("sm_")), 10)
+        others = [v for v in (*at_once, *on_tensor_cores, *linear_variants()) if v.runs_on(capability)]
+    return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *others]))
 
 
 def why_no_kernels(device: torch.device) -> list[str]:

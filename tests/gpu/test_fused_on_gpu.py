@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 FUSED = AttentionConfig(route="fused")
+ATOMIC = replace(FUSED, atomic_gradients=True)
 MIB = 1 << 20
 
 
@@ -49,14 +50,15 @@ def test_the_kernel_gives_the_answer_of_the_definition(case: Case) -> None:
         assert_close(lse, oracle_lse, similar_lse, f"lse {dtype}", dtype=dtype)
 
 
+@pytest.mark.parametrize("config", [FUSED, ATOMIC], ids=["in order", "atomic"])
 @pytest.mark.parametrize("case", GRADIENT_TABLE, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_definition(case: Case) -> None:
+def test_gradients_are_those_of_the_definition(case: Case, config: AttentionConfig) -> None:
     inputs, options = case.build(requires_grad=True, device="cuda")
     if why_not("fused", check_call(*inputs, **options), FUSED):
         pytest.skip("another route's")
     wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(case.dtype, as_torch=True)))
     oracle, lse = reference_sdpa(*wide, **options)
-    outs = (sdpa(*inputs, **options, config=FUSED), oracle, reference_sdpa(*narrow, **options)[0])
+    outs = (sdpa(*inputs, **options, config=config), oracle, reference_sdpa(*narrow, **options)[0])
     grad_out = torch.randn(oracle.shape, dtype=torch.float64, device="cuda")
     answers = [gradients(out, some[:3], grad_out) for out, some in zip(outs, (inputs, wide, narrow))]
     assert_gradients_close(*answers, lse, case.dtype)
@@ -220,6 +222,17 @@ def test_gradients_are_the_same_bits_every_time() -> None:
     leaves = [t.requires_grad_() for t in _large(torch.float16)]
     grads = [torch.autograd.grad(sdpa(*leaves, enable_gqa=True, config=FUSED).float().sum(), leaves) for _ in range(3)]
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
+
+
+def test_atomic_gradients_are_close_every_time_and_of_key_and_value_the_same_bits() -> None:
+    for dtype in (torch.float32, torch.float16):
+        leaves = [t.requires_grad_() for t in _large(dtype)]
+        outs = [sdpa(*leaves, enable_gqa=True, config=config) for config in (FUSED, ATOMIC, ATOMIC)]
+        expected, first, second = (torch.autograd.grad(out.float().square().sum(), leaves) for out in outs)
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+        for a, b in zip(expected, first):
+            torch.testing.assert_close(a, b, atol=tolerance * a.abs().max().item(), rtol=0)
+        assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:]))
 
 
 def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:

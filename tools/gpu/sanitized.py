@@ -21,6 +21,8 @@ VARIANTS = (
     Variant("split", 64, "float32"),
     Variant("grad_query", 64, "float32"),
     Variant("grad_key_value", 64, "float32"),
+    Variant("grad_all", 64, "float32"),
+    Variant("grad_all", 128, "float16"),
     Variant("int8", 64, "float16"),
     linear_variants()[1],
     # On tensor cores, where the card has some.

@@ -263,7 +263,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Attentio
 
 
 def _config(options: FlashOptions) -> AttentionConfig:
-    config = options.config or default_config()
+    config = (options.config or default_config()).in_fixed_order()
     # what dropout was drawn from is known of the tiles alone
     return replace(config, route="tiled") if options.dropout_p else config
 

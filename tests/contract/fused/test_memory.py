@@ -17,8 +17,12 @@ support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sy
 import torch
 from attn_support.fused.cases import backward, forward
 from attn_support.fused.emulation import ADDRESS_SANITIZER
+from pascal_attn_core.fused.plan import variants_of
 how = {{"flags": ADDRESS_SANITIZER}}
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
+def at_once(result):
+    result.plan = result.plan._replace(gradients=(variants_of(result.call).grad_all,))
+    return result
 """
 _RUN = """
 for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1, 131, 75) > 0.5, {}),
@@ -26,6 +30,7 @@ for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1
     inputs = [numbers(2, 131, dim), numbers(1, 75, dim), numbers(1, 75, dim), mask]
     result = forward(inputs, {"enable_gqa": True, **options}, **how)
     backward(result, torch.randn_like(result.out), **how)
+    backward(at_once(result), torch.randn_like(result.out), **how)
 query, key = numbers(4, 3, 64), numbers(2, 331, 64)
 forward([query, key, key, None], {"enable_gqa": True}, parts=True, **how)
 print("clean")
@@ -40,6 +45,17 @@ call = check_call(query, key, key)
 (launch,) = forward_launches(call, whole(call), torch.empty_like(query))
 launch.params.lk += 1
 emulate([launch], **how)
+"""
+
+
+_ONE_QUERY_TOO_MANY = """
+from pascal_attn_core.fused.source import source
+right = "r % AT_ONCE < queries"
+assert right in source("grad_all")
+mutated = {"grad_all": source("grad_all").replace(right, right + " + 1")}
+query, key = numbers(1, 131, 64), numbers(1, 75, 64)
+result = at_once(forward([query, key, key, None], {}, **how))
+backward(result, torch.randn_like(result.out), mutated=mutated, **how)
 """
 
 
@@ -98,4 +114,10 @@ def test_a_column_behind_the_last_one_is_noticed() -> None:
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 def test_a_key_behind_the_last_one_is_noticed() -> None:
     done = _run(_ONE_KEY_TOO_MANY)
+    assert "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+def test_a_query_behind_the_last_one_is_noticed_where_nothing_is_added_to_it() -> None:
+    done = _run(_ONE_QUERY_TOO_MANY)
     assert "heap-buffer-overflow" in done.stderr

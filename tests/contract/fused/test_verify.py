@@ -20,6 +20,7 @@ VARIANTS = (
     Variant("split", 80, "bfloat16", "float"),
     Variant("grad_query", 40, "float32", "float"),
     Variant("grad_key_value", 64, "float16", "bool"),
+    Variant("grad_all", 128, "float16"),
     Variant("int8", 72, "float32"),
 )
 # One number or sign of the source made wrong.
@@ -27,6 +28,7 @@ WRONG = {
     "forward": ("sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"),
     "split": ("out = fmaf(p.part_out", "out = fmaf(-p.part_out"),
     "grad_query": ("S[i][j] *= dP[i][j] - delta[i]", "S[i][j] *= dP[i][j] + delta[i]"),
+    "grad_all": ("atomicAdd(row + c * 32, own[", "atomicAdd(row + c * 32, -own["),
     "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
     "int8": ("largest / 127.f", "largest / 100.f"),
 }

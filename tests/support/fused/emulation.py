@@ -63,6 +63,7 @@ PARAMS = {
     "pa_delta": "Backward",
     "pa_grad_query": "Backward",
     "pa_grad_key_value": "Backward",
+    **dict.fromkeys(("pa_grad_all", "pa_round_query"), "AllGradients"),
     "pa_forward_ranges": "Forward",
 }
 

@@ -121,11 +121,25 @@ def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -
         ("grad_key_value", 72, "bfloat16", 0.739),
         ("grad_key_value", 112, "float16", 0.760),
         ("grad_key_value", 128, "float32", 0.795),
+        ("grad_all", 64, "float32", 0.749),
+        ("grad_all", 64, "bfloat16", 0.744),
+        ("grad_all", 128, "float32", 0.789),
+        ("grad_all", 128, "float16", 0.786),
     ],
 )
 def test_most_instructions_of_gradients_are_their_products(kind: str, head_dim: int, dtype: str, least: float) -> None:
     variant = Variant(kind, head_dim, dtype)
     assert share(variant, _cubin(variant)).value >= least
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_each_number_of_a_tile_of_dq_is_added_to_memory_once(head_dim: int) -> None:
+    """By instructions that wait for no answer, each with as many lanes side by side as there are columns."""
+    variant = Variant("grad_all", head_dim, "float32")
+    counts, geometry = share(variant, _cubin(variant)).counts, variant.geometry
+    rounds = -(-head_dim // 32)
+    assert counts["RED"] == geometry.cols * rounds * 32 / geometry.threads
 
 
 @needs_nvrtc

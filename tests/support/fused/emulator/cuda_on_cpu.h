@@ -287,8 +287,9 @@ static inline X __shfl_xor_sync(unsigned mask, X value, int lane_xor) {
     return __shfl_sync(mask, value, (emu::state.current & 31) ^ lane_xor);
 }
 static inline void __threadfence() {}
-static inline unsigned atomicAdd(unsigned* number, unsigned more) {
-    const unsigned before = *number;
+template <class X>
+static inline X atomicAdd(X* number, X more) {
+    const X before = *number;
     *number += more;
     return before;
 }

@@ -1,0 +1,110 @@
+// The fifth product of the backward pass in one kernel, and its way into memory:
+//   product_queries:  O[c][d] += sum_r dS[r][c] * K[r][d]     dS comes from registers, K is staged as it lies
+//   add_queries:      sums[c][d] += O[c][d]                   atomically: other blocks add what their keys give
+// r counts the keys of the tile that stays, c the queries of the one that moves.
+
+struct AllGradients : Backward {
+    float* sums;  // [B, Hq, Lq, D] of dQ, zero before: dQ itself where that is float32
+    i64 sums_b, sums_h, sums_s;
+};
+
+#define QN (PA_BC / PA_TY)               // queries of O per thread
+#define PART_KEYS (PA_BR / PA_PSPLIT)    // keys of dS in shared memory at a time
+// Of each four queries of a thread as many are added at a time as shared memory has room for, and of a warp these rows.
+#define AT_ONCE (4 * PA_TY * PA_D <= SMEM_TILE ? 4 : 2)
+#define WARP_ROWS (32 / PA_TX * AT_ONCE)
+#define QUERY(i) (t.ty * 4 + ((i) & 3) + ((i) >> 2) * 4 * PA_TY)
+
+#if (QN % 4) || (RM / PA_PSPLIT % 4) || (PART_KEYS % PA_VC) || (PA_VC % 8) || (PA_TX % 8) || (PA_TY % 8)
+#error "unsupported geometry of the product for dQ"
+#endif
+#if AT_ONCE * PA_TY * PA_D > SMEM_TILE
+#error "the sums of dQ do not fit shared memory"
+#endif
+
+// dS[key][query] with the groups of four queries xor-ed with this: spreads the float4 stores of lanes that hold
+// neighbouring groups of keys over all banks.
+#define KEY_SWIZZLE(key_group) (((key_group) & 1) << 2)
+
+INLINE void store_grad_scores(float* Ds, const float (&dS)[RM][CN], int part, const Lane& t) {
+    FOR(i, RM / PA_PSPLIT) {
+        const int ii = part * (RM / PA_PSPLIT) + i;
+        float* const row = Ds + (ROW(ii) - part * PART_KEYS) * PA_BC;
+        FOR(j, CN / 4) {
+            float4 f;
+            f.x = dS[ii][4 * j]; f.y = dS[ii][4 * j + 1]; f.z = dS[ii][4 * j + 2]; f.w = dS[ii][4 * j + 3];
+            *(float4*)(row + ((t.tx ^ KEY_SWIZZLE(t.ty)) + j * PA_TX) * 4) = f;
+        }
+    }
+}
+
+// y: K, whose `at` is left behind the tile's last chunk. keys: how many the tile has.
+INLINE void product_queries(float (&O)[QN][DN], const float (&dS)[RM][CN], Moving& y, int keys, int dim, float* sm,
+                            const Lane& t) {
+    float* const Ds = sm;            // [PART_KEYS][BC]
+    float* const Ks = sm + P_WORDS;  // [2][VC][D]
+    Raw4 ry[V4];
+    FOR(part, PA_PSPLIT) {
+        if (part == 0) load_moving(ry, y, 0, keys, dim, t);
+        store_grad_scores(Ds, dS, part, t);  // the barrier of the previous part's last chunk lies behind us
+        if (part == 0) store_moving(Ks, ry, t);
+        __syncthreads();
+#pragma unroll 1
+        for (int c = 0; c < PART_KEYS / PA_VC; ++c) {
+            const int r0 = part * PART_KEYS + c * PA_VC;
+            const int buffer = (r0 / PA_VC) & 1;
+            const bool more = r0 + PA_VC < PA_BR;
+            y.at += PA_VC * y.stride;
+            if (more) load_moving(ry, y, r0 + PA_VC, keys, dim, t);
+            const float* const ds = Ds + c * PA_VC * PA_BC;
+            const float* const ks = Ks + buffer * PA_VC * PA_D;
+            FOR(k, PA_VC) {
+                float a[QN], w[DN];
+                FOR(i, QN / 4)
+                    *(float4*)&a[4 * i] = *(const float4*)(ds + k * PA_BC + ((t.ty ^ KEY_SWIZZLE(k / 4)) + i * PA_TY) * 4);
+                load_columns(w, ks + k * PA_D, t);
+                FOR(i, QN) FOR(j, DN) O[i][j] = fmaf(a[i], w[j], O[i][j]);
+            }
+            if (more) store_moving(Ks + (buffer ^ 1) * PA_VC * PA_D, ry, t);
+            if (more) __syncthreads();
+        }
+    }
+}
+
+// The counterpart of load_columns.
+INLINE void store_columns(float* row, const float* w, const Lane& t) {
+    FOR(j, DN4) {
+        float4 f;
+        f.x = w[4 * j]; f.y = w[4 * j + 1]; f.z = w[4 * j + 2]; f.w = w[4 * j + 3];
+        *(float4*)(row + j * 4 * PA_TX + t.tx * 4) = f;
+    }
+    FOR(j, DNR) row[sum_column(DN4 * 4 + j, t)] = w[DN4 * 4 + j];
+}
+
+// Each warp passes its rows through shared memory, so that its lanes add to numbers that lie side by side: a sector of
+// the cache is updated once instead of once for each of its numbers. All threads are done with shared memory before.
+// out: the sums of the tile's first query; queries: how many the tile has.
+INLINE void add_queries(float* out, i64 stride, const float (&O)[QN][DN], float factor, int queries, int dim, float* sm,
+                        const Lane& t) {
+    float* const own = sm + t.tid / 32 * WARP_ROWS * PA_D;
+    const int lane = t.tid % 32;
+    FOR(g, QN / AT_ONCE) {
+        if (g > 0) __syncwarp();  // the rows before have been added
+        FOR(i, AT_ONCE) {
+            float w[DN];
+            FOR(j, DN) w[j] = O[AT_ONCE * g + i][j] * factor;
+            store_columns(own + (t.ty % (32 / PA_TX) * AT_ONCE + i) * PA_D, w, t);
+        }
+        __syncwarp();
+        // Of the warp's first thread, at this point of it.
+        const int first = t.tid / 32 * (128 / PA_TX) + AT_ONCE * g % 4 + AT_ONCE * g / 4 * 4 * PA_TY;
+        float* row = out + first * stride + lane;
+        FOR(r, WARP_ROWS) {
+            if (first + r / AT_ONCE * 4 + r % AT_ONCE < queries)
+                FOR(c, (PA_D + 31) / 32)
+                    if ((!PA_PAD && PA_D % 32 == 0) || c * 32 + lane < (PA_PAD ? dim : PA_D))
+                        atomicAdd(row + c * 32, own[r * PA_D + c * 32 + lane]);
+            row += (r + 1) % AT_ONCE ? stride : (5 - AT_ONCE) * stride;
+        }
+    }
+}

@@ -1,0 +1,212 @@
+"""When one kernel computes all gradients: only where it is asked for by name, and never against torch's wish for
+gradients that are the same in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.device import EmulatedKernels, emulated_card
+from attn_support.fused.emulation import CARD
+from attn_support.fused.hip import RADEON_VII
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, explain, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
+from pascal_attn_core.fused import prebuilt
+from pascal_attn_core.fused.kernels import KernelUnavailable
+from pascal_attn_core.fused.launches_backward import sums_bytes
+from pascal_attn_core.fused.source import GRAD_ALL_HEAD_DIMS, Variant, all_variants
+from pascal_attn_core.observe import report
+from pascal_attn_core.routes import choose
+from pascal_attn_core.routes.fused import FusedRoute
+
+ATOMIC = AttentionConfig(route="fused", atomic_gradients=True)
+SEVEN = ["pa_delta", "pa_grad_query", "pa_grad_key_value"]
+FIVE = ["pa_delta", "pa_grad_all"]
+
+
+@pytest.fixture
+def kernels() -> Iterator[EmulatedKernels]:
+    """Of a card on which ours was timed as the faster one; nothing is executed."""
+    with emulated_card(lambda launch: None, ratio=0.5) as found:
+        yield found
+
+
+@contextmanager
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _leaves(dim: int = 64, dtype: torch.dtype = torch.float32, tokens: int = 600) -> list[Tensor]:
+    return [torch.randn(1, 2, tokens, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def _backward(kernels: EmulatedKernels, config: AttentionConfig | None, *leaves: Tensor) -> list[str]:
+    """The functions that are launched for the gradients of a call."""
+    out = sdpa(*(leaves or _leaves()), config=config)
+    forwards = len(kernels.queued)
+    out.sum().backward()
+    return [launch.function for launch in kernels.queued[forwards:]]
+
+
+def _why(config: AttentionConfig, *leaves: Tensor) -> str:
+    return choose(check_call(*leaves), config).why
+
+
+def test_nothing_adds_in_any_order_unless_it_is_asked_for(kernels: EmulatedKernels) -> None:
+    assert AttentionConfig().atomic_gradients is False
+    for config in (None, AttentionConfig(), AttentionConfig(route="fused")):
+        assert _backward(kernels, config) == SEVEN
+    assert _why(AttentionConfig(), *_leaves()) == "timed on this card at 0.50 of the time of torch's kernel"
+
+
+@pytest.mark.parametrize("route", ["auto", "fused"])
+def test_one_kernel_computes_all_gradients_where_it_is_asked_for(kernels: EmulatedKernels, route: str) -> None:
+    config, leaves = replace(ATOMIC, route=route), _leaves()
+    assert _backward(kernels, config, *leaves) == FIVE
+    assert kernels.ensured == [["split", "grad_all"]]
+    assert _why(config, *leaves).endswith("; its gradients in five products, by atomic additions")
+    assert "five products" in str(explain(*leaves, config=config))
+    narrow = _leaves(dtype=torch.float16)
+    assert _backward(kernels, config, *narrow) == [*FIVE, "pa_round_query"]
+
+
+def test_the_environment_asks_for_it() -> None:
+    assert AttentionConfig.from_env({"PASCAL_ATTN_ATOMIC_GRADIENTS": "1"}) == AttentionConfig(atomic_gradients=True)
+    assert AttentionConfig.from_token(ATOMIC.token) == ATOMIC
+    with pytest.raises(TypeError, match="atomic_gradients must be a bool, got 1"):
+        AttentionConfig(atomic_gradients=1)  # type: ignore[arg-type]
+
+
+def test_calls_without_gradients_are_as_they_were(kernels: EmulatedKernels) -> None:
+    leaves = [t.detach() for t in _leaves()]
+    choice = choose(check_call(*leaves), ATOMIC)
+    assert choice.why == "asked for by name"
+    assert choice.plan.gradients == ()
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_torchs_wish_for_the_same_bits_wins(kernels: EmulatedKernels, warn_only: bool) -> None:
+    leaves = _leaves()
+    with deterministic(warn_only=warn_only):
+        assert _backward(kernels, ATOMIC, *leaves) == SEVEN
+        why = _why(ATOMIC, *leaves)
+    assert why.endswith("its gradients in seven products: torch.use_deterministic_algorithms is on")
+
+
+def test_a_wish_that_comes_after_the_forward_pass_wins_too(kernels: EmulatedKernels) -> None:
+    out = sdpa(*_leaves(), config=ATOMIC)
+    forwards = len(kernels.queued)
+    with deterministic():
+        out.sum().backward()
+    assert [launch.function for launch in kernels.queued[forwards:]] == SEVEN
+    assert kernels.ensured == [["split", "grad_all"], ["grad_query", "grad_key_value"]]
+
+
+def test_a_graph_takes_it_too(kernels: EmulatedKernels) -> None:
+    compiled = torch.compile(lambda *t: sdpa(*t, config=ATOMIC), fullgraph=True, backend="aot_eager")
+    leaves = _leaves()
+    compiled(*leaves).sum().backward()
+    assert [launch.function for launch in kernels.queued] == ["pa_forward_split", "pa_combine", *FIVE]
+
+
+def test_flash_attn_asks_for_the_same_bits_by_its_own_name(
+    kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pascal_attn_core.flash_attn.options.default_config", lambda: ATOMIC)
+    monkeypatch.setattr("pascal_attn_core.flash_attn.packed.default_config", lambda: ATOMIC)
+    q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in _leaves())
+    ends = torch.tensor([0, 130, 600], dtype=torch.int32)
+
+    def launched(run: Callable[..., Any], *ends: Any, **options: Any) -> list[str]:
+        before = len(kernels.queued)
+        tensors = (t if run is flash_attn_func else t[0] for t in (q, k, v))
+        run(*tensors, *ends, **options).sum().backward()
+        return [launch.function for launch in kernels.queued[before:]]
+
+    lengths = ends, ends, 470, 470
+    assert launched(flash_attn_varlen_func, *lengths) == ["pa_forward", *FIVE]
+    assert launched(flash_attn_varlen_func, *lengths, deterministic=True) == ["pa_forward", *SEVEN]
+    assert "pa_grad_all" not in launched(flash_attn_func, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "config", "reason"),
+    [
+        (96, torch.float32, {}, "atomic_gradients has no kernel for head_dim 96"),
+        (64, torch.float16, {"budget_mib": 0.125}, "the sums of atomic_gradients take 0 MiB, more than 0 MiB"),
+    ],
+)
+def test_otherwise_the_gradients_are_summed_in_order(
+    kernels: EmulatedKernels, dim: int, dtype: torch.dtype, config: dict[str, Any], reason: str
+) -> None:
+    leaves, wanted = _leaves(dim, dtype), replace(ATOMIC, **config)
+    assert _backward(kernels, wanted, *leaves) == SEVEN
+    assert _why(wanted, *leaves) == f"asked for by name; its gradients in seven products: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [
+        (replace(CARD, capability=(8, 6)), "atomic_gradients is for compute capability 5.0 to 7.5"),
+        (RADEON_VII, "atomic_gradients needs an NVIDIA GPU"),
+    ],
+    ids=["newer", "AMD"],
+)
+def test_other_cards_sum_them_in_order(card: Any, reason: str) -> None:
+    with emulated_card(lambda launch: None, card, ratio=0.5) as kernels:
+        leaves = _leaves()
+        assert _backward(kernels, ATOMIC, *leaves) == SEVEN
+        assert _why(ATOMIC, *leaves).endswith(reason)
+
+
+def test_a_kernel_that_is_wrong_here_is_not_taken_again(kernels: EmulatedKernels) -> None:
+    variant = Variant("grad_all", 64, "float32")
+    kernels.disable(variant, "it differs from the definition by 0.5")
+    leaves = _leaves()
+    assert _backward(kernels, ATOMIC, *leaves) == SEVEN
+    assert _why(ATOMIC, *leaves).endswith("seven products: it differs from the definition by 0.5")
+    with pytest.raises(KernelUnavailable):
+        kernels.functions(variant)
+
+
+def test_a_kernel_that_turns_out_wrong_at_its_first_use_leaves_the_call_to_the_others(
+    kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        type(kernels), "largest_error", lambda self, variant: 1.0 if variant.kind == "grad_all" else 0.0
+    )
+    with report.record() as seen:
+        assert _backward(kernels, ATOMIC, *_leaves()) == SEVEN
+    ((key, _),) = seen.calls.items()
+    assert key.route == "fused"
+    assert "grad_all-64-float32-none differs from the definition by 1" in key.why
+
+
+def test_memory_is_that_of_the_sums(kernels: EmulatedKernels) -> None:
+    for dtype, expected in ((torch.float32, 0), (torch.bfloat16, 4 * 2 * 600 * 64)):
+        leaves = _leaves(dtype=dtype)
+        assert sums_bytes(check_call(*leaves)) == expected
+        _backward(kernels, ATOMIC, *leaves)
+        launch = next(launch for launch in reversed(kernels.queued) if launch.function == "pa_grad_all")
+        own = [t for t in launch.keep if t.dtype == torch.float32 and t.shape == leaves[0].shape]
+        is_the_gradient = launch.params.sums == launch.params.dq
+        assert is_the_gradient == (expected == 0)
+        assert all(4 * t.numel() == 4 * 2 * 600 * 64 for t in own)
+
+
+def test_it_is_compiled_where_it_is_used() -> None:
+    assert not any(variant.kind == "grad_all" for variant in prebuilt.all_variants() if isinstance(variant, Variant))
+    made = {v.head_dim for v in all_variants() if v.kind == "grad_all"}
+    assert made == set(GRAD_ALL_HEAD_DIMS)
+    assert FusedRoute.is_differentiable is False
