@@ -254,9 +254,10 @@ _GRAD_KEY_VALUE_TIGHT = {
 # With the sums of a tile's part of dQ on top. Not for every head_dim.
 _GRAD_ALL = {
     40: Geometry(64, 64, 8, 16, depth=8, parts=1),
-    64: Geometry(64, 64, 16, 8, parts=1),
+    **dict.fromkeys((64, 80), Geometry(64, 64, 16, 8, parts=1)),
     128: Geometry(64, 128, 16, 16, parts=1, blocks=1),
 }
+_GRAD_ALL_TIGHT = {**_GRAD_ALL, 80: _GRAD_ALL[128]}
 HEAD_DIMS = tuple(_FORWARD)
 GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
@@ -264,7 +265,7 @@ _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.it
 _TABLES = (
     *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
     *(_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT),
-    _GRAD_ALL,
+    *(_GRAD_ALL, _GRAD_ALL_TIGHT),
 )
 
 
@@ -365,10 +366,10 @@ class Variant(Compilation):
         wide, float32 = self.head_dim >= 112, self.dtype == "float32"
         if self.kind == "grad_query":
             return _GRAD_QUERY_TIGHT if float32 and self.padded and self.mask == "float" else _GRAD_QUERY
-        if self.kind == "grad_all":
-            return _GRAD_ALL
-        if self.kind == "grad_key_value":
+        if self.kind in ("grad_key_value", "grad_all"):
             tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
+            if self.kind == "grad_all":
+                return _GRAD_ALL_TIGHT if tight else _GRAD_ALL
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE
         if self.kind != "forward":
             return _SPLIT if self.is_small else _INT8 if self.kind == "int8" else _FORWARD_TIGHT

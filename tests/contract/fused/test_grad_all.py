@@ -80,6 +80,8 @@ CASES: list[tuple[torch.dtype, int, int, int, str, str, dict[str, Any]]] = [
     (BFLOAT16, 64, 130, 66, "float [1, H, L, S]", "contiguous", LOWER_RIGHT),
     (FLOAT32, 64, 66, 126, "float columns first", "sliced", {"scale": -0.7}),
     (FLOAT32, 36, 70, 66, "none", "contiguous", LOWER_RIGHT),
+    (FLOAT16, 80, 66, 130, "none", "contiguous", LOWER_RIGHT),
+    (FLOAT32, 76, 130, 66, "bool expanded", "contiguous", {}),
     (FLOAT16, 60, 66, 70, "-finfo.max some rows", "contiguous", {}),
     (FLOAT32, 128, 130, 66, "none", "contiguous", {"window": (20, 0)}),
     (FLOAT16, 128, 66, 190, "bool [B, H, L, S]", "contiguous", {"is_causal": True}),
