@@ -71,9 +71,6 @@ class FusedRoute(Route):
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None
 
-    def remark(self, plan: Any) -> str:
-        return plan.remark if isinstance(plan, Plan) else ""
-
     def claims_gradients(self, request: Request) -> bool:
         call, plan = request.call, request.plan(self)
         return may_win(call, torch_has_a_kernel=False) and isinstance(plan, Plan) and not why_untried(call, plan)

@@ -103,10 +103,6 @@ class Route:
         """The call for this route, if none that comes later in the list is faster; None = go on."""
         raise NotImplementedError
 
-    def remark(self, plan: Any) -> str:
-        """What else there is to say of a plan, behind the sentence that says why the route was chosen; "" = nothing."""
-        return ""
-
     def claims_gradients(self, request: Request) -> bool:
         """Whether the route wants to go back from results that are given, whatever computed them, if none that comes
         earlier in the list does and nobody names a route."""

@@ -105,8 +105,10 @@ def choose(
 
 
 def _with_remark(choice: Choice) -> Choice:
-    remark = choice.by.remark(choice.plan)
-    return replace(choice, why=f"{choice.why}; {remark}") if remark else choice
+    """What became of a wish for the kernels, behind the sentence that says why the route was chosen."""
+    if isinstance(choice.plan, Plan) and choice.plan.remark:
+        return replace(choice, why=f"{choice.why}; {choice.plan.remark}")
+    return choice
 
 
 def _reasons(request: Request, name: str) -> list[str]:
