@@ -383,7 +383,11 @@ def _with_waves(table: Table, waves: int) -> Table:
 _RDNA_TABLES = {
     "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
     "forward float32": _RDNA,
-    "forward tight": {**_RDNA_TIGHT, 112: replace(_RDNA_TIGHT[112], ahead=False)},
+    "forward tight": {
+        **_RDNA_TIGHT,
+        **{dim: replace(_RDNA_TIGHT[dim], ahead=False) for dim in (96, 112)},
+        256: _RDNA[256],
+    },
     "forward tight float32": _RDNA_TIGHT,
     "forward pairs": _RDNA_PAIRS,
     "forward tight pairs": _RDNA_PAIRS_TIGHT,
