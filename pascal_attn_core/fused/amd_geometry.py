@@ -346,6 +346,11 @@ _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
 }
+# With a cap, where that takes registers that there are not.
+_CAPPED_SPLIT_VEGA_PAIRS = {
+    160: replace(_SPLIT_VEGA_PAIRS[160], staged=4, ahead=False),
+    512: replace(_SPLIT_VEGA_PAIRS[512], ahead=False),
+}
 _SPLIT_RDNA = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 4, blocks=4)),
     **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 4, blocks=4)),
@@ -394,8 +399,10 @@ _RDNA_TABLES = {
     "split": _SPLIT_RDNA,
     "split pairs": _SPLIT_RDNA_PAIRS,
     "grad_query": _with_waves(_GRAD_QUERY, 4),
+    "grad_query tight": _with_waves({**_GRAD_QUERY, 256: replace(_GRAD_QUERY[256], depth=8)}, 4),
     "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
     "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
+    "grad_query tight pairs": _with_waves(_GRAD_PAIRS, 4),
     "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
 }
 _VEGA_TABLES = {
@@ -419,6 +426,7 @@ TABLES: dict[str, dict[str, Table]] = {
         },
         "forward pairs": _VEGA20_PAIRS,
         "split pairs": _SPLIT_VEGA_PAIRS,
+        "capped_split pairs": _CAPPED_SPLIT_VEGA_PAIRS,
         "forward tight pairs": _VEGA20_PAIRS_TIGHT,
         "grad_query pairs": _GRAD_PAIRS
         | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
@@ -457,10 +465,13 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
             return _VEGA20_RANGES[head_dim]
         kind = "forward"
     tables = TABLES[base(arch)]
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
+    own = tables.get(f"{kind} {dtype}", {})
+    if kind.startswith("capped") and head_dim in own:
+        return own[head_dim]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     if is_tight and f"{kind} tight" in tables:
         kind = f"{kind} tight"
-    if dtype == "float16" and has_dots(arch):
-        dtype = "pairs"
     return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]
