@@ -346,7 +346,7 @@ _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
 }
-# With a cap, where that takes registers that there are not.
+# Here and in other tables for "capped_split": head_dims at which a cap takes registers that there are not.
 _CAPPED_SPLIT_VEGA_PAIRS = {
     160: replace(_SPLIT_VEGA_PAIRS[160], staged=4, ahead=False),
     512: replace(_SPLIT_VEGA_PAIRS[512], ahead=False),
@@ -408,6 +408,7 @@ _RDNA_TABLES = {
 _VEGA_TABLES = {
     "forward tight": _VEGA10_TIGHT,
     "split": _SPLIT_VEGA,
+    "capped_split float32": {96: replace(_SPLIT_VEGA[96], ahead=False)},
     "grad_query": _GRAD_QUERY,
     "grad_query tight": _with_waves(_GRAD_QUERY, 1),
     "grad_key_value": _GRAD_KEY_VALUE,
