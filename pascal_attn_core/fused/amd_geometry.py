@@ -398,9 +398,9 @@ _RDNA_TABLES = {
     "split": _SPLIT_RDNA,
     "split pairs": _SPLIT_RDNA_PAIRS,
     "grad_query": _with_waves(_GRAD_QUERY | _in_chunks_of(8, _GRAD_QUERY, 160, 192, 256), 4),
-    "grad_key_value": _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128), 4),
+    "grad_key_value": _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160), 4),
     "grad_key_value tight": _with_waves(
-        _GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128) | _in_chunks_of(4, _GRAD_KEY_VALUE, 40), 4
+        _GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160) | _in_chunks_of(4, _GRAD_KEY_VALUE, 40), 4
     ),
     "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
     "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
