@@ -1,4 +1,8 @@
-"""Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table | prebuilt | hiprtc``.
+"""Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table``, ``prebuilt``, ``scratch`` or
+``hiprtc``.
+
+``scratch`` compiles every variant, not only those of the table, and names those for which the registers do not suffice:
+some 6,900 compilations, an hour and a half of one core.
 
 Needs clang with the AMDGPU target and lld (Debian: clang-16 lld-16); ``hiprtc`` needs AMD's runtime library instead
 (libamdhip64-5). Code objects are cached in ``build/amd`` by the hash of their preprocessed source, so that a second run
@@ -238,7 +242,7 @@ def write_table(archs: Iterable[str], workers: int) -> None:
 
 
 def _table_cell(variant: Variant) -> str:
-    return cell(variant, facts(compiled(variant)))
+    return cell(variant, _facts_of(variant))
 
 
 def write_prebuilt(workers: int) -> None:
@@ -264,6 +268,19 @@ def write_prebuilt(workers: int) -> None:
     print(f"{len(variants)} code objects, {sum((folder / name).stat().st_size for name in packs):,} bytes")
 
 
+def with_scratch(archs: Iterable[str], workers: int | None) -> Iterator[tuple[Variant, list[Facts]]]:
+    """Of all variants, those that have scratch."""
+    variants = [variant for arch in archs for variant in amd_variants(arch)]
+    with ProcessPoolExecutor(workers) as pool:
+        for variant, found in zip(variants, pool.map(_facts_of, variants, chunksize=4)):
+            if any(function.scratch for function in found):
+                yield variant, found
+
+
+def _facts_of(variant: Variant) -> list[Facts]:
+    return facts(compiled(variant))
+
+
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
     """What ships, as HIPRTC makes it."""
     from pascal_attn_core.fused import hiprtc
@@ -278,14 +295,21 @@ def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["table", "prebuilt", "hiprtc"])
-    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=ARCHS, help="which, for table and hiprtc")
+    parser.add_argument("what", choices=["table", "prebuilt", "scratch", "hiprtc"])
+    parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=ARCHS, help="which; prebuilt: always all")
     parser.add_argument("--workers", type=int, help="processes; as many as there are processors")
     arguments = parser.parse_args()
     if arguments.what == "table":
         write_table(arguments.archs, arguments.workers)
     elif arguments.what == "prebuilt":
         write_prebuilt(arguments.workers)
+    elif arguments.what == "scratch":
+        count = 0
+        for variant, found in with_scratch(arguments.archs, arguments.workers):
+            print(variant.name, cell(variant, found), flush=True)
+            count += 1
+        print(f"{count} of {sum(1 for arch in arguments.archs for _ in amd_variants(arch)):,} variants have scratch")
+        sys.exit(count > 0)
     else:
         for variant, found in by_hiprtc(arguments.archs):
             print(variant.name, cell(variant, found), flush=True)

@@ -265,7 +265,7 @@ _VEGA10_HALF = {
 }
 _VEGA10_TIGHT = {
     **dict.fromkeys((32, 40), _g(128, 64, 8, 32, 8, 8, 2, 2)),
-    48: _g(128, 64, 8, 32, 8, 16, 2, 2, ahead=False),
+    48: _g(128, 64, 8, 32, 8, 8, 2, 2, ahead=False),
     64: _g(64, 128, 16, 16, 8, 8, 2, 2),
     72: _g(128, 64, 8, 32, 12, 16, 1, 1),
     80: _g(64, 128, 16, 16, 8, 16, 2, 2, ahead=False),
@@ -344,7 +344,7 @@ _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
     160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
-    512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, blocks=2),
+    512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, ahead=False, blocks=2),
 }
 _SPLIT_RDNA = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 4, blocks=4)),
@@ -380,28 +380,42 @@ def _with_waves(table: Table, waves: int) -> Table:
     return {dim: replace(geometry, waves=waves) for dim, geometry in table.items()}
 
 
+def _in_chunks_of(depth: int, table: Table, *head_dims: int) -> Table:
+    return {dim: replace(table[dim], depth=depth) for dim in head_dims}
+
+
 _RDNA_TABLES = {
     "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
     "forward float32": _RDNA,
-    "forward tight": {**_RDNA_TIGHT, 112: replace(_RDNA_TIGHT[112], ahead=False)},
+    "forward tight": {
+        **_RDNA_TIGHT,
+        **{dim: replace(_RDNA_TIGHT[dim], ahead=False) for dim in (96, 112)},
+        256: _RDNA[256],
+    },
     "forward tight float32": _RDNA_TIGHT,
     "forward pairs": _RDNA_PAIRS,
     "forward tight pairs": _RDNA_PAIRS_TIGHT,
     "split": _SPLIT_RDNA,
     "split pairs": _SPLIT_RDNA_PAIRS,
-    "grad_query": _with_waves(_GRAD_QUERY, 4),
-    "grad_key_value": _with_waves(_GRAD_KEY_VALUE, 4),
+    "grad_query": _with_waves(_GRAD_QUERY | _in_chunks_of(8, _GRAD_QUERY, 160, 192, 256), 4),
+    "grad_key_value": _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160), 4),
+    "grad_key_value tight": _with_waves(
+        _GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160) | _in_chunks_of(4, _GRAD_KEY_VALUE, 40), 4
+    ),
     "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
     "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
+    "grad_key_value tight pairs": _with_waves(_GRAD_PAIRS, 4),
 }
 _VEGA_TABLES = {
     "forward tight": _VEGA10_TIGHT,
     "split": _SPLIT_VEGA,
+    "capped_split float32": {96: replace(_SPLIT_VEGA[96], ahead=False)},
     "grad_query": _GRAD_QUERY,
     "grad_query tight": _with_waves(_GRAD_QUERY, 1),
     "grad_key_value": _GRAD_KEY_VALUE,
     "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
 }
+# "capped_split" has only the head_dims at which a cap takes registers that "split" does not leave.
 TABLES: dict[str, dict[str, Table]] = {
     "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
     "gfx906": {
@@ -415,6 +429,7 @@ TABLES: dict[str, dict[str, Table]] = {
         },
         "forward pairs": _VEGA20_PAIRS,
         "split pairs": _SPLIT_VEGA_PAIRS,
+        "capped_split pairs": {160: replace(_SPLIT_VEGA_PAIRS[160], staged=4, ahead=False)},
         "forward tight pairs": _VEGA20_PAIRS_TIGHT,
         "grad_query pairs": _GRAD_PAIRS
         | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
@@ -453,10 +468,13 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
             return _VEGA20_RANGES[head_dim]
         kind = "forward"
     tables = TABLES[base(arch)]
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
+    own = tables.get(f"{kind} {dtype}", {})
+    if kind.startswith("capped") and head_dim in own:
+        return own[head_dim]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     if is_tight and f"{kind} tight" in tables:
         kind = f"{kind} tight"
-    if dtype == "float16" and has_dots(arch):
-        dtype = "pairs"
     return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,6 +284,31 @@ def test_clang_says_what_the_table_says(place: int) -> None:
     code = tool.compile_variant(variant)
     check_metadata(variant, code)
     assert tool.cell(variant, tool.facts(code)) == tool.read_table()[tool.row_name(variant)][arch]
+
+
+@needs_clang
+@pytest.mark.parametrize("place", range(times(4)))
+def test_variants_that_are_in_no_table_need_no_scratch_either(place: int) -> None:
+    variant = random.Random(seeds(1)[0] + place).choice([v for arch in ARCHS for v in amd_variants(arch)])
+    check_metadata(variant, tool.compile_variant(variant))
+
+
+@needs_clang
+def test_the_tool_names_the_variants_with_scratch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = Variant("forward", 32, "float32", arch="gfx1030")
+    bad = Variant("forward", 256, "float32", mask="float", padded=True, arch="gfx1030")
+    bad.__dict__["geometry"] = replace(bad.geometry, waves=8)  # half of the registers
+    monkeypatch.setattr(tool, "amd_variants", lambda arch: iter((good, bad)))
+    monkeypatch.setattr(tool, "BUILD", tmp_path)
+    monkeypatch.setattr(tool, "ProcessPoolExecutor", lambda workers: ThreadPoolExecutor(1))
+    monkeypatch.setattr(sys, "argv", ["amd.py", "scratch", "--archs", "gfx1030"])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert re.match(r"forward-256-padded-float32-float-gfx1030 gfx1030:\d+!\d+:", first)
+    assert (last, ended.value.code) == ("1 of 2 variants have scratch", True)
 
 
 @needs_clang
