@@ -35,7 +35,7 @@ import fused as tool  # noqa: E402
 from pascal_attn_core.call import check_call  # noqa: E402
 from pascal_attn_core.fused.launches import forward_launches  # noqa: E402
 from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
-from pascal_attn_core.fused.source import Variant, source  # noqa: E402
+from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
@@ -191,8 +191,8 @@ def run_in_child(library: Path, head_dim: int, dtype: str, keys: int, folder: Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("simulator", type=Path, help="a built checkout of GPGPU-Sim")
-    parser.add_argument("--head-dim", type=int, default=64, choices=tool.HEAD_DIMS)
-    parser.add_argument("--dtype", default="float32", choices=tool.DTYPES)
+    parser.add_argument("--head-dim", type=int, default=64, choices=HEAD_DIMS)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument(
         "--keys", type=int, nargs="+", default=[512, 1024], help="two numbers; %(default)s: one flush apart"
     )

@@ -185,6 +185,7 @@ class Geometry:
     staged: int = 16
     parts: int = 2
     blocks: int = 2
+    ahead: bool = False
 
     @property
     def threads(self) -> int:
@@ -198,32 +199,35 @@ class Geometry:
 
 
 AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
-_WIDE = Geometry(128, 64, 8, 16)
-_HIGH = Geometry(64, 128, 16, 8)
+_WIDE = Geometry(128, 64, 8, 16, ahead=True)
+_HIGH = Geometry(64, 128, 16, 8, ahead=True)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
 _FORWARD = {
     32: _WIDE,
-    40: Geometry(128, 64, 8, 16, depth=8),
+    40: Geometry(128, 64, 8, 16, depth=8, ahead=True),
     48: _WIDE,
     64: _WIDE,
-    72: Geometry(128, 64, 8, 16, depth=8),
-    80: Geometry(128, 64, 8, 16, depth=8),
+    72: Geometry(128, 64, 8, 16, depth=8, ahead=True),
+    80: Geometry(128, 64, 8, 16, depth=8, ahead=True),
     96: _HIGH,
     112: _HIGH,
     128: _HIGH,
-    160: Geometry(64, 64, 16, 8, staged=8, parts=1),
-    192: Geometry(64, 64, 16, 8, staged=8, parts=1),
-    256: Geometry(64, 128, 16, 16, staged=8, blocks=1),
-    512: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
+    160: Geometry(64, 64, 16, 8, staged=8, parts=1, ahead=True),
+    192: Geometry(64, 64, 16, 8, staged=8, parts=1, ahead=True),
+    256: Geometry(64, 128, 16, 16, staged=8, blocks=1, ahead=True),
+    512: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1, ahead=True),
 }
 _FORWARD_MASKED = {
     **_FORWARD,
-    32: Geometry(64, 64, 8, 16, depth=8),
+    32: Geometry(64, 64, 8, 16, depth=8, ahead=True),
     **dict.fromkeys((48, 64, 80, 96), _HIGH),
-    **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
+    **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8, ahead=True)),
 }
 # Columns behind head_dim, and float32 masks under float32 tensors, take the most registers.
-_FORWARD_TIGHT = {**_FORWARD_MASKED, **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(64, 64, 16, 8, parts=1))}
+_FORWARD_TIGHT = {
+    **_FORWARD_MASKED,
+    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(64, 64, 16, 8, parts=1, ahead=True)),
+}
 # Few query rows: small tiles, many of them.
 _SPLIT = {
     **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(16, 64, 16, 4, parts=1, blocks=6)),
@@ -433,6 +437,7 @@ class Variant(Compilation):
             "PA_VC": g.staged,
             "PA_PSPLIT": g.parts,
             "PA_MINB": g.blocks,
+            "PA_AHEAD": int(g.ahead),
             "PA_FLUSH": self.flush_tiles,
             **_KINDS[self.kind].macros,
         }

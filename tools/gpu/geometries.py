@@ -69,7 +69,7 @@ def words(tiles: AnyGeometry) -> str:
         return f"{_warps(tiles)}, {tiles.at_once} at once, {kept} in registers, {_blocks_words(tiles)}"
     return (
         f"{tiles.rows}x{tiles.cols} by {tiles.tx}x{tiles.ty}, chunks {tiles.depth}/{tiles.staged}, "
-        f"P in {tiles.parts}, {_blocks_words(tiles)}"
+        f"P in {tiles.parts}, {'factors ahead, ' * tiles.ahead}{_blocks_words(tiles)}"
     )
 
 
@@ -112,7 +112,7 @@ def _on_tensor_cores(own: TensorGeometry | GradientGeometry) -> Iterator[AnyGeom
 
 def details(tiles: AnyGeometry) -> list[AnyGeometry]:
     """These tiles with another depth of a chunk, other rows staged at a time, P in other parts, another number of
-    blocks; on tensor cores with more or less in registers, and other shares rounded by integer arithmetic."""
+    blocks, factors read ahead or not; on tensor cores with more or less in registers, and other shares rounded by integer arithmetic."""
     if isinstance(tiles, TensorGeometry):
         kept = [max(1, tiles.in_registers + more) for more in (-3, -2, -1, 1, 2, 3)] if tiles.in_registers else []
         found = [*({"in_registers": n} for n in kept), *({"integer_packed": n} for n in range(5))]
@@ -137,6 +137,7 @@ def _details(tiles: Geometry) -> Iterator[Geometry]:
     for blocks in (tiles.blocks - 1, tiles.blocks + 1):
         if blocks > 0:
             yield replace(tiles, blocks=blocks)
+    yield replace(tiles, ahead=not tiles.ahead)
 
 
 def _is_sensible(variant: Variant, rows: int, cols: int, tx: int, ty: int) -> bool:

@@ -6,17 +6,16 @@
 //   PA_BR/PA_BC rows of the tile that stays / of the tile that moves;  PA_TX x PA_TY thread grid
 //   PA_KC       depth of a staged chunk of a row-by-row product (X Y^T);  PA_VC rows staged at a time of P Y
 //   PA_PSPLIT   how many parts P is passed through shared memory in;  PA_MINB blocks that shall fit one SM
+//   PA_AHEAD    1: the factors of a step of a product are read while the step before is computed
 //   PA_FLUSH    tiles after which float32 sums move to the output (0: never), see flush_sums
 // and on AMD's cards, with PA_AMD 1:
 //   PA_WAVE     lanes of a wave
 //   PA_PAIRS    1: float16 operands stay what they are in shared memory, two neighbours in a word, and row-by-row
 //               products are dot products of pairs with float32 sums. 2: P is rounded to float16 for P Y, which is one too
 //   PA_KEEP     1: the whole tile that stays lies in shared memory, staged once
-//   PA_AHEAD    1: the factors of a step of a product are read while the step before is computed
 #if !PA_AMD
 #define PA_PAIRS 0
 #define PA_KEEP 0
-#define PA_AHEAD 0
 #endif
 #define PA_NT (PA_TX * PA_TY)
 #define RM (PA_BR / PA_TY)         // rows of S and of the sums per thread

@@ -145,16 +145,16 @@ INLINE void cap_scores(float (&S)[RM][CN], float tanh_scale) {
 INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max)[RM], float (&row_sum)[RM],
                          float scale_log2) {
     float tile_max[RM];
+    FOR(i, RM) tile_max[i] = S[i][0];
+    FOR(j, CN) FOR(i, RM) tile_max[i] = fmaxf(tile_max[i], S[i][j]);
+    FOR(s, 4) if ((2 << s) <= PA_TX)
+        FOR(i, RM) tile_max[i] = fmaxf(tile_max[i], __shfl_xor_sync(FULL_WARP, tile_max[i], 2 << s));
     bool rises = false;
     FOR(i, RM) {
-        float mx = S[i][0];
-        FOR(j, CN) mx = fmaxf(mx, S[i][j]);
-        FOR(s, 4) if ((2 << s) <= PA_TX) mx = fmaxf(mx, __shfl_xor_sync(FULL_WARP, mx, 2 << s));
 #if PA_MASK != 2
-        mx *= scale_log2;  // rounded once: the same number is subtracted from every score of the row
+        tile_max[i] *= scale_log2;  // rounded once: the same number is subtracted from every score of the row
 #endif
-        tile_max[i] = mx;
-        rises |= mx > row_max[i] + SLACK / UNIT_TO_LOG2;
+        rises |= tile_max[i] > row_max[i] + SLACK / UNIT_TO_LOG2;
     }
     if (ANY_LANE(rises)) {
         KEEP_BRANCH();
@@ -165,15 +165,16 @@ INLINE void softmax_step(float (&S)[RM][CN], float (&O)[RM][DN], float (&row_max
             FOR(j, DN) O[i][j] *= fade;
         }
     }
+    float reference[RM], sum[RM];
     FOR(i, RM) {
-        const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
-        float sum = 0.f;
-        FOR(j, CN) {
-            S[i][j] = prob_of(S[i][j], scale_log2, reference);
-            sum += S[i][j];
-        }
-        row_sum[i] += sum;
+        reference[i] = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row that has seen no key yet
+        sum[i] = 0.f;
     }
+    FOR(j, CN) {
+        FOR(i, RM) S[i][j] = prob_of(S[i][j], scale_log2, reference[i]);
+        FOR(i, RM) sum[i] += S[i][j];
+    }
+    FOR(i, RM) row_sum[i] += sum[i];
 }
 #endif
 

@@ -370,7 +370,7 @@ INLINE int sum_column(int j, const Lane& t) {
     return DN4 * 4 * PA_TX + t.tx * DNR + j % 4;
 }
 
-#if PA_AMD
+#if PA_AMD || PA_AHEAD
 // What one step multiplies.
 struct ColumnFactors {
     __align__(16) float a[RM];
@@ -423,7 +423,7 @@ INLINE void product_cols(float (&O)[RM][DN], const float (&P)[RM][CN], Moving& y
             if (more) load_moving(ry, y, r0 + PA_VC, rows, dim, t);
             const float* vb = Vs + bf * PA_VC * TO_WORDS(PA_D);
             // Byte offset of this thread's rows in the chunk's first column, for the writer's tx.
-#if PA_AMD
+#if PA_AMD || PA_AHEAD
             const u32 pb = (u32)c * (PA_VC / V_ROWS * PA_BR * 4) + (((u32)t.ty ^ SWIZZLE(c * (PA_VC / 4))) << 4);
             multiply_columns(O, Ps, pb, vb, t);
 #else

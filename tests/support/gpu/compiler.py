@@ -12,7 +12,7 @@ from tools.gpu.geometries import Candidate
 
 from ..fused.driver import cubin
 
-_TILES = ("PA_BR", "PA_BC", "PA_TX", "PA_TY", "PA_KC", "PA_VC", "PA_PSPLIT", "PA_MINB")
+_TILES = ("PA_BR", "PA_BC", "PA_TX", "PA_TY", "PA_KC", "PA_VC", "PA_PSPLIT", "PA_MINB", "PA_AHEAD")
 _OF_A_KIND = ("PA_SPLIT", "PA_INT8", "PA_KEYS", "PA_PACKED", "PA_CAPPED")
 _REGISTERS = 65536
 
@@ -52,7 +52,8 @@ def _tiles(numbers: dict[str, int]) -> Tiles:
         names = ("WARPS", "MT", "BC", "QREG", "MINB", "COUNTERS", "INTEGER_PACKED")
         *sizes, counters, packed = (numbers[f"PA_{name}"] for name in names)
         return TensorGeometry(*sizes, bool(counters), packed)
-    found = Geometry(*(numbers[name] for name in _TILES))
+    *sizes, ahead = (numbers[name] for name in _TILES)
+    found = Geometry(*sizes, ahead=bool(ahead))
     if found.cols // found.tx % 4 or found.rows // found.ty % 4:
         raise CompileError('NVRTC_ERROR_COMPILATION\nerror: #error directive: "unsupported tile geometry"')
     return found

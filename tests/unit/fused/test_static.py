@@ -259,3 +259,12 @@ def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
     assert edited.count("ld.param") == ptx.count("ld.param") > 0
     assert not re.findall(r"ld\.param[^;]*\[%", edited)
     assert not re.findall(r"mov\.b64\s+%rd\d+,\s+\w+_param_", edited)
+
+
+def test_a_folder_without_the_simulator_is_refused_with_what_it_must_hold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for options in ([], ["--head-dim", "128", "--dtype", "float16"]):
+        monkeypatch.setattr(sys, "argv", ["simulate.py", str(tmp_path), *options])
+        with pytest.raises(SystemExit, match="is no built checkout of GPGPU-Sim"):
+            simulate.main()
