@@ -342,7 +342,7 @@ _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
     **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
     **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
-    160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
+    160: _g(16, 64, 16, 4, 8, 4, 1, 2, 2, ahead=False, blocks=4),
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, ahead=False, blocks=2),
 }
@@ -429,7 +429,6 @@ TABLES: dict[str, dict[str, Table]] = {
         },
         "forward pairs": _VEGA20_PAIRS,
         "split pairs": _SPLIT_VEGA_PAIRS,
-        "capped_split pairs": {160: replace(_SPLIT_VEGA_PAIRS[160], staged=4, ahead=False)},
         "forward tight pairs": _VEGA20_PAIRS_TIGHT,
         "grad_query pairs": _GRAD_PAIRS
         | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
