@@ -409,13 +409,12 @@ _RDNA_TABLES = {
 _VEGA_TABLES = {
     "forward tight": _VEGA10_TIGHT,
     "split": _SPLIT_VEGA,
-    "capped_split float32": {96: replace(_SPLIT_VEGA[96], ahead=False)},
+    "split float32": {**_SPLIT_VEGA, 96: replace(_SPLIT_VEGA[96], ahead=False)},
     "grad_query": _GRAD_QUERY,
     "grad_query tight": _with_waves(_GRAD_QUERY, 1),
     "grad_key_value": _GRAD_KEY_VALUE,
     "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
 }
-# "capped_split" has only the head_dims at which a cap takes registers that "split" does not leave.
 TABLES: dict[str, dict[str, Table]] = {
     "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
     "gfx906": {
@@ -467,13 +466,10 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
             return _VEGA20_RANGES[head_dim]
         kind = "forward"
     tables = TABLES[base(arch)]
-    if dtype == "float16" and has_dots(arch):
-        dtype = "pairs"
-    own = tables.get(f"{kind} {dtype}", {})
-    if kind.startswith("capped") and head_dim in own:
-        return own[head_dim]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     if is_tight and f"{kind} tight" in tables:
         kind = f"{kind} tight"
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
     return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]
