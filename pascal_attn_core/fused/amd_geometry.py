@@ -342,7 +342,7 @@ _SPLIT_VEGA_PAIRS = {
     **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
     **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
     **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
-    160: _g(16, 64, 16, 4, 8, 8, 1, 2, 2, blocks=4),
+    160: _g(16, 64, 16, 4, 8, 4, 1, 2, 2, ahead=False, blocks=4),
     **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
     512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, ahead=False, blocks=2),
 }
@@ -409,13 +409,12 @@ _RDNA_TABLES = {
 _VEGA_TABLES = {
     "forward tight": _VEGA10_TIGHT,
     "split": _SPLIT_VEGA,
-    "capped_split float32": {96: replace(_SPLIT_VEGA[96], ahead=False)},
+    "split float32": {**_SPLIT_VEGA, 96: replace(_SPLIT_VEGA[96], ahead=False)},
     "grad_query": _GRAD_QUERY,
     "grad_query tight": _with_waves(_GRAD_QUERY, 1),
     "grad_key_value": _GRAD_KEY_VALUE,
     "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
 }
-# "capped_split" has only the head_dims at which a cap takes registers that "split" does not leave.
 TABLES: dict[str, dict[str, Table]] = {
     "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
     "gfx906": {
@@ -429,7 +428,6 @@ TABLES: dict[str, dict[str, Table]] = {
         },
         "forward pairs": _VEGA20_PAIRS,
         "split pairs": _SPLIT_VEGA_PAIRS,
-        "capped_split pairs": {160: replace(_SPLIT_VEGA_PAIRS[160], staged=4, ahead=False)},
         "forward tight pairs": _VEGA20_PAIRS_TIGHT,
         "grad_query pairs": _GRAD_PAIRS
         | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
@@ -468,13 +466,10 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
             return _VEGA20_RANGES[head_dim]
         kind = "forward"
     tables = TABLES[base(arch)]
-    if dtype == "float16" and has_dots(arch):
-        dtype = "pairs"
-    own = tables.get(f"{kind} {dtype}", {})
-    if kind.startswith("capped") and head_dim in own:
-        return own[head_dim]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     if is_tight and f"{kind} tight" in tables:
         kind = f"{kind} tight"
+    if dtype == "float16" and has_dots(arch):
+        dtype = "pairs"
     return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]
