@@ -53,8 +53,14 @@ class Memory:
         for lanes, region, at in self._places(addresses, size):
             region[at[:, None] + np.arange(size)] = content[lanes]
 
-    def _places(self, addresses: np.ndarray, size: int) -> Iterable[tuple[np.ndarray, Bytes, np.ndarray]]:
+    def _places(self, addresses: np.ndarray, size: int) -> Iterable[tuple[np.ndarray | slice, Bytes, np.ndarray]]:
         """(lanes, region, offsets in it), until every lane has one."""
+        if len(addresses):  # most often they are all in one region
+            first, last = int(addresses.min()), int(addresses.max())
+            for start, region in self._regions.items():
+                if start <= first and last + size <= start + len(region):
+                    yield slice(None), region, (addresses - np.uint64(start)).astype(np.int64)
+                    return
         left = np.arange(len(addresses))
         for start, region in self._regions.items():
             at = (addresses[left] - np.uint64(start)).astype(np.int64)

@@ -47,7 +47,7 @@ def _addresses(wave: Wave, i: Instruction, lanes: np.ndarray, vector: Operand, s
 def _load(size: int, is_flat: bool) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, vector, *scalar = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         content = wave.memory.read(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), size)
         if size < 4:
             content = np.pad(content, ((0, 0), (0, 4 - size)))
@@ -61,7 +61,7 @@ def _load(size: int, is_flat: bool) -> Operation:
 def _store(size: int, is_flat: bool) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         vector, source, *scalar = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         words = wave.vectors[source.number : source.number + max(1, size // 4), lanes].T
         content = np.ascontiguousarray(words).view(np.uint8)[:, :size]
         wave.memory.write(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), content)
@@ -81,20 +81,25 @@ for _what in ("flat", "global"):
 # ---- shared memory ---------------------------------------------------------------------------------------------------
 
 
+_NEXT = np.arange(4)
+
+
 def _words_of_lds(wave: Wave, vector: Operand, offset: int, lanes: np.ndarray, count: int) -> np.ndarray:
     """Which words of shared memory each active lane means, ``[lanes, count]``."""
     at = wave.unsigned(vector)[lanes].astype(I64) + offset
-    assert (at % 4 == 0).all(), "shared memory at an address that is not a word's"
-    first = at // 4
-    assert (first >= 0).all(), "an address below shared memory"
-    assert (first + count <= len(wave.lds)).all(), "an address behind the block's shared memory"
-    return first[:, None] + np.arange(count)
+    assert np.bitwise_or.reduce(at) & 3 == 0, "shared memory at an address that is not a word's"
+    first = at >> 2
+    assert np.minimum.reduce(first, initial=0) == 0, "an address below shared memory"
+    assert np.maximum.reduce(first, initial=-count) + count <= len(wave.lds), (
+        "an address behind the block's shared memory"
+    )
+    return first[:, None] + _NEXT[:count]
 
 
 def _lds_read(count: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, vector = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         wave.receive(
             "lgkmcnt", destination.number, lanes, wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)]
         )
@@ -105,7 +110,7 @@ def _lds_read(count: int) -> Operation:
 def _lds_write(count: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         vector, source = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         words = wave.vectors[source.number : source.number + count, lanes].T
         wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)] = words
         wave.send("lgkmcnt", writes_lds=True)
@@ -121,7 +126,7 @@ def _offsets(i: Instruction, unit: int) -> list[int]:
 def _lds_read2(count: int, unit: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, vector = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         parts = [wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] for offset in _offsets(i, unit)]
         wave.receive("lgkmcnt", destination.number, lanes, np.concatenate(parts, 1))
 
@@ -131,7 +136,7 @@ def _lds_read2(count: int, unit: int) -> Operation:
 def _lds_write2(count: int, unit: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         vector, *sources = i.operands
-        lanes = np.flatnonzero(wave.lanes)
+        lanes = wave.active
         for source, offset in zip(sources, _offsets(i, unit)):
             words = wave.vectors[source.number : source.number + count, lanes].T
             wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] = words
@@ -151,7 +156,7 @@ for _words, _bits in ((1, 32), (2, 64)):
 
 def _from_lanes(wave: Wave, destination: Operand, source: Operand, other: np.ndarray) -> None:
     """Each lane receives another one's word; 0 from one that is not active."""
-    lanes = np.flatnonzero(wave.lanes)
+    lanes = wave.active
     words = np.where(wave.lanes[other], wave.unsigned(source)[other], U32(0))
     wave.receive("lgkmcnt", destination.number, lanes, words[lanes, None])
 

@@ -60,6 +60,7 @@ class Wave:
         self.place, self.done, self.scc = 0, False, 0
         self.vectors = np.full((256, size), POISON, U32)
         self.vectors[0] = self.numbers + size * index
+        self.floats = self.vectors.view(F32)
         self.scalars = scalars + [POISON] * (128 - len(scalars))
         self.scalars[NULL] = 0
         self.transfers: dict[str, deque[Pending]] = {"vmcnt": deque(), "lgkmcnt": deque(), "vscnt": deque()}
@@ -85,7 +86,8 @@ class Wave:
             self.scalars[register] = number & 0xFFFFFFFF
         if register in (EXEC, EXEC + 1):
             self.lanes = bits(self.exec)[: self.size]
-            self.all_lanes = bool(self.lanes.all())
+            self.active = np.flatnonzero(self.lanes)
+            self.all_lanes = len(self.active) == self.size
 
     def write_scalar64(self, register: int, number: int) -> None:
         self.write_scalar(register, number)
@@ -124,7 +126,10 @@ class Wave:
         return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand), self.size)
 
     def single(self, operand: Operand) -> np.ndarray:
-        return with_signs(self.raw(operand).view(F32), operand)
+        if operand.kind != "v":
+            return with_signs(self.raw(operand).view(F32), operand)
+        numbers = self.floats[operand.number]
+        return with_signs(numbers, operand) if operand.negative or operand.absolute else numbers
 
     def unsigned64(self, operand: Operand) -> np.ndarray:
         if operand.kind == "v":

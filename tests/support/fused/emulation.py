@@ -25,6 +25,11 @@ GXX = shutil.which("g++")
 _CPU = Path("/proc/cpuinfo")
 # Else each conversion of a half is a call into a library.
 _HALVES = ("-mf16c",) if _CPU.exists() and " f16c " in _CPU.read_text() else ()
+# Hundreds of kernels are compiled, and most of them run for a moment: -O1 takes a third longer and runs no faster.
+_OF_KERNELS = ("-Og",)
+_AROUND = HERE / "fibers.cpp", HERE / "warp.cpp"
+# Without that of C++, which takes a tenth of the time.
+_LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
 ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
 # A small card, so that small calls are split as large ones are.
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
@@ -92,6 +97,39 @@ def each_left_out(text: str, statements: Iterable[re.Match[str]]) -> Iterator[tu
         yield LeftOut(numbered, place), line.strip()
 
 
+def _key(*texts: str) -> str:
+    """Of a file of ``BUILD``: made of these texts, the emulator and the machine's kind."""
+    return hashlib.sha256("\0".join([*texts, _emulator(), *_HALVES]).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _emulator() -> str:
+    return "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), HERE / "kernel.cpp", *_AROUND])
+
+
+def _gxx(arguments: list[str], built: Path, what: str) -> None:
+    """
+    Raises:
+        RuntimeError: g++ refuses it.
+    """
+    unfinished = built.with_name(f"{built.stem}-{os.getpid()}{built.suffix}")
+    command = [GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_HALVES, f"-I{HERE}", *arguments]
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ refused {what}:\n{done.stderr[:4000]}")
+    unfinished.replace(built)
+
+
+@functools.cache
+def _around(wave: str, flags: tuple[str, ...]) -> Path:
+    """What runs a kernel and is the same for all of them, as an object file: optimised, since it is compiled once."""
+    built = BUILD / f"{_key('around', wave, *flags)}.o"
+    if not built.exists():
+        BUILD.mkdir(exist_ok=True)
+        _gxx(["-O3", f"-DPA_WAVE={wave}", *flags, *map(str, _AROUND), "-r", "-nostdlib"], built, "the emulator")
+    return built
+
+
 @functools.cache
 def build(variant: Compilation, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The variant as a shared library; ``text`` in place of its own source, for mutations."""
@@ -110,23 +148,20 @@ def build_text(
     """
     named = " ".join(f"X({name},{params})" for name, params in kernels.items())
     defined = [f"-D{name}={value}" for name, value in (macros or {}).items()]
-    flags = (*_HALVES, *flags)
-    harness = "".join((HERE / name).read_text() for name in ("cuda_on_cpu.h", "warp_on_cpu.h", "launch.cpp"))
-    key = hashlib.sha256("\0".join([text, named, harness, *defined, *flags]).encode()).hexdigest()[:24]
+    around = _around((macros or {}).get("PA_WAVE", "32"), flags)
+    how = ("-O1", *flags) if flags else _OF_KERNELS
+    key = _key(text, named, around.name, *defined, *how)
     library = BUILD / f"{key}.so"
     if not library.exists():
         BUILD.mkdir(exist_ok=True)
         source_file = BUILD / f"{key}-{os.getpid()}.cu"
         source_file.write_text(text)
-        unfinished = BUILD / f"{key}-{os.getpid()}.so"
-        command = [GXX or "g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *flags,
-                   "-DPA_CPU_EMU", f"-DKERNELS(X)={named}", f'-DSOURCE_FILE="{source_file}"', *defined,
-                   f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(unfinished)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        source_file.unlink()
-        if done.returncode:
-            raise RuntimeError(f"g++ refused {', '.join(kernels)}:\n{done.stderr[:4000]}")
-        unfinished.replace(library)
+        arguments = [*how, "-DPA_CPU_EMU", f"-DKERNELS(X)={named}", f'-DSOURCE_FILE="{source_file}"', *defined,
+                     str(HERE / "kernel.cpp"), str(around), "-shared"]  # fmt: skip
+        try:
+            _gxx(arguments if flags else [*arguments, *_LIBRARIES], library, ", ".join(kernels))
+        finally:
+            source_file.unlink()
     loaded = ctypes.CDLL(str(library))
     loaded.launch.restype = ctypes.c_long
     return loaded
