@@ -384,6 +384,8 @@ def _in_chunks_of(depth: int, table: Table, *head_dims: int) -> Table:
     return {dim: replace(table[dim], depth=depth) for dim in head_dims}
 
 
+_RDNA_KEY_VALUE = _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160), 4)
+_RDNA_KEY_VALUE_TIGHT = _RDNA_KEY_VALUE | _in_chunks_of(8, _RDNA_KEY_VALUE, 96) | _in_chunks_of(4, _RDNA_KEY_VALUE, 40)
 _RDNA_TABLES = {
     "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
     "forward float32": _RDNA,
@@ -398,10 +400,9 @@ _RDNA_TABLES = {
     "split": _SPLIT_RDNA,
     "split pairs": _SPLIT_RDNA_PAIRS,
     "grad_query": _with_waves(_GRAD_QUERY | _in_chunks_of(8, _GRAD_QUERY, 160, 192, 256), 4),
-    "grad_key_value": _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160), 4),
-    "grad_key_value tight": _with_waves(
-        _GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160) | _in_chunks_of(4, _GRAD_KEY_VALUE, 40), 4
-    ),
+    "grad_key_value": _RDNA_KEY_VALUE,
+    "grad_key_value float32": _RDNA_KEY_VALUE_TIGHT,
+    "grad_key_value tight": _RDNA_KEY_VALUE_TIGHT,
     "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
     "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
     "grad_key_value tight pairs": _with_waves(_GRAD_PAIRS, 4),
