@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/pascal-attn demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # The nodes are typed as ComfyUI loads them: the whole folder as one package, under a name of its own.
 check: $(VENV)/.check
