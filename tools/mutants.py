@@ -91,8 +91,8 @@ MUTANTS = {
     "mask_takes_the_head_stride": Mutant("forward.cu", "row.at = place.b * p.mb", "row.at = place.b * p.mh"),
     "reference_is_nan": Mutant(
         "forward.cu",
-        "const float reference = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row",
-        "const float reference = row_max[i];  // a row",
+        "reference[i] = row_max[i] == NEG_INF ? 0.f : row_max[i];  // a row",
+        "reference[i] = row_max[i];  // a row",
     ),
     "merge_takes_the_first_maximum": Mutant(
         "combine.cuh",
