@@ -120,8 +120,8 @@ _KINDS = {
         (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
     ),
     "grad_all": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_key_value.cu"),
-        {"PA_ALL": 1},
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_all.cu"),
+        {},
         ("pa_grad_all", "pa_delta", "pa_round_query"),
         below=(8, 0),
     ),
