@@ -47,12 +47,9 @@ def every_variant() -> Iterator[Compilation]:
 
 def archs_of(variant: Compilation) -> list[int]:
     """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
-    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are, and gradients
-    in five products, which are opt-in, on one of each instruction set."""
+    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
     if variant.kind.startswith("capped"):
         return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
-    if variant.kind == "grad_all":
-        return [61, 70]
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]
     return [arch for arch in ARCHS if arch <= newest and variant.runs_on(divmod(arch, 10))]
 

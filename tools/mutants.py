@@ -5,7 +5,7 @@
 
 Each runs in a copy of the checkout, up to the first test that fails. Missing barriers are not among them:
 tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn. Nor are those of tensor_even.cuh,
-grad_all.cu and query_sums.cuh, which test_even.py and test_grad_all.py in tests/contract/fused have in every run.
+PA_ALL and query_sums.cuh, which test_even.py and test_grad_all.py in tests/contract/fused have in every run.
 """
 
 from __future__ import annotations

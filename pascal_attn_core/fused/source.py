@@ -120,8 +120,8 @@ _KINDS = {
         (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
     ),
     "grad_all": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_all.cu"),
-        {},
+        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_key_value.cu"),
+        {"PA_ALL": 1},
         ("pa_grad_all", "pa_delta", "pa_round_query"),
         below=(8, 0),
     ),
@@ -193,8 +193,10 @@ class Geometry:
 
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_TILE of ``product.cuh``."""
-        rows = 2 * self.depth * (self.rows + self.cols)
-        cols = self.cols // self.parts * self.rows + 2 * self.staged * head_dim
+        row_buffers = 2 if self.depth < head_dim else 1
+        column_buffers = 2 if self.staged < max(self.rows, self.cols) else 1
+        rows = row_buffers * self.depth * (self.rows + self.cols)
+        cols = self.cols // self.parts * self.rows + column_buffers * self.staged * head_dim
         return 4 * max(rows, cols)
 
 
@@ -255,13 +257,21 @@ _GRAD_KEY_VALUE_TIGHT = {
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
     256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
 }
-# With the sums of a tile's part of dQ on top. Not for every head_dim.
+# With the sums of a tile's part of dQ on top. Small ones are staged in one chunk, which saves a third of what is not a
+# multiplication.
 _GRAD_ALL = {
-    40: Geometry(64, 64, 8, 16, depth=8, parts=1),
-    **dict.fromkeys((64, 80), Geometry(64, 64, 16, 8, parts=1)),
-    128: Geometry(64, 128, 16, 16, parts=1, blocks=1),
+    **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=64, parts=1) for dim in (32, 40, 48)},
+    64: Geometry(64, 64, 16, 8, depth=64, staged=64, parts=1),
+    72: Geometry(64, 64, 8, 16, depth=24, parts=1),
+    **dict.fromkeys((80, 96), Geometry(64, 64, 16, 8, parts=1)),
+    **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, parts=1, blocks=1)),
+    **dict.fromkeys((160, 192), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
 }
-_GRAD_ALL_TIGHT = {**_GRAD_ALL, 80: _GRAD_ALL[128]}
+_GRAD_ALL_TIGHT = {
+    **_GRAD_ALL,
+    64: Geometry(64, 64, 16, 8, parts=1),
+    **dict.fromkeys((80, 96), _GRAD_ALL[128]),
+}
 HEAD_DIMS = tuple(_FORWARD)
 GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
@@ -320,6 +330,11 @@ class Variant(Compilation):
     @property
     def is_gradient(self) -> bool:
         return "grad" in self.kind
+
+    @property
+    def gradients(self) -> slice:
+        """Which of the gradients of query, key and value it computes."""
+        return slice(1, 3) if "key_value" in self.kind else slice(0, 3 if self.kind == "grad_all" else 1)
 
     @functools.cached_property
     def with_barrier(self) -> Variant | None:

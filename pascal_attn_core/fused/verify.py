@@ -163,17 +163,17 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
-    both = (variant,) if variant.kind == "grad_all" else both_gradients(variant)
-    plan = Plan(variant, 0, both, packed)
+    plan = Plan(variant, 0, all_gradients(variant), packed)
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
     launches = launches if packed is None else packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
-    chosen = slice(1, 3) if "key_value" in variant.kind else slice(0, 3 if plan.adds_in_any_order else 1)
-    return _difference(grads[chosen], expected[chosen])
+    return _difference(grads[variant.gradients], expected[variant.gradients])
 
 
-def both_gradients(variant: Variant) -> tuple[Variant, Variant]:
-    """The variants for the gradients of query, and of key and value, of which this is one."""
+def all_gradients(variant: Variant) -> tuple[Variant, ...]:
+    """The variants that compute the gradients of query, key and value, of which this is one."""
+    if variant.gradients == slice(0, 3):
+        return (variant,)
     of_query = variant.kind.replace("key_value", "query")
     of_key = of_query.replace("query", "key_value")
     return replace(variant, kind=of_query), replace(variant, kind=of_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pascal_attn_core.fused.gradient_geometry import GradientGeometry
@@ -15,7 +15,8 @@ _SCHEDULERS, _REGISTERS_OF_SCHEDULER = 4, 16384  # of a multiprocessor
 _MOST_REGISTERS = 255  # of a thread
 _THREADS = (64, 256)
 _TILE = (8, 128)
-_CHUNKS = (4, 8, 16, 32)
+_DEPTHS = (4, 8, 12, 16, 24, 32, 40)
+_STAGED = (4, 8, 16, 32, 64, 128)
 _SHARED_KIB = {"volta": 96, "tensor": 64}
 # Registers that are neither scores nor sums: operands, addresses, row statistics.
 _OTHERS = 40
@@ -110,8 +111,8 @@ def _on_tensor_cores(own: TensorGeometry | GradientGeometry) -> Iterator[AnyGeom
             yield from (replace(sized, counters=counters) for counters in (own.counters, not own.counters))
 
 
-def details(tiles: AnyGeometry) -> list[AnyGeometry]:
-    """These tiles with another depth of a chunk, other rows staged at a time, P in other parts, another number of
+def details(tiles: AnyGeometry, head_dim: int) -> list[AnyGeometry]:
+    """These tiles for kernels of a head_dim with another depth of a chunk, other rows staged at a time, P in other parts, another number of
     blocks, factors read ahead or not; on tensor cores with more or less in registers, and other shares rounded by
     integer arithmetic."""
     if isinstance(tiles, TensorGeometry):
@@ -122,16 +123,14 @@ def details(tiles: AnyGeometry) -> list[AnyGeometry]:
         (x, xx), steps = tiles.in_registers, (-2, 0, 2)
         pairs = [(max(0, x + a), max(0, xx + b)) for a, b in itertools.product(steps, steps)]
         return [replace(tiles, in_registers=pair) for pair in dict.fromkeys(pairs) if pair != tiles.in_registers]
-    return list(dict.fromkeys(_details(tiles)))
+    return list(dict.fromkeys(_details(tiles, head_dim)))
 
 
-def _details(tiles: Geometry) -> Iterator[Geometry]:
-    for depth in _CHUNKS:
-        if depth != tiles.depth and tiles.depth / 2 <= depth <= tiles.depth * 2:
-            yield replace(tiles, depth=depth)
-    for staged in _CHUNKS:
-        if staged != tiles.staged and tiles.staged / 2 <= staged <= tiles.staged * 2:
-            yield replace(tiles, staged=staged)
+def _details(tiles: Geometry, head_dim: int) -> Iterator[Geometry]:
+    depths = {head_dim, *(depth for depth in _DEPTHS if head_dim % depth == 0)}
+    yield from (replace(tiles, depth=depth) for depth in _neighbours(depths, tiles.depth))
+    staged_rows = (staged for staged in _STAGED if staged <= max(tiles.rows, tiles.cols))
+    yield from (replace(tiles, staged=staged) for staged in _neighbours(staged_rows, tiles.staged))
     for parts in (1, 2, 4):
         if parts != tiles.parts:
             yield replace(tiles, parts=parts)
@@ -139,6 +138,13 @@ def _details(tiles: Geometry) -> Iterator[Geometry]:
         if blocks > 0:
             yield replace(tiles, blocks=blocks)
     yield replace(tiles, ahead=not tiles.ahead)
+
+
+def _neighbours(numbers: Iterable[int], number: int) -> list[int]:
+    """The next smaller and the next larger one, as far as there are."""
+    ordered = sorted({*numbers, number})
+    at = ordered.index(number)
+    return ordered[max(0, at - 1) : at] + ordered[at + 1 : at + 2]
 
 
 def _is_sensible(variant: Variant, rows: int, cols: int, tx: int, ty: int) -> bool:

@@ -39,7 +39,7 @@ from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
-from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, AnyGeometry, Variant, all_variants, source
+from pascal_attn_core.fused.source import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, KINDS, AnyGeometry, Variant, all_variants, source
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.runtime import runtime_of
@@ -157,11 +157,13 @@ def all_jobs() -> list[Variant]:
     """What is swept, the most used first."""
     found = [Variant("forward", dim, dtype) for dim in _COMMON for dtype in _DTYPES]
     found += [Variant(kind, dim, "float32") for dim in (64, 128) for kind in ("grad_query", "grad_key_value")]
+    found += [Variant("grad_all", dim, "float32") for dim in (64, 128)]
     found += [Variant("split", dim, dtype) for dim in (64, 128) for dtype in _DTYPES]
     found += [Variant("forward", dim, dtype, "bool") for dim in _COMMON for dtype in _DTYPES]
     found += [Variant("forward", dim, dtype) for dim in HEAD_DIMS for dtype in _DTYPES]
     gradients = [dim for dim in HEAD_DIMS if dim <= 256]
     found += [Variant(kind, dim, "float32") for dim in gradients for kind in ("grad_query", "grad_key_value")]
+    found += [Variant("grad_all", dim, "float32") for dim in GRAD_ALL_HEAD_DIMS]
     found += [Variant("forward", dim, "float32", padded=True) for dim in _COMMON]
     found += [Variant("split", dim, "float16") for dim in HEAD_DIMS]
     # The card says which of them are for it.
@@ -230,8 +232,8 @@ class Work:
                 plain = variants.forward.geometry
                 splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
             return forward_launches(self.call, Plan(candidate, splits), self.out)
-        of_query, of_key = verify.both_gradients(candidate.plain)
-        chosen = (candidate, of_key) if candidate.kind == of_query.kind else (of_query, candidate)
+        own = candidate.plain
+        chosen = tuple(candidate if variant == own else variant for variant in verify.all_gradients(own))
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
@@ -246,9 +248,7 @@ class Work:
 
     def written(self) -> list[Tensor]:
         """What the kernels of this kind write."""
-        if not self.variant.is_gradient:
-            return [self.out]
-        return self.grads[1:] if "key_value" in self.variant.kind else self.grads[:1]
+        return self.grads[self.variant.gradients] if self.variant.is_gradient else [self.out]
 
 
 def error_of(candidate: Candidate, kernels: Kernels) -> float:
@@ -263,8 +263,7 @@ def error_of(candidate: Candidate, kernels: Kernels) -> float:
     out, lse = reference_sdpa(query, key, value, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
     expected = [out]
     if candidate.is_gradient:
-        gradients = verify.expected_gradients(call, wide, out, lse)
-        expected = gradients[1:] if "key_value" in candidate.kind else gradients[:1]
+        expected = verify.expected_gradients(call, wide, out, lse)[candidate.gradients]
     work = Work(candidate, call, (out.to(call.query.dtype), lse.float()))
     kernels.run(work.launches(candidate, _MANY_SMS))
     largest = max(e.abs().max().item() for e in expected)
@@ -345,7 +344,7 @@ class Job:
         self.time()
         best = self.best()
         if best is not None:
-            more = _fitting(self.variant, [tiles for tiles in details(best) if tiles not in self.lanes])
+            more = _fitting(self.variant, [tiles for tiles in details(best, self.variant.head_dim) if tiles not in self.lanes])
             candidates = more[: self.settings.most]
             self.compilations.ask(candidates)
             self.compilations.ask(next_candidates)

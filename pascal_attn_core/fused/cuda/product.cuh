@@ -44,13 +44,26 @@
 #endif
 #define V4R ((V_PIECES) % PA_NT)
 #define V4 (V_PIECES / PA_NT + (V4R ? 1 : 0))
+// A product of one chunk needs no second buffer.
+#if PA_KC < PA_D
+#define ROW_BUFFERS 2
+#define CHUNKS(dim) PA_PAD ? (dim + PA_KC - 1) / PA_KC : PA_D / PA_KC
+#else
+#define ROW_BUFFERS 1
+#define CHUNKS(dim) 1
+#endif
+#if PA_VC < PA_BC || (PA_ALL && PA_VC < PA_BR)
+#define COLUMN_BUFFERS 2
+#else
+#define COLUMN_BUFFERS 1
+#endif
 #if PA_KEEP
 #define SMEM_KEPT ((PA_D + PA_KC - 1) / PA_KC * TO_WORDS(PA_KC) * PA_BR)
-#define SMEM_ROWS (2 * TO_WORDS(PA_KC) * PA_BC)
+#define SMEM_ROWS (ROW_BUFFERS * TO_WORDS(PA_KC) * PA_BC)
 #else
-#define SMEM_ROWS (2 * TO_WORDS(PA_KC) * (PA_BR + PA_BC))
+#define SMEM_ROWS (ROW_BUFFERS * TO_WORDS(PA_KC) * (PA_BR + PA_BC))
 #endif
-#define SMEM_COLS (P_WORDS + 2 * PA_VC * TO_WORDS(PA_D))
+#define SMEM_COLS (P_WORDS + COLUMN_BUFFERS * PA_VC * TO_WORDS(PA_D))
 #if PA_KEEP
 #define SMEM_TILE (SMEM_KEPT + (SMEM_ROWS > SMEM_COLS ? SMEM_ROWS : SMEM_COLS))
 #else
@@ -130,7 +143,8 @@ INLINE void multiply_chunk(float (&S)[RM][CN], const float* xs, const float* ys)
 // The chunks of one product_rows: what is staged, and where.
 struct RowChunks {
     const T* x; const T* y;  // this thread's staged rows at its staged columns of the next chunk
-    float* Xs; float* Ys;    // [2][KC][BR] and [2][KC][BC]; with PA_PAIRS KC / 2 words, with PA_KEEP all chunks of X
+    float* Xs; float* Ys;    // [ROW_BUFFERS][KC][BR] and [ROW_BUFFERS][KC][BC]; with PA_PAIRS KC / 2 words,
+                             // with PA_KEEP all chunks of X
     int dim;                 // columns that exist from the next chunk on
     Piece rx[X4], ry[Y4];    // the next chunk, on its way
 };
@@ -200,10 +214,10 @@ INLINE void product_rows(float (&S)[RM][CN], const T* x, const T* y, int dim, fl
 #if PA_KEEP
     r.Ys = sm + SMEM_KEPT;
 #else
-    r.Ys = sm + 2 * TO_WORDS(PA_KC) * PA_BR;
+    r.Ys = sm + ROW_BUFFERS * TO_WORDS(PA_KC) * PA_BR;
 #endif
     r.dim = dim;
-    const int chunks = PA_PAD ? (dim + PA_KC - 1) / PA_KC : PA_D / PA_KC;
+    const int chunks = CHUNKS(dim);
     load_chunk(r, t);
     __syncthreads();  // what the previous product staged has been consumed
     store_chunk(r, 0, t);
@@ -406,7 +420,7 @@ INLINE void multiply_columns(float (&O)[RM][DN], const float* Ps, u32 pb, const 
 INLINE void product_cols(float (&O)[RM][DN], const float (&P)[RM][CN], Moving& y, int rows, int dim, float* sm,
                          const Lane& t) {
     float* const Ps = BEHIND_KEPT(sm);            // [PCOLS][BR], with PA_PAIRS 2 [PCOLS / 2][BR]
-    float* const Vs = BEHIND_KEPT(sm) + P_WORDS;  // [2][VC][D], with PA_PAIRS half as many words
+    float* const Vs = BEHIND_KEPT(sm) + P_WORDS;  // [COLUMN_BUFFERS][VC][D], with PA_PAIRS half as many words
     MovingPiece ry[V4];
     FOR(part, PA_PSPLIT) {
         LANE_ANEW(t)

@@ -42,7 +42,7 @@ INLINE void store_grad_scores(float* Ds, const float (&dS)[RM][CN], int part, co
 INLINE void product_queries(float (&O)[QN][DN], const float (&dS)[RM][CN], Moving& y, int keys, int dim, float* sm,
                             const Lane& t) {
     float* const Ds = sm;            // [PART_KEYS][BC]
-    float* const Ks = sm + P_WORDS;  // [2][VC][D]
+    float* const Ks = sm + P_WORDS;  // [COLUMN_BUFFERS][VC][D]
     Raw4 ry[V4];
     FOR(part, PA_PSPLIT) {
         if (part == 0) load_moving(ry, y, 0, keys, dim, t);
@@ -107,4 +107,29 @@ INLINE void add_queries(float* out, i64 stride, const float (&O)[QN][DN], float 
             row += (r + 1) % AT_ONCE ? stride : (5 - AT_ONCE) * stride;
         }
     }
+}
+
+// What the keys of the tile from row0 on give to dQ of the queries from col0 on: `rows` and `cols` are how many there are.
+INLINE void add_to_queries(const AllGradients& p, const float (&dS)[RM][CN], int b, int h, int hk, int row0, int rows,
+                           int col0, int cols, float* sm, const Lane& t) {
+    float dQ[QN][DN];
+    FOR(i, QN) FOR(j, DN) dQ[i][j] = 0.f;
+    // Rows behind the last key hold that key's dS, or zeros where its probability is; of K they read zeros.
+    const T* const first_key = p.k + sequence_at(p.cu_k, b, p.kb, p.ks) + hk * p.kh + row0 * p.ks;
+    Moving keys = moving_rows(first_key, p.ks, p.dim, anew(t));
+    __syncthreads();  // dS and Q of the product for dK have been consumed
+    product_queries(dQ, dS, keys, rows, p.dim, sm, anew(t));
+    __syncthreads();  // dS and K too
+    float* const sums = p.sums + sequence_at(p.cu_q, b, p.sums_b, p.sums_s) + h * p.sums_h + col0 * p.sums_s;
+    add_queries(sums, p.sums_s, dQ, p.scale, cols, p.dim, sm, anew(t));
+}
+
+// The finished sums of dQ in its own dtype: one warp per query row.
+extern "C" __global__ void __launch_bounds__(128) pa_round_query(const AllGradients p) {
+    const i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
+    if (row >= (i64)p.batches * p.heads * p.lq) return;
+    const int i = (int)(row % p.lq), h = (int)(row / p.lq % p.heads), b = (int)(row / p.lq / p.heads);
+    const float* const sums = p.sums + b * p.sums_b + h * p.sums_h + i * p.sums_s;
+    T* const dq = p.dq + b * p.dqb + h * p.dqh + i * p.dqs;
+    for (int c = threadIdx.x % 32; c < p.dim; c += 32) dq[c] = to_storage(sums[c]);
 }

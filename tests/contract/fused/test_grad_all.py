@@ -205,7 +205,7 @@ MUTANTS = {
     "keys in the next group's place": ("(((key_group) & 1) << 2)", "(((key_group) & 1) << 3)"),
     "one buffer of K": ("ks = Ks + buffer * PA_VC * PA_D", "ks = Ks + 0 * buffer"),
     "K of the tile's first part only": ("load_moving(ry, y, r0 + PA_VC, keys", "load_moving(ry, y, r0, keys"),
-    "keys behind the last one": ("product_queries(dQ, dP, keys, rows,", "product_queries(dQ, dP, keys, rows + 1,"),
+    "keys behind the last one": ("product_queries(dQ, dS, keys, rows,", "product_queries(dQ, dS, keys, rows + 1,"),
     "sums not scaled": ("O[AT_ONCE * g + i][j] * factor", "O[AT_ONCE * g + i][j]"),
     "sums of another warp's rows": ("const int first = t.tid / 32 * (128 / PA_TX)", "const int first = 0"),
     "later sums replace earlier ones": ("atomicAdd(row + c * 32, own[", "row[c * 32] = (own["),

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
 FORWARD = Variant("forward", 32, "float32")
 OTHER = Variant("split", 32, "float32")
-_BESIDE = ("pa_delta", "pa_combine")
+_BESIDE = ("pa_delta", "pa_combine", "pa_round_query")
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def _idle(launch: Launch) -> None:
     [
         (Variant("split", 32, "float16"), {"rows": 32, "tx": 8, "ty": 8}),
         (Variant("grad_query", 32, "float32", "float"), {"cols": 32, "tx": 8}),
+        (Variant("grad_all", 64, "float16"), {"depth": 16, "staged": 32}),
     ],
     ids=str,
 )
@@ -147,8 +148,8 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
         assert found[0] == variant.geometry
         assert len(found) == len(set(found)) > 3, variant.name
         assert all(tiles.threads % 32 == 0 and tiles.threads * tiles.blocks <= 2048 for tiles in found)
-        assert variant.geometry not in details(variant.geometry)
-    plain = {"forward", "split", "grad_query", "grad_key_value"}
+        assert variant.geometry not in details(variant.geometry, variant.head_dim)
+    plain = {"forward", "split", "grad_query", "grad_key_value", "grad_all"}
     tensor = {"tensor", "tensor_small", "tensor_barrier", "tensor_grad_query", "tensor_grad_key_value"}
     assert {variant.kind for variant in all_jobs()} == {
         *plain,
