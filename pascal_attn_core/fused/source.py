@@ -201,12 +201,12 @@ class Geometry:
 
 
 AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
-_WIDE = Geometry(128, 64, 8, 16, ahead=True)
+_WIDE = Geometry(128, 64, 8, 16, staged=32, ahead=True)
 _HIGH = Geometry(64, 128, 16, 8, ahead=True)
 # The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
 _FORWARD = {
-    32: _WIDE,
-    40: Geometry(128, 64, 8, 16, depth=8, ahead=True),
+    32: replace(_WIDE, depth=32),
+    40: replace(_WIDE, depth=40),
     48: _WIDE,
     64: _WIDE,
     72: Geometry(128, 64, 8, 16, depth=8, ahead=True),
@@ -221,9 +221,9 @@ _FORWARD = {
 }
 _FORWARD_MASKED = {
     **_FORWARD,
-    32: Geometry(64, 64, 8, 16, depth=8, ahead=True),
+    **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=32, ahead=True) for dim in (32, 40)},
     **dict.fromkeys((48, 64, 80, 96), _HIGH),
-    **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8, ahead=True)),
+    72: Geometry(64, 64, 8, 16, depth=8, ahead=True),
 }
 # Columns behind head_dim, and float32 masks under float32 tensors, take the most registers.
 _FORWARD_TIGHT = {
@@ -237,14 +237,14 @@ _SPLIT = {
     **dict.fromkeys((160, 192, 256), Geometry(16, 64, 16, 4, staged=8, parts=1, blocks=4)),
     512: Geometry(32, 64, 16, 8, staged=4, parts=1, blocks=2),
 }
-_GRAD_QUERY = {
+_GRAD_QUERY_MASKED = {
     **dict.fromkeys((32, 48, 64, 80, 96), Geometry(64, 64, 16, 8, parts=1)),
     **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
     **dict.fromkeys((112, 128), Geometry(64, 64, 16, 8, depth=8, staged=8, parts=1)),
     **dict.fromkeys((160, 192, 256), Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1)),
 }
-_GRAD_QUERY_TIGHT = {**_GRAD_QUERY, **dict.fromkeys((112, 128), _GRAD_QUERY[160])}
-_GRAD_KEY_VALUE = {
+_GRAD_QUERY_TIGHT = {**_GRAD_QUERY_MASKED, **dict.fromkeys((112, 128), _GRAD_QUERY_MASKED[160])}
+_GRAD_KEY_VALUE_MASKED = {
     **dict.fromkeys((32, 48, 64, 80), Geometry(64, 64, 16, 8, parts=1)),
     96: Geometry(64, 64, 16, 8, depth=8, parts=1),
     **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
@@ -253,22 +253,35 @@ _GRAD_KEY_VALUE = {
     256: Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1),
 }
 _GRAD_KEY_VALUE_TIGHT = {
-    **_GRAD_KEY_VALUE,
+    **_GRAD_KEY_VALUE_MASKED,
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
     256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
 }
-# With the sums of a tile's part of dQ on top. Small ones are staged in one chunk, which saves a third of what is not a
-# multiplication.
-_GRAD_ALL = {
+# Without masks and padding there are registers for factors that are read ahead. Few columns are staged in one chunk:
+# that saves a third of what is not a multiplication, and most barriers.
+_ONE_CHUNK = {
     **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=64, parts=1) for dim in (32, 40, 48)},
     64: Geometry(64, 64, 16, 8, depth=64, staged=64, parts=1),
     72: Geometry(64, 64, 8, 16, depth=24, parts=1),
+}
+
+
+def _ahead(table: dict[int, Geometry]) -> dict[int, Geometry]:
+    return {dim: replace(geometry, ahead=True) for dim, geometry in table.items()}
+
+
+_GRAD_QUERY = _ahead({**_GRAD_QUERY_MASKED, **_ONE_CHUNK})
+_GRAD_KEY_VALUE = _ahead({**_GRAD_KEY_VALUE_MASKED, **_ONE_CHUNK})
+# With the sums of a tile's part of dQ on top.
+_GRAD_ALL = {
+    **_ONE_CHUNK,
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 8, parts=1)),
     **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, parts=1, blocks=1)),
     **dict.fromkeys((160, 192), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
 }
 _GRAD_ALL_TIGHT = {
     **_GRAD_ALL,
+    48: Geometry(64, 64, 8, 16, depth=8, parts=1),
     64: Geometry(64, 64, 16, 8, parts=1),
     **dict.fromkeys((80, 96), _GRAD_ALL[128]),
 }
@@ -278,7 +291,8 @@ GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
 _INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
 _TABLES = (
     *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
-    *(_GRAD_QUERY, _GRAD_QUERY_TIGHT, _GRAD_KEY_VALUE, _GRAD_KEY_VALUE_TIGHT),
+    *(_GRAD_QUERY, _GRAD_QUERY_MASKED, _GRAD_QUERY_TIGHT),
+    *(_GRAD_KEY_VALUE, _GRAD_KEY_VALUE_MASKED, _GRAD_KEY_VALUE_TIGHT),
     *(_GRAD_ALL, _GRAD_ALL_TIGHT),
 )
 
@@ -380,16 +394,21 @@ class Variant(Compilation):
         kind = _KINDS[self.kind]
         return not self.arch and kind.least <= capability < kind.below
 
+    @property
+    def _is_masked(self) -> bool:
+        return self.padded or self.mask != "none"
+
     def _table(self) -> dict[int, Geometry]:
         """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
         wide, float32 = self.head_dim >= 112, self.dtype == "float32"
         if self.kind == "grad_query":
-            return _GRAD_QUERY_TIGHT if float32 and self.padded and self.mask == "float" else _GRAD_QUERY
+            tight = float32 and self.padded and self.mask == "float"
+            return _GRAD_QUERY_TIGHT if tight else _GRAD_QUERY_MASKED if self._is_masked else _GRAD_QUERY
         if self.kind in ("grad_key_value", "grad_all"):
-            tight = self.padded or self.mask != "none" if float32 else self.padded and self.mask == "float"
+            tight = self._is_masked if float32 else self.padded and self.mask == "float"
             if self.kind == "grad_all":
                 return _GRAD_ALL_TIGHT if tight else _GRAD_ALL
-            return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE
+            return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE_MASKED if self._is_masked else _GRAD_KEY_VALUE
         if self.kind != "forward":
             return _SPLIT if self.is_small else _INT8 if self.kind == "int8" else _FORWARD_TIGHT
         tight = (
