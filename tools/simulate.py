@@ -1,8 +1,8 @@
-"""Cycles of a forward kernel on a simulated TITAN X Pascal (sm_61): ``python tools/simulate.py GPGPU-SIM-FOLDER``.
+"""Cycles of a kernel on a simulated TITAN X Pascal (sm_61): ``python tools/simulate.py GPGPU-SIM-FOLDER``.
 
 Runs the package's own launches, as PTX by the NVRTC of the test extra, on one multiprocessor of GPGPU-Sim, and compares
-the results with float64. Printed are the cycles for two numbers of keys and, from their difference, the share of the
-float32 peak of the steady state. PTX runs as it is written, by the simulator's own allocation of registers: what ptxas
+the results with float64. Printed are the cycles for two numbers of keys (of queries, where the tiles that stay are keys)
+and, from their difference, the share of the float32 peak of the steady state. PTX runs as it is written, by the simulator's own allocation of registers: what ptxas
 would reorder is not seen. Designs can be compared, a card's speed is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -24,18 +25,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fused as tool  # noqa: E402
+from share import KERNELS  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
-from pascal_attn_core.fused.launches import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
+from pascal_attn_core.fused.launches_backward import backward_launches  # noqa: E402
 from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
 from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
+from pascal_attn_core.fused.verify import all_gradients  # noqa: E402
+from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
@@ -132,17 +139,60 @@ def _by_name(load: re.Match[str], places: dict[str, tuple[str, int]]) -> str:
     return f"{load[1]}{name}+{offset + int(load[3] or 0)}]"
 
 
-def simulate(library: Path, head_dim: int, dtype: str, keys: int) -> tuple[int, float]:
-    """(cycles, relative error) of as many tiles of query rows as one multiprocessor is to hold, over these keys. Only
-    once in a process."""
-    variant = Variant("forward", head_dim, dtype)
-    torch.manual_seed(0)
+class Work(NamedTuple):
+    """A launch, the tensors that its parameters point to, what it writes, and that in float64."""
+
+    launch: Launch
+    tensors: list[Tensor]
+    written: list[Tensor]
+    expected: list[Tensor]
+
+
+def forward_work(variant: Variant, keys: int) -> Work:
+    """As many tiles of query rows as one multiprocessor is to hold, over these keys."""
     tokens = variant.geometry.rows * variant.geometry.blocks
-    query, key, value = (torch.randn(1, 1, n, head_dim).to(getattr(torch, dtype)) for n in (tokens, keys, keys))
+    query, key, value = _numbers(variant, tokens, keys, keys)
     call = check_call(query, key, value)
     assert variants_of(call).forward == variant
     out = torch.zeros_like(query)
     (launch,) = forward_launches(call, Plan(variant), out)
+    exact = reference_sdpa(query.double(), key.double(), value.double())[0]
+    return Work(launch, [query, key, value, out], [out], [exact])
+
+
+def gradient_work(variant: Variant, moving: int) -> Work:
+    """As many tiles that stay as one multiprocessor is to hold, of queries over these keys or of keys over these
+    queries."""
+    staying = variant.geometry.rows * variant.geometry.blocks
+    queries, keys = (staying, moving) if variant.kind == "grad_query" else (moving, staying)
+    query, key, value, grad_out = _numbers(variant, queries, keys, keys, queries)
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    exact, lse = reference_sdpa(*leaves)
+    expected = torch.autograd.grad(exact, leaves, grad_out.double())
+    out, lse = exact.detach().to(query.dtype), lse.detach().float()
+    grads = [torch.zeros_like(t) for t in (query, key, value)]
+    call, plan = check_call(query, key, value), Plan(variant, 0, all_gradients(variant))
+    launches = backward_launches(call, plan, grad_out, out, lse, None, None, (grads[0], grads[1], grads[2]))
+    (launch,) = (each for each in launches if each.function == KERNELS[variant.kind].function)
+    # What pa_delta computes, in its place.
+    delta, shift, _ = launch.keep[0]
+    delta.copy_((out.double() * grad_out.double()).sum(-1).flatten())
+    shift.copy_(lse.flatten() / math.log(2))
+    if plan.adds_in_any_order:  # the sums of dQ: those that are not float32 are rounded by another launch
+        grads[0] = launch.keep[1]
+    tensors = [query, key, value, grad_out, out, lse, *grads, launch.keep[0]]
+    return Work(launch, tensors, grads[variant.gradients], list(expected[variant.gradients]))
+
+
+def _numbers(variant: Variant, *tokens: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 1, n, variant.head_dim).to(getattr(torch, variant.dtype)) for n in tokens]
+
+
+def simulate(library: Path, variant: Variant, moving: int) -> tuple[int, float]:
+    """(cycles, relative error) of as many tiles that stay as one multiprocessor is to hold, over this many rows of those
+    that move. Only once in a process."""
+    work = (gradient_work if variant.is_gradient else forward_work)(variant, moving)
     simulator = ctypes.CDLL(str(library))
     simulator.sim_malloc.restype = ctypes.c_ulonglong
     simulator.sim_launch.restype = ctypes.c_longlong
@@ -150,32 +200,39 @@ def simulate(library: Path, head_dim: int, dtype: str, keys: int) -> tuple[int, 
     file.write_text(for_simulator(compile_ptx(source(variant.kind), variant.macros())))
     if not simulator.sim_load(str(file).encode()):
         sys.exit("the simulator refuses the PTX")
-    places = {}
-    for tensor in (query, key, value, out):
-        size = ctypes.c_ulonglong(tensor.nbytes)
-        places[tensor.data_ptr()] = simulator.sim_malloc(ctypes.c_ulonglong(tensor.nbytes + 256))
-        simulator.sim_to_gpu(ctypes.c_ulonglong(places[tensor.data_ptr()]), ctypes.c_void_p(tensor.data_ptr()), size)
+    places: dict[int, int] = {}  # of a tensor's storage -> in the simulated memory
+    for tensor in work.tensors:
+        at = simulator.sim_malloc(ctypes.c_ulonglong(tensor.nbytes + 256))
+        simulator.sim_to_gpu(
+            ctypes.c_ulonglong(at), ctypes.c_void_p(tensor.data_ptr()), ctypes.c_ulonglong(tensor.nbytes)
+        )
+        places |= {tensor.data_ptr() + i: at + i for i in range(0, tensor.nbytes, 4)}
+    launch = work.launch
     params = type(launch.params).from_buffer_copy(launch.params)
     for name, kind in params._fields_:
         if kind is ctypes.c_void_p and getattr(params, name):
             setattr(params, name, places[getattr(params, name)])
     functions, shared = tool.read_cell(tool.read_table()[variant.name][61])
+    registers = max(registers for registers, _ in functions)  # those beside it need few
     grid = (ctypes.c_uint * 3)(*launch.grid)
     params_size = ctypes.sizeof(params)
     cycles = simulator.sim_launch(
-        launch.function.encode(), functions[0][0], shared, grid, launch.threads, ctypes.byref(params), params_size
+        launch.function.encode(), registers, shared, grid, launch.threads, ctypes.byref(params), params_size
     )
-    place = ctypes.c_ulonglong(places[out.data_ptr()])
-    simulator.sim_from_gpu(ctypes.c_void_p(out.data_ptr()), place, ctypes.c_ulonglong(out.nbytes))
-    exact = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double())
-    return cycles, ((out.double() - exact).norm() / exact.norm()).item()
+    errors = []
+    for written, expected in zip(work.written, work.expected, strict=True):
+        place = ctypes.c_ulonglong(places[written.data_ptr()])
+        simulator.sim_from_gpu(ctypes.c_void_p(written.data_ptr()), place, ctypes.c_ulonglong(written.nbytes))
+        errors.append(((written.double() - expected).norm() / expected.norm()).item())
+    return cycles, max(errors)
 
 
-def run_in_child(library: Path, head_dim: int, dtype: str, keys: int, folder: Path) -> tuple[int, float]:
+def run_in_child(library: Path, variant: Variant, moving: int, folder: Path) -> tuple[int, float]:
     """:func:`simulate` in a process of its own, at addresses that are the same every time."""
     answer = folder / "answer.json"
     command = [sys.executable, __file__, str(library), "--child", str(answer)]
-    command += ["--head-dim", str(head_dim), "--dtype", dtype, "--keys", str(keys)]
+    command += ["--kind", variant.kind, "--head-dim", str(variant.head_dim), "--dtype", variant.dtype]
+    command += ["--keys", str(moving)]
     still = shutil.which("setarch")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
@@ -191,32 +248,36 @@ def run_in_child(library: Path, head_dim: int, dtype: str, keys: int, folder: Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("simulator", type=Path, help="a built checkout of GPGPU-Sim")
+    parser.add_argument("--kind", default="forward", choices=KERNELS)
     parser.add_argument("--head-dim", type=int, default=64, choices=HEAD_DIMS)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument(
-        "--keys", type=int, nargs="+", default=[512, 1024], help="two numbers; %(default)s: one flush apart"
+        "--keys", type=int, nargs="+", default=[512, 1024], help="(or queries) two numbers; %(default)s: one flush apart"
     )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    variant = Variant(arguments.kind, arguments.head_dim, arguments.dtype)
+    if not variant.exists or variant.name not in tool.read_table():
+        parser.error(f"there is no kernel {variant.name}")
     if arguments.child:
-        found = simulate(arguments.simulator, arguments.head_dim, arguments.dtype, *arguments.keys)
+        found = simulate(arguments.simulator, variant, *arguments.keys)
         arguments.child.write_text(json.dumps(found))
         os._exit(0)  # the simulator's threads and exit functions are of no use any more
     if len(arguments.keys) != 2:
         parser.error("--keys takes two numbers")
-    variant = Variant("forward", arguments.head_dim, arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "libdriver.so"
         build_driver(arguments.simulator.resolve(), library)
         write_settings(arguments.simulator, Path(folder))
         cycles = []
-        for keys in arguments.keys:
-            found, error = run_in_child(library, arguments.head_dim, arguments.dtype, keys, Path(folder))
-            print(f"{variant.name} {keys} keys: {found:,} cycles, relative error {error:.1e}", flush=True)
+        moves = "keys" if variant.kind in ("forward", "grad_query") else "queries"
+        for moving in arguments.keys:
+            found, error = run_in_child(library, variant, moving, Path(folder))
+            print(f"{variant.name} {moving} {moves}: {found:,} cycles, relative error {error:.1e}", flush=True)
             cycles.append(found)
     geometry = variant.geometry
     between = abs(arguments.keys[1] - arguments.keys[0])
-    ideal = 2 * geometry.blocks * geometry.rows * between * arguments.head_dim / LANES
+    ideal = KERNELS[variant.kind].products * geometry.blocks * geometry.rows * between * variant.head_dim / LANES
     print(f"steady state: {ideal / abs(cycles[1] - cycles[0]):.1%} of the float32 peak")
 
 

@@ -284,6 +284,7 @@ _GRAD_ALL_TIGHT = {
     48: Geometry(64, 64, 8, 16, depth=8, parts=1),
     64: Geometry(64, 64, 16, 8, parts=1),
     **dict.fromkeys((80, 96), _GRAD_ALL[128]),
+    112: _GRAD_ALL[160],
 }
 HEAD_DIMS = tuple(_FORWARD)
 GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)

@@ -44,15 +44,15 @@
 #endif
 #define V4R ((V_PIECES) % PA_NT)
 #define V4 (V_PIECES / PA_NT + (V4R ? 1 : 0))
-// A product of one chunk needs no second buffer.
-#if PA_KC < PA_D
+// A product of one chunk needs no second buffer. On AMD's cards registers limit how many blocks run, not shared memory.
+#if PA_KC < PA_D || PA_AMD
 #define ROW_BUFFERS 2
 #define CHUNKS(dim) PA_PAD ? (dim + PA_KC - 1) / PA_KC : PA_D / PA_KC
 #else
 #define ROW_BUFFERS 1
 #define CHUNKS(dim) 1
 #endif
-#if PA_VC < PA_BC || (PA_ALL && PA_VC < PA_BR)
+#if PA_VC < PA_BC || (PA_ALL && PA_VC < PA_BR) || PA_AMD
 #define COLUMN_BUFFERS 2
 #else
 #define COLUMN_BUFFERS 1

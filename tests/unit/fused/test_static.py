@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from attn_support.fused.emulation import GXX, emulate
 from attn_support.profile import seeds, times
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -261,10 +262,21 @@ def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
     assert not re.findall(r"mov\.b64\s+%rd\d+,\s+\w+_param_", edited)
 
 
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", ["forward", "grad_query", "grad_key_value", "grad_all"])
+def test_the_launch_that_is_simulated_computes_what_it_is_compared_with(kind: str, dtype: str) -> None:
+    variant = Variant(kind, 64, dtype)
+    work = (simulate.gradient_work if variant.is_gradient else simulate.forward_work)(variant, 96)
+    emulate([work.launch])
+    for written, expected in zip(work.written, work.expected, strict=True):
+        assert (written.double() - expected).norm() < (1e-5 if dtype == "float32" else 2e-3) * expected.norm()
+
+
 def test_a_folder_without_the_simulator_is_refused_with_what_it_must_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for options in ([], ["--head-dim", "128", "--dtype", "float16"]):
+    for options in ([], ["--head-dim", "128", "--dtype", "float16"], ["--kind", "grad_all"]):
         monkeypatch.setattr(sys, "argv", ["simulate.py", str(tmp_path), *options])
         with pytest.raises(SystemExit, match="is no built checkout of GPGPU-Sim"):
             simulate.main()
