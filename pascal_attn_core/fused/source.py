@@ -275,12 +275,11 @@ _GRAD_KEY_VALUE = _ahead({**_GRAD_KEY_VALUE_MASKED, **_ONE_CHUNK})
 # With the sums of a tile's part of dQ on top.
 _GRAD_ALL = {
     **_ONE_CHUNK,
-    64: Geometry(64, 64, 16, 8, depth=64, staged=32, parts=1),
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 8, parts=1)),
     **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, parts=1, blocks=1)),
     **dict.fromkeys((160, 192), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
 }
-_GRAD_ALL_MASKED = {
+_GRAD_ALL_TIGHT = {
     **_GRAD_ALL,
     **dict.fromkeys((32, 40, 48, 72), Geometry(64, 64, 8, 16, depth=8, parts=1)),
     64: Geometry(64, 64, 16, 8, parts=1),
@@ -295,7 +294,7 @@ _TABLES = (
     *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
     *(_GRAD_QUERY, _GRAD_QUERY_MASKED, _GRAD_QUERY_TIGHT),
     *(_GRAD_KEY_VALUE, _GRAD_KEY_VALUE_MASKED, _GRAD_KEY_VALUE_TIGHT),
-    *(_GRAD_ALL, _GRAD_ALL_MASKED),
+    *(_GRAD_ALL, _GRAD_ALL_TIGHT),
 )
 
 
@@ -407,7 +406,7 @@ class Variant(Compilation):
             tight = float32 and self.padded and self.mask == "float"
             return _GRAD_QUERY_TIGHT if tight else _GRAD_QUERY_MASKED if self._is_masked else _GRAD_QUERY
         if self.kind == "grad_all":
-            return _GRAD_ALL_MASKED if self._is_masked else _GRAD_ALL
+            return _GRAD_ALL_TIGHT if self._is_masked or self.dtype == "bfloat16" else _GRAD_ALL
         if self.kind == "grad_key_value":
             tight = self._is_masked if float32 else self.padded and self.mask == "float"
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE_MASKED if self._is_masked else _GRAD_KEY_VALUE

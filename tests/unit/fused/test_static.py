@@ -264,7 +264,7 @@ def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("kind", ["forward", "grad_query", "grad_key_value", "grad_all"])
+@pytest.mark.parametrize("kind", simulate.KINDS)
 def test_the_launch_that_is_simulated_computes_what_it_is_compared_with(kind: str, dtype: str) -> None:
     variant = Variant(kind, 64, dtype)
     work = (simulate.gradient_work if variant.is_gradient else simulate.forward_work)(variant, 96)
@@ -276,7 +276,7 @@ def test_the_launch_that_is_simulated_computes_what_it_is_compared_with(kind: st
 def test_a_folder_without_the_simulator_is_refused_with_what_it_must_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for options in ([], ["--head-dim", "128", "--dtype", "float16"], ["--kind", "grad_all"]):
+    for options in ([], ["--head-dim", "128", "--dtype", "float16"], ["--kind", "grad_query"]):
         monkeypatch.setattr(sys, "argv", ["simulate.py", str(tmp_path), *options])
         with pytest.raises(SystemExit, match="is no built checkout of GPGPU-Sim"):
             simulate.main()
