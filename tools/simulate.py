@@ -1,9 +1,10 @@
 """Cycles of a kernel on a simulated TITAN X Pascal (sm_61): ``python tools/simulate.py GPGPU-SIM-FOLDER``.
 
 Runs the package's own launches, as PTX by the NVRTC of the test extra, on one multiprocessor of GPGPU-Sim, and compares
-the results with float64. Printed are the cycles for two numbers of keys (of queries, where the tiles that stay are keys)
-and, from their difference, the share of the float32 peak of the steady state. PTX runs as it is written, by the simulator's own allocation of registers: what ptxas
-would reorder is not seen. Designs can be compared, a card's speed is not foretold. Some minutes per run.
+the results with float64. Printed are the cycles for two numbers of keys (of queries, where the tiles that stay are
+keys) and, from their difference, the share of the float32 peak of the steady state. PTX runs as it is written, by the
+simulator's own allocation of registers: what ptxas would reorder is not seen. Designs can be compared, a card's speed
+is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
 ``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11, and needs no GPU and
@@ -189,8 +190,8 @@ def _numbers(variant: Variant, *tokens: int) -> list[Tensor]:
 
 
 def simulate(library: Path, variant: Variant, moving: int) -> tuple[int, float]:
-    """(cycles, relative error) of as many tiles that stay as one multiprocessor is to hold, over this many rows of those
-    that move. Only once in a process."""
+    """(cycles, relative error) of as many tiles that stay as one multiprocessor is to hold, over this many rows of
+    those that move. Only once in a process."""
     work = (gradient_work if variant.is_gradient else forward_work)(variant, moving)
     simulator = ctypes.CDLL(str(library))
     simulator.sim_malloc.restype = ctypes.c_ulonglong
@@ -251,7 +252,11 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64, choices=HEAD_DIMS)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument(
-        "--keys", type=int, nargs="+", default=[512, 1024], help="(or queries) two numbers; %(default)s: one flush apart"
+        "--keys",
+        type=int,
+        nargs="+",
+        default=[512, 1024],
+        help="(or queries) two numbers; %(default)s: one flush apart",
     )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

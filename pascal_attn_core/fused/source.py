@@ -286,6 +286,7 @@ _GRAD_ALL_TIGHT = {
     **dict.fromkeys((80, 96), _GRAD_ALL[128]),
     112: _GRAD_ALL[160],
 }
+_GRAD_ALL_BFLOAT16 = {**_GRAD_ALL, 64: _GRAD_ALL_TIGHT[64]}
 HEAD_DIMS = tuple(_FORWARD)
 GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
 # Like masked calls; a chunk of 16 words holds 64 elements of a row.
@@ -294,7 +295,7 @@ _TABLES = (
     *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
     *(_GRAD_QUERY, _GRAD_QUERY_MASKED, _GRAD_QUERY_TIGHT),
     *(_GRAD_KEY_VALUE, _GRAD_KEY_VALUE_MASKED, _GRAD_KEY_VALUE_TIGHT),
-    *(_GRAD_ALL, _GRAD_ALL_TIGHT),
+    *(_GRAD_ALL, _GRAD_ALL_BFLOAT16, _GRAD_ALL_TIGHT),
 )
 
 
@@ -406,7 +407,7 @@ class Variant(Compilation):
             tight = float32 and self.padded and self.mask == "float"
             return _GRAD_QUERY_TIGHT if tight else _GRAD_QUERY_MASKED if self._is_masked else _GRAD_QUERY
         if self.kind == "grad_all":
-            return _GRAD_ALL_TIGHT if self._is_masked or self.dtype == "bfloat16" else _GRAD_ALL
+            return _GRAD_ALL_TIGHT if self._is_masked else _GRAD_ALL_BFLOAT16 if self.dtype == "bfloat16" else _GRAD_ALL
         if self.kind == "grad_key_value":
             tight = self._is_masked if float32 else self.padded and self.mask == "float"
             return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE_MASKED if self._is_masked else _GRAD_KEY_VALUE

@@ -112,9 +112,9 @@ def _on_tensor_cores(own: TensorGeometry | GradientGeometry) -> Iterator[AnyGeom
 
 
 def details(tiles: AnyGeometry, head_dim: int) -> list[AnyGeometry]:
-    """These tiles for kernels of a head_dim with another depth of a chunk, other rows staged at a time, P in other parts, another number of
-    blocks, factors read ahead or not; on tensor cores with more or less in registers, and other shares rounded by
-    integer arithmetic."""
+    """These tiles for kernels of a head_dim with another depth of a chunk, other rows staged at a time, P in other
+    parts, another number of blocks, factors read ahead or not; on tensor cores with more or less in registers, and
+    other shares rounded by integer arithmetic."""
     if isinstance(tiles, TensorGeometry):
         kept = [max(1, tiles.in_registers + more) for more in (-3, -2, -1, 1, 2, 3)] if tiles.in_registers else []
         found = [*({"in_registers": n} for n in kept), *({"integer_packed": n} for n in range(5))]

@@ -39,7 +39,15 @@ from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.launches import Launch, forward_launches
 from pascal_attn_core.fused.launches_backward import backward_launches
 from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
-from pascal_attn_core.fused.source import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, KINDS, AnyGeometry, Variant, all_variants, source
+from pascal_attn_core.fused.source import (
+    GRAD_ALL_HEAD_DIMS,
+    HEAD_DIMS,
+    KINDS,
+    AnyGeometry,
+    Variant,
+    all_variants,
+    source,
+)
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.runtime import runtime_of
@@ -344,7 +352,9 @@ class Job:
         self.time()
         best = self.best()
         if best is not None:
-            more = _fitting(self.variant, [tiles for tiles in details(best, self.variant.head_dim) if tiles not in self.lanes])
+            more = _fitting(
+                self.variant, [tiles for tiles in details(best, self.variant.head_dim) if tiles not in self.lanes]
+            )
             candidates = more[: self.settings.most]
             self.compilations.ask(candidates)
             self.compilations.ask(next_candidates)

@@ -103,7 +103,7 @@ def test_every_architecture_compiles(arch: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 72, 80, 96, 112, 128])
 def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -> None:
     for dtype in ("float32", "float16"):
         variant = Variant("forward", head_dim, dtype)
@@ -114,19 +114,21 @@ def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -
 @pytest.mark.parametrize(
     ("kind", "head_dim", "dtype", "least"),  # a point below what there is
     [
-        ("grad_query", 64, "float32", 0.792),
-        ("grad_query", 72, "bfloat16", 0.759),
+        ("grad_query", 40, "float16", 0.79),
+        ("grad_query", 64, "float32", 0.828),
+        ("grad_query", 72, "bfloat16", 0.776),
         ("grad_query", 112, "float16", 0.772),
-        ("grad_query", 128, "float32", 0.800),
-        ("grad_key_value", 64, "float32", 0.771),
-        ("grad_key_value", 72, "bfloat16", 0.739),
-        ("grad_key_value", 112, "float16", 0.760),
-        ("grad_key_value", 128, "float32", 0.795),
-        ("grad_all", 64, "float32", 0.749),
-        ("grad_all", 64, "bfloat16", 0.744),
-        ("grad_all", 80, "float32", 0.742),
+        ("grad_query", 128, "float32", 0.801),
+        ("grad_key_value", 40, "float16", 0.754),
+        ("grad_key_value", 64, "float32", 0.81),
+        ("grad_key_value", 72, "bfloat16", 0.75),
+        ("grad_key_value", 112, "float16", 0.761),
+        ("grad_key_value", 128, "float32", 0.796),
+        *(("grad_all", dim, "float32", 0.71) for dim in (32, 40, 48, 72)),
+        *(("grad_all", dim, "float16", 0.736) for dim in (64, 80, 96, 112, 160)),
+        ("grad_all", 64, "bfloat16", 0.745),
         ("grad_all", 128, "float32", 0.789),
-        ("grad_all", 128, "float16", 0.786),
+        ("grad_all", 192, "float32", 0.784),
     ],
 )
 def test_most_instructions_of_gradients_are_their_products(kind: str, head_dim: int, dtype: str, least: float) -> None:
@@ -160,7 +162,7 @@ def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a(columns: int, pr
 
 @needs_nvrtc
 def test_a_share_of_another_kernel_than_the_source_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = Variant("grad_key_value", 64, "float16")
+    variant = Variant("grad_key_value", 128, "float16")  # several chunks: loops
     cubin = _compile(variant, 61).cubin
     right = KERNELS[variant.kind]
     for wrong in ({"row_products": 1}, {"column_products": 1}, {"around": 2}):
@@ -233,7 +235,7 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
 
 def test_what_ships_stays_small() -> None:
     packs = list(prebuilt.FOLDER.glob("sm_*"))
-    assert sum(path.stat().st_size for path in packs) < 4_000_000
+    assert sum(path.stat().st_size for path in packs) < 4_100_000
 
 
 def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:
