@@ -1,5 +1,5 @@
-"""What clang makes of kernels for AMD's cards, kept beside the emulated kernels: several tests, in several processes, look
-at the same code object."""
+"""What clang makes of kernels for AMD's cards, kept beside the emulated kernels: several tests, in several processes,
+look at the same code object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..fused.emulation import BUILD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
-import amd as tool  # noqa: E402
+import amd as tool
 
 
 def compiled(variant: Variant) -> bytes:

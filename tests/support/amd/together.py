@@ -1,8 +1,8 @@
-"""Products that follow one another, executed at once: most of what a kernel does is rows of them, and what numpy takes for
-one instruction it takes for dozens.
+"""Products that follow one another, executed at once: most of what a kernel does is rows of them, and numpy takes as
+long for one instruction as for dozens.
 
-Only where the order cannot matter: no instruction of such a row reads or writes what an earlier one writes. A branch into
-a row executes the rest of it one by one.
+Only where the order cannot matter: no instruction of such a row reads or writes what an earlier one writes. A branch
+into a row executes the rest of it one by one.
 """
 
 from __future__ import annotations
