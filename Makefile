@@ -12,8 +12,9 @@ setup: $(VENV)/.test
 demo: $(VENV)/.demo
 	$(BIN)/pascal-attn demo
 
+# Bytecode is kept even where the environment says otherwise: hundreds of processes import the same modules.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # The nodes are typed as ComfyUI loads them: the whole folder as one package, under a name of its own.
 check: $(VENV)/.check

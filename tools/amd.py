@@ -79,7 +79,7 @@ def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
         kernel, result = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
         kernel.write_text(text)
         command = [path, "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-w",
-                   *_options(variant), *more,
+                   *clang_options(variant), *more,
                    "-o", str(result), str(kernel)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -87,7 +87,8 @@ def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
         return result.read_bytes()
 
 
-def _options(variant: Variant) -> list[str]:
+def clang_options(variant: Variant) -> list[str]:
+    """What clang is told of a variant beside its source."""
     macros = (f"-D{name}={value}" for name, value in variant.macros().items())
     target = amd_geometry.compile_target(variant.arch)
     return [f"--offload-arch={target}", *amd_geometry.options(variant.arch), *macros]
@@ -96,7 +97,7 @@ def _options(variant: Variant) -> list[str]:
 def code_hash(variant: Variant) -> str:
     """Of all that its machine code depends on: what the preprocessor leaves of its source, and clang's options."""
     preprocessed = _run_clang(variant, source(variant.kind, variant.arch), ("-E", "-P")).decode().split()
-    options = [option for option in _options(variant) if not option.startswith("-D")]
+    options = [option for option in clang_options(variant) if not option.startswith("-D")]
     return hashlib.sha256(" ".join([*options, *preprocessed]).encode()).hexdigest()
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..attention import sdpa
 from . import operators
 from .lazy import Filled, Known, Lazy, aten
 from .run import NotInBands, Run
+from .trees import leaves, mapped
 
 _SMALLER = 16  # a result of an operator that ran whole, so many times smaller than its input, is an ordinary tensor
 _SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}
@@ -84,11 +84,11 @@ def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: 
 
 
 def _first(args: Any) -> Banded:
-    return next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Banded))
+    return next(leaf for leaf in leaves(args) if isinstance(leaf, Banded))
 
 
 def _nodes(args: Any) -> Any:
-    return tree_map(lambda leaf: leaf.node if isinstance(leaf, Banded) else leaf, args)
+    return mapped(lambda leaf: leaf.node if isinstance(leaf, Banded) else leaf, args)
 
 
 def _attention(
@@ -116,7 +116,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     def wrapped(found: Any) -> Any:
         parent = first if func.is_view else None
-        return tree_map(lambda leaf: Banded(leaf, run, device, parent) if isinstance(leaf, Lazy) else leaf, found)
+        return mapped(lambda leaf: Banded(leaf, run, device, parent) if isinstance(leaf, Lazy) else leaf, found)
 
     packet = func.overloadpacket
     if packet in _SAME:
@@ -175,7 +175,7 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.partition("::")[2]
     target = args[0]
     if not isinstance(target, Banded):
-        return func(*tree_map(lambda leaf: ordinary(leaf) if isinstance(leaf, Banded) else leaf, args), **kwargs)
+        return func(*mapped(lambda leaf: ordinary(leaf) if isinstance(leaf, Banded) else leaf, args), **kwargs)
     chain = [target]
     while chain[-1].origin is not None:
         chain.append(chain[-1].origin[0])
@@ -221,16 +221,16 @@ def _whole(first: Banded, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any
 
     if run.is_rehearsal:
         kwargs = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-    given, named = tree_map(real, (args, kwargs))
+    given, named = mapped(real, (args, kwargs))
     found = run.patiently(lambda: func(*given, **named))
-    largest = max(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Banded))
+    largest = max(leaf.numel() for leaf in leaves((args, kwargs)) if isinstance(leaf, Banded))
 
     def kept(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (leaf.numel() * _SMALLER <= largest and not run.is_rehearsal):
             return leaf
         return Banded(Known(leaf.to("meta"), run.room.home(leaf)), run, first.device)
 
-    return tree_map(kept, found)
+    return mapped(kept, found)
 
 
 def ordinary(tensor: Banded) -> Tensor:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from .trees import mapped
 
 if TYPE_CHECKING:
     from .room import Value
@@ -185,7 +186,7 @@ class Filled(Lazy):
 def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
     """The arguments with pieces in the place of nodes."""
     by_node = {id(node): piece for node, piece in zip(nodes, pieces)}
-    return tree_map(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
+    return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
 
 
 def nodes_in(args: Any) -> list[Lazy]:
@@ -197,7 +198,7 @@ def nodes_in(args: Any) -> list[Lazy]:
             found.append(leaf)
         return leaf
 
-    tree_map(note, args)
+    mapped(note, args)
     return found
 
 
@@ -232,7 +233,7 @@ class Pointwise(Lazy):
                 return leaf.narrow(own, low, high - low)
             return leaf
 
-        args, kwargs = tree_map(cut, (self.args, self.kwargs))
+        args, kwargs = mapped(cut, (self.args, self.kwargs))
         reuse = (
             self.in_place is not None
             and self.args[0] is self.inputs[0]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .attention import Attention
 from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
+from .trees import mapped
 from .windows import Convolution, Moments, Normalised, Padded, Resized
 
 Handler = Callable[..., Any]
@@ -39,7 +39,7 @@ def handler_of(func: Any) -> Handler | None:
 
 def likes(args: Any) -> Any:
     """The arguments with tensors on ``meta`` in the place of nodes and tensors."""
-    return tree_map(
+    return mapped(
         lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
         args,
     )
@@ -52,7 +52,7 @@ def captured(args: Any) -> Any:
         is_own = not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.numel() > _SMALL
         return leaf if is_own else leaf.clone()
 
-    return tree_map(keep, args)
+    return mapped(keep, args)
 
 
 def lasts(*tensors: Tensor | None) -> bool:

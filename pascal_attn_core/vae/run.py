@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .lazy import Known, Lazy, Pointwise, aten
 from .room import Queues, Room, Value
+from .trees import leaves
 from .windows import Moments
 
 
@@ -284,7 +284,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def same_random_numbers(arguments: Any, device: torch.device) -> Iterator[None]:
     """What the block draws from torch's generators and from those among ``arguments`` leaves no trace."""
-    generators = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Generator)]
+    generators = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     devices = [device] if device.type == "cuda" else []
     try:

@@ -234,7 +234,7 @@ def _to_half(numbers: np.ndarray) -> np.ndarray:
 
 def _dot2(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     products = x.view(np.float16).astype(F64) * y.view(np.float16).astype(F64)  # low, high, low, ...
-    return (products[::2] + products[1::2] + z).astype(F32)
+    return (products[..., ::2] + products[..., 1::2] + z).astype(F32)
 
 
 _plain("uuf", "v_dot2_f32_f16", _dot2)
@@ -306,3 +306,13 @@ def _or_of_halves(wave: Wave, i: Instruction) -> None:
 
 
 VECTOR |= {"v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves}
+
+# Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
+Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+PRODUCTS: dict[str, Product] = {
+    "v_dot2_f32_f16": _dot2,
+    "v_dot2c_f32_f16": _dot2,
+    "v_fma_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
+    "v_fmac_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
+    "v_mac_f32": lambda x, y, z: x.view(F32) * y.view(F32) + z,
+}

@@ -8,6 +8,7 @@ import torch
 from attn_support.amd.code import EXEC, instruction
 from attn_support.amd.machine import OPERATIONS
 from attn_support.amd.memory import Memory, OutsideOfMemory
+from attn_support.amd.together import rows_of_products
 from attn_support.amd.wave import POISON, Wave, everywhere
 
 LANES = np.arange(64, dtype=np.uint32)
@@ -193,3 +194,27 @@ def test_memory_is_that_of_its_tensors() -> None:
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(NotImplementedError):
         instruction("v_add_f32", "v1, v2, v3 quad_perm:[1,0,3,2]", 0)
+
+
+@pytest.mark.parametrize("exec_mask", [(1 << 64) - 1, 0x00FF00FF12345678])
+@pytest.mark.parametrize("name", ["v_fmac_f32 v{}, v{}, v{}", "v_dot2_f32_f16 v{0}, v{1}, v{2}, v{0}"])
+def test_products_at_once_are_those_one_by_one(wave: Wave, name: str, exec_mask: int) -> None:
+    """Also where the fourth reads what the second has written, and the last writes that again."""
+    numbers = [(10, 20, 21), (11, 20, 22), (12, 20, 23), (13, 11, 23), (14, 21, 22), (15, 24, 24), (11, 21, 22)]
+    row = [instruction(*name.format(*three).split(" ", 1), 0) for three in numbers]
+    operations = [OPERATIONS[i.name] for i in row]
+    found = rows_of_products(row, operations)
+    assert [a is not b for a, b in zip(found, operations)] == [True, False, False, True, False, False, False]
+    start = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).half().repeat_interleave(2, 1)
+    after = []
+    for chosen in (operations, found):
+        wave.vectors[:] = start.numpy().view(np.uint32)
+        wave.write_lanes(EXEC, exec_mask)
+        wave.place = 0
+        while wave.place < len(row):
+            wave.place += 1
+            with np.errstate(invalid="ignore"):
+                chosen[wave.place - 1](wave, row[wave.place - 1])
+        after.append(wave.vectors.copy())
+    assert (after[0] == after[1]).all()
+    assert (after[0][10:16] != start.numpy().view(np.uint32)[10:16]).any(axis=1).all()

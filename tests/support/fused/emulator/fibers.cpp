@@ -1,5 +1,6 @@
-// Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread, the next one drawn at random wherever a thread waits;
-// one block after the other, or several that take turns. What a GPU would not tell:
+// Runs CUDA C++ kernel source on a CPU: one fiber per CUDA thread. Where a thread waits, another one of its wave goes on,
+// drawn at random; where lanes have met, or all of a wave wait, another wave does, drawn at random, too. One block runs
+// after the other, or several take turns. What a GPU would not tell:
 //   a barrier that not all threads reach            -> DEADLOCK (nobody can move)
 //   shared memory that is read before it is written -> NaN: it is poisoned before every block
 //   a missing barrier                               -> other numbers: the order of the threads is random, and warps drawn
@@ -13,46 +14,18 @@ Index3 blockIdx, gridDim;
 namespace emu {
 unsigned current;
 State state;
-static uint64_t random_state = 1, barriers = 0;
+uint64_t random_state = 1;
+static uint64_t barriers = 0;
 
-// swapcontext asks the kernel for the signal mask each time, which is most of its cost: it starts a fiber, and jumps go
-// back and forth. The address sanitizer knows the former only. To the compiler either changes anything at all (noipa).
-#ifdef __SANITIZE_ADDRESS__
-static void resume(Fiber& fiber) {
-    fiber.started = true;
-    swapcontext(&state.main, &fiber.context);
-}
-
-static void leave() { swapcontext(&state.fibers[current].context, &state.main); }
-#else
-static __attribute__((noipa)) void resume(Fiber& fiber) {
-    if (_setjmp(state.main_place)) return;
-    if (fiber.started) _longjmp(fiber.place, 1);
-    fiber.started = true;
-    setcontext(&fiber.context);
-}
-
-static __attribute__((noipa)) void leave() {
-    if (!_setjmp(state.fibers[current].place)) _longjmp(state.main_place, 1);
-}
-#endif
-
-void wait_for(const volatile uint32_t* number, uint32_t seen, bool is_counter) {
-    Watch& watch = state.waiting[current].watch;
-    watch = {number, seen, is_counter};
-    if (!is_counter || !watch.is_over()) leave();
-    watch.number = nullptr;
-}
-
-unsigned meet(Group& group, unsigned size) {
-    const unsigned seen = group.generation;
-    if (++group.waiting == size) {
-        group.waiting = 0;
-        ++group.generation;
-    } else {
-        wait_for(&group.generation, seen, false);
-    }
-    return seen;
+void wait_for(const volatile uint32_t* number, uint32_t wanted) {
+    Watch& watch = state.watches[current];
+    watch = {number, wanted};
+    if (watch.is_over()) return;
+    Wave& wave = state.of_lanes[current / PA_WAVE];
+    const uint64_t mine = 1ull << current % PA_WAVE;
+    wave.able &= ~mine;
+    wave.watching |= mine;
+    leave();
 }
 
 int block_or(int value) {
@@ -85,24 +58,18 @@ bool any_lane(bool value) {
 static void entry() {
     for (;;) {  // a thread of each block
         state.body(state.argument);
-        state.waiting[current].done = true;
+        state.fibers[current].waits_for_work = true;
+        state.of_lanes[current / PA_WAVE].able &= ~(1ull << current % PA_WAVE);
         --state.alive;
         leave();
     }
-}
-
-static uint64_t draw() {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state;
 }
 
 static void start(unsigned threads) {
     state.threads = state.alive = threads;
     if (threads > state.fibers.count) {
         state.fibers.assign(threads, Fiber());
-        state.waiting.assign(threads, Waiting());
+        state.watches.assign(threads);
         free(state.stacks);
         state.stacks = (char*)malloc(STACK * threads);  // memory that nobody touches is none
     }
@@ -111,24 +78,20 @@ static void start(unsigned threads) {
     state.votes.assign(2 * state.waves.count, 0);
     if (2 * threads > state.exchange.count) state.exchange.assign(2 * threads);
     state.block = Group();
+    state.of_lanes.assign(threads / PA_WAVE, {ALL_LANES, 0});
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& fiber = state.fibers[i];
-        const bool waits_for_work = fiber.started && state.waiting[i].done;
-        state.waiting[i] = {Watch(), false};
+        const bool waits_for_work = fiber.waits_for_work;
+        fiber.waits_for_work = false;
         if (waits_for_work) continue;
-        fiber.started = false;  // at first, and after a deadlock
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = state.stacks + STACK * i;
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, (void (*)())entry, 0);
+        fiber.begin(entry, state.stacks + STACK * i);  // at first, and after a deadlock
     }
 }
 
-// Which warps run for a while, as a mask: all of them, one alone, or about half. Where warps meet at every instruction
-// of theirs, drawing the next thread alone would keep all warps in step.
-static uint64_t draw_warps(unsigned warps) {
-    const uint64_t one = 1ull << draw() % warps;
+// Which waves run for a while, as a mask: all of them, one alone, or about half. Where they meet at every instruction
+// of theirs, drawing the next thread alone would keep all waves in step.
+static uint64_t draw_waves(unsigned waves) {
+    const uint64_t one = 1ull << draw() % waves;
     switch (draw() % 4) {
     case 0: return ~0ull;
     case 1: return one;
@@ -143,20 +106,33 @@ static void begin_block(unsigned threads, void (*body)(void*), void* argument) {
     state.running = ~0ull;
     state.turns = 0;
     start(threads);
-    state.ready.assign(threads);
+    state.ready.assign(threads / PA_WAVE);
 }
 
 // AHEAD: the warps that ran wait for the others. DEADLOCK: the threads wait for each other at different barriers, or some
 // have left a barrier that others wait at.
 enum Progress { GOES_ON, AHEAD, DONE, DEADLOCK };
 
+// Whether any lane can; those whose counters have got there can, from now on.
+static bool can_run(unsigned number) {
+    Wave& wave = state.of_lanes[number];
+    for (uint64_t rest = wave.watching; rest; rest &= rest - 1) {
+        const unsigned lane = __builtin_ctzll(rest);
+        if (!state.watches[number * PA_WAVE + lane].is_over()) continue;
+        wave.watching &= ~(1ull << lane);
+        wave.able |= 1ull << lane;
+    }
+    return wave.able;
+}
+
 // Lets the threads of this block run for so many rounds. is_shared: other blocks take turns with it.
 static Progress run_rounds(uint64_t rounds, bool is_shared) {
     unsigned* const ready = state.ready.items;
+    const unsigned waves = state.threads / PA_WAVE;
     for (; rounds > 0 && state.alive; --rounds) {
         unsigned count = 0;
-        for (unsigned thread = 0; thread < state.threads; ++thread)
-            if (state.running >> (thread / PA_WAVE) & 1 && state.waiting[thread].can_run()) ready[count++] = thread;
+        for (unsigned wave = 0; wave < waves; ++wave)
+            if (state.running >> wave & 1 && can_run(wave)) ready[count++] = wave;
         if (!count) {
             if (state.running == ~0ull) return DEADLOCK;
             state.running = ~0ull;
@@ -164,15 +140,17 @@ static Progress run_rounds(uint64_t rounds, bool is_shared) {
             if (is_shared) return AHEAD;
             continue;
         }
-        // In random order: of the rest, one at a time.
+        // In random order: of the rest, one at a time, until its lanes have met or none of them can run.
         for (; count > 0; --count) {
             unsigned& drawn = ready[(draw() >> 32) * count >> 32];
-            current = drawn;
+            const unsigned wave = drawn;
             drawn = ready[count - 1];
-            resume(state.fibers[current]);
+            current = wave * PA_WAVE + draw_lane(state.of_lanes[wave].able);
+            state.has_met = false;
+            state.main.jump(state.fibers[current]);
         }
         if (state.turns-- == 0) {
-            state.running = draw_warps(state.threads / PA_WAVE);
+            state.running = draw_waves(waves);
             state.turns = draw() % (32u << draw() % 8);  // up to some tiles
         }
     }

@@ -30,8 +30,8 @@ int block_or(int value);
 bool any_lane(bool value);
 // The value of another lane of this thread's warp.
 uint32_t exchange(uint32_t value, unsigned lane);
-// This thread goes on once the watched number is another, or for a counter has reached `seen`.
-void wait_for(const volatile uint32_t* number, uint32_t seen, bool is_counter);
+// This thread goes on once the counter has reached `wanted`.
+void wait_for(const volatile uint32_t* counter, uint32_t wanted);
 
 // warp.cpp; what they give is said where kernels call them, in warp_on_cpu.h.
 unsigned ballot(bool vote);

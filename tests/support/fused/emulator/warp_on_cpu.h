@@ -56,6 +56,6 @@ static inline void emu_signal(volatile uint32_t* counter, uint32_t n) {
 
 // Until each of `count` counters is at least n. A loop that reads shared memory until it changes would never end here.
 static inline void emu_wait_for(volatile uint32_t* counters, int count, uint32_t n) {
-    for (int i = 0; i < count; ++i) emu::wait_for(counters + i, n, true);
+    for (int i = 0; i < count; ++i) emu::wait_for(counters + i, n);
     __syncwarp();
 }

@@ -1,0 +1,39 @@
+"""Arguments of operators: numbers, tensors, and tuples, lists and dicts of them.
+
+``torch.utils._pytree`` knows more containers and takes several times as long, which adds up: every operator of a
+decoder in bands looks through its arguments again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils import _pytree
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same containers with ``function(leaf)`` in the place of each leaf, from the first to the last."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([mapped(function, item) for item in tree])
+    if kind is list:
+        return [mapped(function, item) for item in tree]
+    if kind is dict:
+        return {name: mapped(function, item) for name, item in tree.items()}
+    return _pytree.tree_map(function, tree) if isinstance(tree, (tuple, list, dict)) else function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves from the first to the last."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        for item in tree:
+            yield from leaves(item)
+    elif kind is dict:
+        for item in tree.values():
+            yield from leaves(item)
+    elif isinstance(tree, (tuple, list, dict)):
+        yield from _pytree.tree_leaves(tree)
+    else:
+        yield tree

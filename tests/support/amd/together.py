@@ -1,0 +1,69 @@
+"""Products that follow one another, executed at once: most of what a kernel does is rows of them, and numpy takes as
+long for one instruction as for dozens.
+
+Only where the order cannot matter: no instruction of such a row reads or writes what an earlier one writes. A branch
+into a row executes the rest of it one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .code import Instruction
+from .scalar import Operation
+from .vector import PRODUCTS, Product
+from .wave import U32, Wave
+
+MOST = 64
+
+
+def rows_of_products(instructions: list[Instruction], operations: list[Operation]) -> list[Operation]:
+    """The operations, with that of the first product of each row in place of all of them."""
+    found, place = list(operations), 0
+    while place < len(instructions):
+        count = _row_at(instructions, place)
+        if count > 2:
+            found[place] = _together(instructions[place : place + count])
+        place += max(1, count)
+    return found
+
+
+def _row_at(instructions: list[Instruction], place: int) -> int:
+    """How many products from here on can be executed at once."""
+    name, written, count = instructions[place].name, set(), 0
+    if name not in PRODUCTS:
+        return 0
+    for i in instructions[place : place + MOST]:
+        plain = all(o.kind == "v" and not o.negative and not o.absolute for o in i.operands)
+        if i.name != name or not plain or i.options or written & {o.number for o in i.operands}:
+            break
+        written.add(i.operands[0].number)
+        count += 1
+    return count
+
+
+def _together(row: list[Instruction]) -> Operation:
+    product: Product = PRODUCTS[row[0].name]
+    numbers = [np.array([operand.number for operand in place]) for place in zip(*(i.operands for i in row))]
+    destination, x, y, summand = (*numbers, numbers[0])[:4]  # without one of its own it is the destination
+    # Registers are looked up once where several products share them.
+    of_x, of_y = _shared(x), _shared(y)
+
+    def run(wave: Wave, _: Instruction) -> None:
+        found = product(of_x(wave.vectors), of_y(wave.vectors), wave.floats[summand]).view(U32)
+        if wave.all_lanes:
+            wave.vectors[destination] = found
+        else:
+            wave.vectors[destination] = np.where(wave.lanes, found, wave.vectors[destination])
+        wave.place += len(row) - 1
+
+    return run
+
+
+def _shared(registers: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    first = int(registers[0])
+    if (registers == first).all():
+        return lambda vectors: vectors[first : first + 1]
+    return lambda vectors: vectors[registers]
