@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import lzma
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -69,8 +70,10 @@ def compiled(variant: Compilation, arch: int) -> _nvrtc.Compiled:
     if not log.exists():
         result = nvrtc(arch).compile(source(variant.kind), arch, variant.macros())
         BUILD.mkdir(parents=True, exist_ok=True)
-        cubin.write_bytes(result.cubin)
-        log.write_text(result.log)  # last: it says that both are there
+        for path, content in ((cubin, result.cubin), (log, result.log.encode())):  # the log last: both are there
+            unfinished = path.with_name(f"{path.name}-{os.getpid()}")
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
     return _nvrtc.Compiled(cubin.read_bytes(), log.read_text())
 
 

@@ -51,9 +51,9 @@ def _compile(variant: Compilation, arch: int) -> nvrtc.Compiled:
 
 
 def _cubin(variant: Variant, arch: int = 61) -> bytes:
-    """The one that ships, where it was made from this source by this compiler, else one compiled here."""
+    """The one that ships, where it was made from this source by this compiler, else one compiled here, once."""
     shipped = prebuilt.load(variant, arch) if tuple(prebuilt.manifest().get("nvrtc", ())) == tool.NVRTC else None
-    return _compile(variant, arch).cubin if shipped is None else shipped
+    return tool.compiled(variant, arch).cubin if shipped is None else shipped
 
 
 def _drawn(count: int) -> list[tuple[str, int]]:
@@ -117,16 +117,17 @@ def test_most_instructions_are_the_multiplications_of_attention(head_dim: int) -
         ("grad_query", 40, "float16", 0.79),
         ("grad_query", 64, "float32", 0.828),
         ("grad_query", 72, "bfloat16", 0.776),
-        ("grad_query", 112, "float16", 0.772),
         ("grad_query", 128, "float32", 0.801),
         ("grad_key_value", 40, "float16", 0.754),
         ("grad_key_value", 64, "float32", 0.81),
         ("grad_key_value", 72, "bfloat16", 0.75),
-        ("grad_key_value", 112, "float16", 0.761),
         ("grad_key_value", 128, "float32", 0.796),
-        *(("grad_all", dim, "float32", 0.71) for dim in (32, 40, 48, 72)),
-        *(("grad_all", dim, "float16", 0.736) for dim in (64, 80, 96, 112, 160)),
+        ("grad_all", 32, "float32", 0.725),
+        ("grad_all", 40, "float32", 0.71),
+        ("grad_all", 64, "float32", 0.787),
         ("grad_all", 64, "bfloat16", 0.745),
+        ("grad_all", 96, "float16", 0.782),
+        ("grad_all", 112, "float16", 0.75),
         ("grad_all", 128, "float32", 0.789),
         ("grad_all", 192, "float32", 0.784),
     ],
@@ -162,8 +163,8 @@ def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a(columns: int, pr
 
 @needs_nvrtc
 def test_a_share_of_another_kernel_than_the_source_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = Variant("grad_key_value", 128, "float16")  # several chunks: loops
-    cubin = _compile(variant, 61).cubin
+    variant = Variant("grad_key_value", 128, "float32")  # several chunks: loops
+    cubin = _cubin(variant)
     right = KERNELS[variant.kind]
     for wrong in ({"row_products": 1}, {"column_products": 1}, {"around": 2}):
         monkeypatch.setitem(KERNELS, variant.kind, replace(right, **wrong))
