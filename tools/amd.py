@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import lzma
+import os
 import re
 import shutil
 import subprocess
@@ -79,7 +80,7 @@ def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
         kernel, result = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
         kernel.write_text(text)
         command = [path, "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-w",
-                   *clang_options(variant), *more,
+                   *_options(variant), *more,
                    "-o", str(result), str(kernel)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -87,8 +88,7 @@ def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
         return result.read_bytes()
 
 
-def clang_options(variant: Variant) -> list[str]:
-    """What clang is told of a variant beside its source."""
+def _options(variant: Variant) -> list[str]:
     macros = (f"-D{name}={value}" for name, value in variant.macros().items())
     target = amd_geometry.compile_target(variant.arch)
     return [f"--offload-arch={target}", *amd_geometry.options(variant.arch), *macros]
@@ -97,7 +97,7 @@ def clang_options(variant: Variant) -> list[str]:
 def code_hash(variant: Variant) -> str:
     """Of all that its machine code depends on: what the preprocessor leaves of its source, and clang's options."""
     preprocessed = _run_clang(variant, source(variant.kind, variant.arch), ("-E", "-P")).decode().split()
-    options = [option for option in clang_options(variant) if not option.startswith("-D")]
+    options = [option for option in _options(variant) if not option.startswith("-D")]
     return hashlib.sha256(" ".join([*options, *preprocessed]).encode()).hexdigest()
 
 
@@ -107,7 +107,7 @@ def compiled(variant: Variant) -> bytes:
     if not path.exists():
         image = compile_variant(variant)
         BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
+        unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(image)
         unfinished.replace(path)
     return path.read_bytes()

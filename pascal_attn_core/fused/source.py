@@ -257,9 +257,9 @@ _GRAD_KEY_VALUE_TIGHT = {
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
     256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
 }
-# Without masks and padding there are registers for factors that are read ahead. Few columns are staged in one chunk:
-# that saves a third of what is not a multiplication, and most barriers.
-_ONE_CHUNK = {
+# Without masks and padding there are registers for factors that are read ahead, and for large chunks: up to head_dim 64
+# one holds all columns, and one all rows, which saves most barriers.
+_LARGE_CHUNKS = {
     **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=64, parts=1) for dim in (32, 40, 48)},
     64: Geometry(64, 64, 16, 8, depth=64, staged=64, parts=1),
     72: Geometry(64, 64, 8, 16, depth=24, parts=1),
@@ -270,11 +270,11 @@ def _ahead(table: dict[int, Geometry]) -> dict[int, Geometry]:
     return {dim: replace(geometry, ahead=True) for dim, geometry in table.items()}
 
 
-_GRAD_QUERY = _ahead({**_GRAD_QUERY_MASKED, **_ONE_CHUNK})
-_GRAD_KEY_VALUE = _ahead({**_GRAD_KEY_VALUE_MASKED, **_ONE_CHUNK})
+_GRAD_QUERY = _ahead({**_GRAD_QUERY_MASKED, **_LARGE_CHUNKS})
+_GRAD_KEY_VALUE = _ahead({**_GRAD_KEY_VALUE_MASKED, **_LARGE_CHUNKS})
 # With the sums of a tile's part of dQ on top.
 _GRAD_ALL = {
-    **_ONE_CHUNK,
+    **_LARGE_CHUNKS,
     **dict.fromkeys((80, 96), Geometry(64, 64, 16, 8, parts=1)),
     **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, parts=1, blocks=1)),
     **dict.fromkeys((160, 192), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
@@ -286,6 +286,7 @@ _GRAD_ALL_TIGHT = {
     **dict.fromkeys((80, 96), _GRAD_ALL[128]),
     112: _GRAD_ALL[160],
 }
+# In large chunks bfloat16 spills on sm_75.
 _GRAD_ALL_BFLOAT16 = {**_GRAD_ALL, 64: _GRAD_ALL_TIGHT[64]}
 HEAD_DIMS = tuple(_FORWARD)
 GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)

@@ -7,6 +7,7 @@
 //   PA_KC       depth of a staged chunk of a row-by-row product (X Y^T);  PA_VC rows staged at a time of P Y
 //   PA_PSPLIT   how many parts P is passed through shared memory in;  PA_MINB blocks that shall fit one SM
 //   PA_AHEAD    1: the factors of a step of a product are read while the step before is computed
+//   PA_ALL      1: gradients in five products (query_sums.cuh), undefined: other kernels
 //   PA_FLUSH    tiles after which float32 sums move to the output (0: never), see flush_sums
 // and on AMD's cards, with PA_AMD 1:
 //   PA_WAVE     lanes of a wave

@@ -21,7 +21,6 @@ import pytest
 import torch
 from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
-from attn_support.amd.compiled import compiled
 from attn_support.fused.cases import Emulated, backward, forward, poisoned, whole
 from attn_support.fused.packed import each_alone, ends_of
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
@@ -61,7 +60,7 @@ def _shipped(variant: Variant) -> bytes:
 
 @functools.cache
 def _shipped_or_compiled(variant: Variant) -> bytes:
-    return prebuilt.find_amd(variant) or compiled(variant)
+    return prebuilt.find_amd(variant) or tool.compiled(variant)
 
 
 def _inputs(dtype: torch.dtype, dim: int, queries: int, keys: int, mask: str = "none") -> list[Tensor | None]:

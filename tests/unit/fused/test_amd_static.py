@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attn_support.amd.compiled import compiled
 from attn_support.fused.emulation import PARAMS
 from attn_support.profile import seeds, times
 
@@ -166,7 +165,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
 def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Path) -> None:
     path = tmp_path / "code"
     for kind in ("grad_query", "grad_key_value"):
-        path.write_bytes(compiled(Variant(kind, 64, "float16", arch=arch)))
+        path.write_bytes(tool.compiled(Variant(kind, 64, "float16", arch=arch)))
         text = subprocess.run([str(OBJDUMP), "-d", str(path)], capture_output=True, text=True, check=True).stdout
         assert ("v_dot2" in text) == amd_geometry.has_dots(arch)
 
@@ -282,7 +281,7 @@ def test_waves_follow_from_registers_and_shared_memory(
 def test_clang_says_what_the_table_says(place: int) -> None:
     cells = [(v, arch) for arch in ARCHS for v in tool.table_variants(arch)]
     variant, arch = random.Random(seeds(1)[0] + place).choice(cells)
-    code = compiled(variant)
+    code = tool.compiled(variant)
     check_metadata(variant, code)
     assert tool.cell(variant, tool.facts(code)) == tool.read_table()[tool.row_name(variant)][arch]
 
@@ -291,7 +290,7 @@ def test_clang_says_what_the_table_says(place: int) -> None:
 @pytest.mark.parametrize("place", range(times(4)))
 def test_variants_that_are_in_no_table_need_no_scratch_either(place: int) -> None:
     variant = random.Random(seeds(1)[0] + place).choice([v for arch in ARCHS for v in amd_variants(arch)])
-    check_metadata(variant, compiled(variant))
+    check_metadata(variant, tool.compiled(variant))
 
 
 @needs_clang
