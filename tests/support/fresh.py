@@ -41,6 +41,7 @@ def execute(
     paths: tuple[Path, ...] = (),
     stdin: str = "",
     cwd: Path | None = None,
+    preload: Path | None = None,
 ) -> Done:
     """Run a program; this package is found in it, and nothing of it is loaded.
 
@@ -49,6 +50,7 @@ def execute(
         arguments: ``sys.argv`` behind the first.
         env: its whole environment; None = that of this process.
         paths: folders to import from before all others.
+        preload: a shared library that is loaded before all others.
     """
     env = dict(os.environ) if env is None else {**PLAIN, **env}
     job: dict[str, Any] = {
@@ -63,7 +65,7 @@ def execute(
         files = {name: Path(folder) / name for name in ("stdin", "stdout", "stderr")}
         files["stdin"].write_text(stdin, encoding="utf-8")
         job |= {name: str(path) for name, path in files.items()}
-        returncode = _served(job) if hasattr(os, "fork") else _started(job)
+        returncode = _served(job, preload) if hasattr(os, "fork") else _started(job, preload)
         out, err = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
     return Done(returncode, out, err)
 
@@ -96,17 +98,21 @@ def call(function: Callable[..., object], *arguments: str) -> None:
     )
 
 
-def _started(job: dict[str, Any]) -> int:
+def _preloading(preload: Path | None) -> dict[str, str]:
+    return {} if preload is None else {"LD_PRELOAD": str(preload), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+def _started(job: dict[str, Any], preload: Path | None) -> int:
     with open(job["stdin"]) as stdin, open(job["stdout"], "w") as stdout, open(job["stderr"], "w") as stderr:
-        env = {**job["env"], "PYTHONPATH": os.pathsep.join(job["paths"])}
+        env = {**job["env"], "PYTHONPATH": os.pathsep.join(job["paths"]), **_preloading(preload)}
         command = [sys.executable, "-c", job["code"], *job["arguments"]]
         return subprocess.run(
             command, env=env, cwd=job["cwd"], stdin=stdin, stdout=stdout, stderr=stderr, timeout=TIMEOUT
         ).returncode
 
 
-def _served(job: dict[str, Any]) -> int:
-    server = _server()
+def _served(job: dict[str, Any], preload: Path | None) -> int:
+    server = _server(preload)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(job) + "\n")
@@ -117,9 +123,12 @@ def _served(job: dict[str, Any]) -> int:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(preload: Path | None) -> subprocess.Popen[str]:
     """One for each process that runs tests."""
-    server = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, **_preloading(preload)}
+    server = subprocess.Popen(
+        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     atexit.register(_stop, server)
     return server
 
