@@ -132,6 +132,26 @@ def _is_not_zero_without_keys(device: torch.device, dtype: torch.dtype) -> bool:
     return False
 
 
+def _repeats_over_keys(call: AttentionCall) -> bool:
+    mask = _mask_of(call)
+    return mask is not None and call.seq_len_kv > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
+
+
+def _misreads_repetitions(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value = _inputs(device, dtype)
+    of_rows = _wave((_TOKENS, 1), device, dtype)
+    return any(_is_wrong(query, key, value, mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
+
+
+def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
+    return call.query.dtype == torch.float16 and call.query.device.type == "cpu" and not call.is_empty
+
+
+def _rounds_scores(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key, value = _inputs(device, dtype)
+    return _is_wrong(query * 100, key * 100, value, None)
+
+
 def _may_have_swallowing_rows(call: AttentionCall) -> bool:
     mask = _mask_of(call)
     return mask is not None and mask.dtype != torch.bool and call.needs_grad
@@ -191,6 +211,18 @@ FAULTS = (
         _has_rows_that_may_lack_keys,
         _is_not_zero_without_keys,
         _has_rows_without_keys,
+    ),
+    Fault(  # the CPU's kernel before torch 2.5
+        "masks that repeat over keys",
+        "torch's fused kernels misread masks with one number for all keys",
+        _repeats_over_keys,
+        _misreads_repetitions,
+    ),
+    Fault(  # the CPU's kernel before torch 2.5
+        "scores rounded to float16",
+        "torch's fused kernels round scores to float16",
+        _is_float16_on_a_cpu,
+        _rounds_scores,
     ),
     Fault(  # they take the maximum, or mask with -inf, before they scale
         "scales that are not positive",

@@ -144,7 +144,7 @@ def _entry(call: Call, built: Built) -> Iterator[Callable[..., tuple[Tensor, Ten
         with patch_sdpa(built.config):
             by_name = call.entry.endswith("by name") and (_TORCH_KNOWS_GROUPS or not call.enable_gqa)
             function = TORCH if by_name else F.scaled_dot_product_attention
-            left_out = {"enable_gqa"} if by_name and not _TORCH_KNOWS_GROUPS else set()
+            left_out = set() if _TORCH_KNOWS_GROUPS or call.enable_gqa else {"enable_gqa"}
             yield lambda *args, **options: (
                 function(*args, **{name: value for name, value in options.items() if name not in left_out}),
                 None,

@@ -53,7 +53,8 @@ def _child(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    if hasattr(torch, "accelerator"):
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
