@@ -53,6 +53,7 @@ def _masks() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", _masks())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

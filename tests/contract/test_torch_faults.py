@@ -89,6 +89,7 @@ def test_the_same_in_other_dtypes(dtype: torch.dtype) -> None:
         assert max(_errors(sdpa, leaves, mask)) < (1e-10 if dtype == torch.float64 else 2e-2)
 
 
+@pytest.mark.torch_2_5
 def test_other_float_masks_keep_torchs_kernel() -> None:
     """A look at the mask's values decides, since its kernel is faster; and nothing is looked at without gradients."""
     leaves, low = _masked(600)

@@ -116,6 +116,7 @@ NOT_SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize("options", [*SHORT, *NOT_SHORT], ids=lambda options: "-".join(options) or "plain")
 def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
@@ -146,6 +147,7 @@ PLAIN_CALLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize(("q_shape", "kv_shape", "options"), PLAIN_CALLS)
 @pytest.mark.parametrize("config", [AUTO, AttentionConfig(route="torch"), AttentionConfig(math_limit_mib=0)], ids=str)
 def test_what_is_plainly_short_is_short(

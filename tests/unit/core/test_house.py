@@ -6,6 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
 from attn_support.fresh import run
 
 import pascal_attn_core
@@ -19,6 +20,7 @@ def _modules() -> dict[str, ast.Module]:
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 
 
+@pytest.mark.torch_2_5
 def test_importing_loads_no_host_and_starts_no_cuda() -> None:
     hosts = [
         "torch._dynamo",

@@ -198,6 +198,7 @@ def _closed_over(query, key, value, slopes):
 OUTSIDE = _mask(lambda b, h, i, j: -SLOPES[h] * (i - j).abs())
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("function", "fullgraph"), [
     (_with_registered_rule, True), (_with_alibi, True), (_with_a_closure, False), (_closed_over, False),
@@ -216,6 +217,7 @@ def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(functi
                 torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.torch_2_5
 def test_an_unregistered_rule_under_fullgraph_is_an_error_and_no_matrix() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(_with_a_closure, backend="aot_eager", fullgraph=True)

@@ -23,6 +23,7 @@ def test_it_is_what_torch_means(mask: str | None, is_causal: bool, scale: float 
     torch.testing.assert_close(reference_sdpa(query, key, value, bias, is_causal, scale)[0], expected)
 
 
+@pytest.mark.torch_2_5
 def test_grouped_heads_share_keys_and_values() -> None:
     query, key, value = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
     expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)

@@ -240,6 +240,7 @@ def test_all_threads_are_served_while_patches_come_and_go() -> None:
     assert seen_there == [True]
 
 
+@pytest.mark.torch_2_5
 def test_gradients_dropout_autocast_and_gqa_come_to_us() -> None:
     q, k, v = (t.requires_grad_() for t in qkv(heads=4))
     with patch_sdpa(TILED):

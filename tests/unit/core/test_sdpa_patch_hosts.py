@@ -126,6 +126,7 @@ def test_compiled_models_follow_the_switch() -> None:
     assert not served(lambda: compiled(x))
 
 
+@pytest.mark.torch_2_5
 def test_torchscript_and_traces_hold_torchs_operator() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)

@@ -182,6 +182,7 @@ def test_a_bool_mask_is_copied_some_queries_at_a_time(received, shape: tuple[int
     assert max(call["query"].shape[2] for call in received) <= max(form.q_step, 200 * (1 << 16) // (mask.numel() * 4))
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["contiguous", "columns first", "repeated", "any byte but 0 is true"])
 def test_a_bool_mask_gives_the_bits_that_it_gives_torch(received, dtype: torch.dtype, layout: str) -> None:

@@ -603,6 +603,7 @@ def test_torchscript_is_passed_over_with_a_reason() -> None:
                 assert "TorchScript" in _why(patch)
 
 
+@pytest.mark.torch_2_5
 def test_compiled_children_are_chunked_and_compiled_modules_say_why_not() -> None:
     x, child = torch.randn(1, TOKENS, WIDTH), Ffn().eval()
     child.fc1 = torch.compile(child.fc1, backend="eager")
@@ -668,6 +669,7 @@ class Clipped(Product):
         return grad * two, grad * one
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize(("function", "state"), [(Product, "chunked"), (Clipped, "refused")])
 def test_a_weights_own_backward_pass_is_tried(function: type[Product], state: str) -> None:
     scale = {name: nn.Parameter(torch.randn(WIDTH)) for name in ("one", "two")}

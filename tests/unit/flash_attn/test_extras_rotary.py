@@ -293,6 +293,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(call: Any, word
     assert torch.equal(x, before)
 
 
+@pytest.mark.torch_2_5
 def test_it_compiles_as_one_graph() -> None:
     cos, sin = tables(6, 4, torch.float32)
     x = torch.randn(1, 6, 2, 8, requires_grad=True)

@@ -88,6 +88,7 @@ def test_sequences_of_different_lengths_are_one_launch(queued: list[Launch], how
     assert seen.routes() == {"fused": 1}
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize(
     "how",
     [
