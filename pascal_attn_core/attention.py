@@ -202,18 +202,19 @@ def _attend(
     *,
     with_lse: bool,
 ) -> Any:
-    """A call of ``function``: out, or (out, lse). While something is compiled, and for fake tensors and others with a
-    dispatch of their own, it is one operator."""
+    """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
+    others with a dispatch of their own, it is one operator."""
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
-    is_compiling = torch.compiler.is_compiling()
-    if not is_plain and not is_compiling:
+    # While torch.jit.trace records, sizes are tensors, with which no route can work.
+    is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if not is_plain and not torch.compiler.is_compiling():
         overriding = (query, key, value, attn_mask, options.sinks)
         if has_torch_function(overriding):
             first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
             return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
-    if is_compiling or (
+    if is_recorded or (
         not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
     ):
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it

@@ -125,6 +125,33 @@ def test_transforms_of_functions_work_or_say_what_does(transform) -> None:
         transform(lambda query: sdpa(query, query, query, config=TILED))
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("config", [None, TILED], ids=["auto", "tiled"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 3), "softcap": 2.0}], ids=str)
+def test_a_trace_serves_all_lengths_with_and_without_gradients(config, requires_grad: bool, options: dict) -> None:
+    def attend(query: Tensor) -> Tensor:
+        return sdpa(query, query, query, **options, config=config)
+
+    with torch.set_grad_enabled(requires_grad):
+        traced = torch.jit.trace(attend, torch.randn(1, 2, 800, 8, requires_grad=requires_grad))
+    for length in (800, 70):
+        query = torch.randn(2, 2, length, 8, requires_grad=True)
+        expected = sdpa(query, query, query, **options, config=TILED)
+        torch.testing.assert_close(traced(query), expected, atol=1e-5, rtol=1e-5)
+        actual = torch.autograd.grad(traced(query).square().sum(), query)
+        torch.testing.assert_close(actual, torch.autograd.grad(expected.square().sum(), query), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(query), expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_trace_needs_a_registered_rule() -> None:
+    query = torch.randn(1, 2, 70, 8)
+    mask = LazyMask((1, 1, 70, 70), lambda b, h, i, j: i >= j, device="cpu")
+    with pytest.raises(TypeError, match=r"under torch\.jit\.trace mask_rule must register the rule"):
+        torch.jit.trace(lambda query: sdpa(query, query, query, mask), query)
+
+
 def test_a_negated_view_is_read_as_what_it_means() -> None:
     query = torch._neg_view(torch.randn(1, 2, 70, 8))
     assert query.is_neg()
