@@ -77,13 +77,17 @@ def call(
             out, lse = run_outside(query, key, value, attn_mask, options, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
+    is_traced = torch._C._get_tracing_state() is not None
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
-    is_traced = torch._C._get_tracing_state() is not None
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
     if options.window is not None:
         sides = [-1 if side is None else side for side in options.window]
         options = options._replace(window=sides)  # type: ignore[arg-type]
+    if is_traced:  # sizes are tensors, which no list of a traced operator may hold
+        rule = (rule[0], [int(size) for size in rule[1]], rule[2])
+        if options.window is not None:
+            options = options._replace(window=(int(options.window[0]), int(options.window[1])))
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
     return AttentionOutput(out, lse)
