@@ -113,7 +113,7 @@ def _token(config: AttentionConfig | None) -> str:
 
 
 def _config(token: str) -> AttentionConfig:
-    token = token.removeprefix(_TAG)
+    token = token.partition("|")[2]  # whatever the version: a saved graph may be older than this package
     return default_config() if token == _ENVIRONMENT else AttentionConfig.from_token(token)
 
 
