@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -448,14 +449,19 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def _unwrap_causal_bias(
-    query: Tensor, key: Tensor, attn_mask: Tensor, options: Options
-) -> tuple[Tensor | None, Options]:
-    """torch.nn.attention.bias.causal_upper_left / causal_lower_right: causal rules wrapped as tensor subclasses."""
-    from torch.nn.attention.bias import CausalBias, CausalVariant
+def is_causal_bias(mask: object) -> bool:
+    """Whether a mask is a ``CausalBias``. The module of that class is not imported for this, since it imports
+    torch._dynamo, half of the time that ``import torch`` takes: where there is such a mask, it is loaded."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
 
-    if not isinstance(attn_mask, CausalBias):
+
+def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Tensor | None, Options]:
+    """torch.nn.attention.bias.causal_upper_left / causal_lower_right: causal rules wrapped as tensor subclasses."""
+    if not is_causal_bias(attn_mask):
         return attn_mask, options
+    from torch.nn.attention.bias import CausalVariant
+
     if options.is_causal:
         raise ValueError("is_causal must be False with a CausalBias as attn_mask, got True")
     sizes, needed = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])

@@ -38,11 +38,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import check_call
+from .call import check_call, is_causal_bias
 from .config import AttentionConfig, default_config, number_of, switched_on
 from .interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching import Patch
@@ -54,7 +53,6 @@ __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 log = logging.getLogger("pascal_attn")
 
 _PACKAGE_NAME = __name__.split(".")[-2]  # also of a second copy, say one in a ComfyUI pack
-_MASKS = (*PLAIN, CausalBias)
 
 _lock = threading.RLock()
 _enabled: Patch | None = None
@@ -292,7 +290,9 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
     if isinstance(call, str):
         return False
     three, mask = call[:3], call.attn_mask
-    if any(type(t) not in PLAIN for t in three) or (mask is not None and type(mask) not in _MASKS):
+    if any(type(t) not in PLAIN for t in three):
+        return False
+    if mask is not None and type(mask) not in PLAIN and not is_causal_bias(mask):
         return False
     if any(t.is_nested or t.layout is not torch.strided or t.is_quantized for t in three):
         return False

@@ -7,6 +7,7 @@ once. The rounding of x counts as well, per element of x.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from maxwell import Instruction, decode, sections
@@ -59,6 +60,7 @@ def linear_share(
     return LinearShare(needed / issued, per_chunk / len(loop), whole, rotated)
 
 
+@cache
 def _compiled(library: Nvrtc, dtype: int, rotation: int) -> dict[str, bytes]:
     text = source(KIND)
     for what, value in {**_DECIDED, "p.rotation": str(rotation)}.items():

@@ -111,8 +111,7 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
         keys = 5 * geometry.cols if variant.cuts_keys else geometry.cols + 9
         if variant.is_even:
             keys += geometry.rows
-        if (variant.on_tensor_cores and "key_value" in variant.kind) or variant.kind == "grad_all":
-            # the rows of its tiles are keys
+        if variant.is_gradient and variant.gradients.stop == 3:  # the rows of its tiles are keys
             rows, keys = keys, rows
     generator = torch.Generator(device).manual_seed(1)
     dtype = getattr(torch, variant.dtype)

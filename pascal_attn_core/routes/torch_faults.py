@@ -34,15 +34,17 @@ class Fault:
 
     Attributes:
         reason: the sentence for errors and reports; ``{call}`` is the call.
-        concerns: whether it could make the result or the gradients of a call wrong; its second argument: whether it may
-            read the values of tensors. Where it may not, the answer is yes if it could be.
+        concerns: whether it could make the result or the gradients of such a call wrong, whatever its tensors hold.
         probe: makes a small call of the kind with torch's function on a device, in a dtype: whether it is wrong.
+        is_in: whether the values of a call's tensors make it wrong; None = all do. Asked only where torch shows the
+            fault; where looking is not possible, or costs more than another route, it is assumed.
     """
 
     name: str
     reason: str
-    concerns: Callable[[AttentionCall, bool], bool]
+    concerns: Callable[[AttentionCall], bool]
     probe: Callable[[torch.device, torch.dtype], bool]
+    is_in: Callable[[AttentionCall], bool] | None = None
 
 
 def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
@@ -54,7 +56,9 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
     return [
         fault.reason.format(call=call)
         for fault in FAULTS
-        if fault.concerns(call, read) and is_shown(fault, call.query.device, call.query.dtype)
+        if fault.concerns(call)
+        and is_shown(fault, call.query.device, call.query.dtype)
+        and (fault.is_in is None or not (read and may_read(call) and worth_looking(call)) or fault.is_in(call))
     ]
 
 
@@ -98,14 +102,45 @@ def _try(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool | None:
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 
-def _has_swallowing_rows(call: AttentionCall, read: bool) -> bool:
-    """A float mask of which some row's largest value is so large, of either sign, that the denominator's logarithm is
-    lost beside it; assumed where looking would cost more than another route."""
+def _mask_of(call: AttentionCall) -> Tensor | None:
+    """The call's mask, if it is a tensor that may hold anything."""
     mask = call.attn_mask
-    if mask is None or isinstance(mask, LazyMask) or mask.dtype == torch.bool or not call.needs_grad or call.is_empty:
-        return False
-    if not (read and may_read(call) and worth_looking(call)):
-        return call.query.device.type != "meta"
+    return None if isinstance(mask, LazyMask) or call.is_empty or call.query.device.type == "meta" else mask
+
+
+def _has_rows_that_may_lack_keys(call: AttentionCall) -> bool:
+    return _mask_of(call) is not None
+
+
+def _has_rows_without_keys(call: AttentionCall) -> bool:
+    mask = _mask_of(call)
+    assert mask is not None
+    mask = distinct(mask.detach())
+    allowed = mask != 0 if mask.dtype == torch.bool else mask != -torch.inf
+    return not bool(allowed.any(dim=-1).all())
+
+
+def _is_not_zero_without_keys(device: torch.device, dtype: torch.dtype) -> bool:
+    leaves = [t.requires_grad_() for t in _inputs(device, dtype)]
+    keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device)
+    keep[1] = False
+    for mask in (keep, torch.zeros_like(keep, dtype=dtype).masked_fill_(~keep, -torch.inf)):
+        out = torch_sdpa(*leaves, mask)
+        grads = torch.autograd.grad(out.sum(), leaves)
+        if not (bool((out[..., 1, :] == 0).all()) and all(bool(t.isfinite().all()) for t in (out, *grads))):
+            return True
+    return False
+
+
+def _may_have_swallowing_rows(call: AttentionCall) -> bool:
+    mask = _mask_of(call)
+    return mask is not None and mask.dtype != torch.bool and call.needs_grad
+
+
+def _has_swallowing_rows(call: AttentionCall) -> bool:
+    """Some row's largest value is so large, of either sign, that the denominator's logarithm is lost beside it."""
+    mask = _mask_of(call)
+    assert mask is not None
     top = distinct(mask.detach()).amax(dim=-1).abs()
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
 
@@ -117,7 +152,7 @@ def _loses_the_denominator(device: torch.device, dtype: torch.dtype) -> bool:
     return _is_wrong(query, key, value, mask, with_gradients=True)
 
 
-def _has_no_positive_scale(call: AttentionCall, read: bool) -> bool:
+def _has_no_positive_scale(call: AttentionCall) -> bool:
     return call.scale <= 0
 
 
@@ -131,7 +166,7 @@ def _scales_too_late(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def _mixes_float_types(call: AttentionCall, read: bool) -> bool:
+def _mixes_float_types(call: AttentionCall) -> bool:
     mask = call.attn_mask
     return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
 
@@ -146,8 +181,16 @@ FAULTS = (
     Fault(
         "float masks that fill rows with large numbers",
         "the gradients of torch's fused kernels are wrong where a row of a float mask holds very large numbers only",
-        _has_swallowing_rows,
+        _may_have_swallowing_rows,
         _loses_the_denominator,
+        _has_swallowing_rows,
+    ),
+    Fault(  # before torch 2.5
+        "rows that may look at no key",
+        "torch's fused kernels do not give zeros for rows of the mask that allow no key",
+        _has_rows_that_may_lack_keys,
+        _is_not_zero_without_keys,
+        _has_rows_without_keys,
     ),
     Fault(  # they take the maximum, or mask with -inf, before they scale
         "scales that are not positive",

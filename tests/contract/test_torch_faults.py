@@ -42,7 +42,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
-    return scores.softmax(-1) @ value.to(wide)
+    return scores.softmax(-1).nan_to_num(0.0) @ value.to(wide)
 
 
 def _errors(function: Any, leaves: list[Tensor], mask: Tensor | None = None, **options: Any) -> list[float]:
@@ -130,10 +130,14 @@ def test_float32_masks_of_float64_queries() -> None:
 def _examples() -> dict[str, tuple[list[Tensor], Tensor | None, dict[str, Any]]]:
     leaves, mask = _masked(64)
     wide = [t.detach() for t in _masked(64, torch.float64)[0]]
+    without_keys = torch.ones(64, 64, dtype=torch.bool)
+    without_keys[5] = False
+    detached = [t.detach() for t in leaves]
     return {
         FAULTS[0].name: (leaves, mask, {}),
-        FAULTS[1].name: ([t.detach() for t in leaves], None, {"scale": 0.0, "is_causal": True}),
-        FAULTS[2].name: (wide, torch.randn(128, 64)[:64], {}),
+        FAULTS[1].name: (detached, without_keys, {}),
+        FAULTS[2].name: (detached, None, {"scale": 0.0, "is_causal": True}),
+        FAULTS[3].name: (wide, torch.randn(128, 64)[:64], {}),
     }
 
 
@@ -141,7 +145,9 @@ def _examples() -> dict[str, tuple[list[Tensor], Tensor | None, dict[str, Any]]]
 def test_the_list_is_that_of_the_installed_torch(fault: torch_faults.Fault) -> None:
     """Where torch's kernel is wrong the probe finds it, and where it is right the probe does not."""
     leaves, mask, options = _examples()[fault.name]
-    assert fault.concerns(check_call(*leaves, mask, **options), True)
+    call = check_call(*leaves, mask, **options)
+    assert fault.concerns(call)
+    assert fault.is_in is None or fault.is_in(call)
     errors = _errors(lambda *a, is_causal=False, **o: torch_sdpa(*a, 0.0, is_causal, **o), leaves, mask, **options)
     assert is_shown(fault, CPU, leaves[0].dtype) == (max(errors) > 1e-3)
 
@@ -186,12 +192,29 @@ def test_a_probe_is_made_once_and_not_before_a_call_needs_it(runtime: Runtime, m
     monkeypatch.setattr(torch_faults, "_try", lambda *a: made.append(a[0].name) or True)
     leaves, mask = _masked(32)
     sdpa(*leaves)
-    sdpa(*leaves, torch.ones(32, 32, dtype=torch.bool))
-    sdpa(*(t.detach() for t in leaves), mask)
     assert made == []
-    sdpa(*leaves, mask)
-    sdpa(*leaves, mask)
-    assert made == [FAULTS[0].name]
+    long = AttentionConfig(math_limit_mib=0)
+    for _ in range(2):
+        sdpa(*(t.detach() for t in leaves), mask, config=long)
+        assert made == [FAULTS[1].name]
+    for _ in range(2):
+        sdpa(*leaves, mask, config=long)
+        assert made == [FAULTS[1].name, FAULTS[0].name]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torchs_kernel(
+    runtime: Runtime, kind: str
+) -> None:
+    runtime.part(ShownFaults).found[FAULTS[1].name, torch.float32] = True
+    tensors = [torch.randn(1, 2, 64, 16) for _ in range(3)]
+    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool).tril_().narrow(0, 0, 1)
+    empty = mask.clone()
+    empty[..., 7, :] = False
+    for given, reasons in ((mask, 0), (empty, 1)):
+        given = given if kind == "bool" else torch.zeros(given.shape).masked_fill_(~given, -torch.inf)
+        form = find_form(check_call(*tensors, given), 1 << 22)
+        assert isinstance(form, list) == bool(reasons)
 
 
 def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
@@ -199,7 +222,7 @@ def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
         raise error
 
     found = runtime.part(ShownFaults).found
-    fault = torch_faults.Fault("a test", "", lambda call, read: True, fails)
+    fault = torch_faults.Fault("a test", "", lambda call: True, fails)
     error: Exception = torch.cuda.OutOfMemoryError("a test")
     assert is_shown(fault, CPU, torch.float32)
     assert not found

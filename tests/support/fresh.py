@@ -10,11 +10,13 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ def execute(
     paths: tuple[Path, ...] = (),
     stdin: str = "",
     cwd: Path | None = None,
+    preload: Path | None = None,
 ) -> Done:
     """Run a program; this package is found in it, and nothing of it is loaded.
 
@@ -49,9 +52,23 @@ def execute(
         arguments: ``sys.argv`` behind the first.
         env: its whole environment; None = that of this process.
         paths: folders to import from before all others.
+        preload: a shared library that is loaded before all others.
     """
     env = dict(os.environ) if env is None else {**PLAIN, **env}
-    job: dict[str, Any] = {
+    job = _job(code, arguments, env, paths, cwd)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / name for name in ("stdin", "stdout", "stderr")}
+        files["stdin"].write_text(stdin, encoding="utf-8")
+        job |= {name: str(path) for name, path in files.items()}
+        returncode = _served(job, preload) if hasattr(os, "fork") else _started(job, preload)
+        out, err = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return Done(returncode, out, err)
+
+
+def _job(
+    code: str, arguments: Sequence[str], env: dict[str, str], paths: tuple[Path, ...], cwd: Path | None
+) -> dict[str, Any]:
+    return {
         "code": textwrap.dedent(code),
         "arguments": arguments,
         "env": env,
@@ -59,13 +76,48 @@ def execute(
         "cwd": str(cwd or Path.cwd()),
         "timeout": TIMEOUT,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / name for name in ("stdin", "stdout", "stderr")}
-        files["stdin"].write_text(stdin, encoding="utf-8")
-        job |= {name: str(path) for name, path in files.items()}
-        returncode = _served(job) if hasattr(os, "fork") else _started(job)
-        out, err = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-    return Done(returncode, out, err)
+
+
+class Started:
+    """A process that :func:`start` has started: what is wanted of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, folder: tempfile.TemporaryDirectory[str]):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._folder = folder
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        file = Path(self._folder.name) / "ended"
+        if self.returncode is None and file.exists():
+            self.returncode = int(file.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """
+        Raises:
+            subprocess.TimeoutExpired: it still runs then.
+        """
+        end = time.monotonic() + (TIMEOUT if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a program", TIMEOUT if timeout is None else timeout)
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def start(code: str, *arguments: str) -> Started | subprocess.Popen[str]:
+    """Start a program, with this process's environment, without input and output, and do not wait for it."""
+    job = _job(code, arguments, dict(os.environ), (), None)
+    job |= dict.fromkeys(("stdin", "stdout", "stderr"), os.devnull)
+    if not hasattr(os, "fork"):
+        return _popen(job, None, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL))
+    folder = tempfile.TemporaryDirectory()
+    pid = _served({**job, "ended": str(Path(folder.name) / "ended")}, None)
+    return Started(pid, folder)
 
 
 def run(code: str, *arguments: str, **options: Any) -> str:
@@ -96,17 +148,23 @@ def call(function: Callable[..., object], *arguments: str) -> None:
     )
 
 
-def _started(job: dict[str, Any]) -> int:
+def _preloading(preload: Path | None) -> dict[str, str]:
+    return {} if preload is None else {"LD_PRELOAD": str(preload), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+def _started(job: dict[str, Any], preload: Path | None) -> int:
     with open(job["stdin"]) as stdin, open(job["stdout"], "w") as stdout, open(job["stderr"], "w") as stderr:
-        env = {**job["env"], "PYTHONPATH": os.pathsep.join(job["paths"])}
-        command = [sys.executable, "-c", job["code"], *job["arguments"]]
-        return subprocess.run(
-            command, env=env, cwd=job["cwd"], stdin=stdin, stdout=stdout, stderr=stderr, timeout=TIMEOUT
-        ).returncode
+        return _popen(job, preload, stdin=stdin, stdout=stdout, stderr=stderr).wait(TIMEOUT)
 
 
-def _served(job: dict[str, Any]) -> int:
-    server = _server()
+def _popen(job: dict[str, Any], preload: Path | None, **streams: Any) -> subprocess.Popen[str]:
+    env = {**job["env"], "PYTHONPATH": os.pathsep.join(job["paths"]), **_preloading(preload)}
+    command = [sys.executable, "-c", job["code"], *job["arguments"]]
+    return subprocess.Popen(command, env=env, cwd=job["cwd"], **streams)
+
+
+def _served(job: dict[str, Any], preload: Path | None) -> int:
+    server = _server(preload)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(job) + "\n")
@@ -117,9 +175,12 @@ def _served(job: dict[str, Any]) -> int:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(preload: Path | None) -> subprocess.Popen[str]:
     """One for each process that runs tests."""
-    server = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, **_preloading(preload)}
+    server = subprocess.Popen(
+        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     atexit.register(_stop, server)
     return server
 

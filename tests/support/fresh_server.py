@@ -1,4 +1,5 @@
-"""Imports torch, then forks once per line of its input and answers with the exit code: see ``fresh``."""
+"""Imports torch, then forks once per line of its input and answers with the exit code, or, where nobody waits for it,
+with the process id: see ``fresh``."""
 
 from __future__ import annotations
 
@@ -38,19 +39,43 @@ def child(job: dict[str, Any]) -> int:
     return code
 
 
+def fork(job: dict[str, Any]) -> int:
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            code = child(job)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return process
+
+
+def ended(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def alone(job: dict[str, Any]) -> None:
+    """The process id is printed at once; the exit code goes into a file once there is one."""
+    waiting = os.fork()
+    if waiting == 0:
+        process = fork(job)
+        print(process, flush=True)
+        code = ended(process)
+        with open(f"{job['ended']}.unfinished", "w") as file:
+            file.write(str(code))
+        os.rename(file.name, job["ended"])
+        os._exit(0)
+
+
 def main() -> None:
     for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            code = 1
-            try:
-                code = child(json.loads(line))
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(process, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        job = json.loads(line)
+        if "ended" in job:
+            alone(job)
+        else:
+            print(ended(fork(job)), flush=True)
 
 
 main()

@@ -53,7 +53,7 @@ class Candidate:
 
 def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> tuple[list[Candidate], list[str]]:
     """Everything that can run in this installation, and one sentence for each peer that cannot. On ``"cuda"`` each of
-    torch's kernels by name too: on a CPU its own function has no choice."""
+    torch's kernels by name too: on a CPU its own function has no choice. No peer is imported before it runs."""
     found = route_candidates(config)
     if device_type == "cuda":
         found += [Candidate(f"torch-{name}", _torch_backend(backend)) for name, backend in _BACKENDS.items()]
@@ -168,10 +168,10 @@ def _torch_bytes(call: CapturedCall) -> int:
 
 
 def _pascal_attn() -> list[Candidate]:
-    from pascal_attn import tiled_attention
-
     def candidate(tile: int) -> Candidate:
         def prepare(call: CapturedCall) -> Attend:
+            from pascal_attn import tiled_attention
+
             mask = _additive_mask(call)
             return lambda q, k, v: tiled_attention(q, k, v, call.scale, mask, tile).transpose(1, 2)
 
@@ -201,10 +201,9 @@ def _additive_mask(call: CapturedCall) -> Tensor | None:
 
 
 def _noflash() -> list[Candidate]:
-    patch = _import_noflash()
-
     def candidate(tier: int) -> Candidate:
         def prepare(call: CapturedCall) -> Attend:
+            patch = _import_noflash()
             # The block sizes are those that its own dispatch picks for this shape.
             batch, heads, keys = call.query.shape[0], call.query.shape[1], call.key.shape[2]
             rows = patch._auto_block_m(batch, keys, heads, call.query.dtype, budget_factor=2 if tier == 1 else 1)

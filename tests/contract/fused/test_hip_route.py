@@ -4,8 +4,6 @@ the HIP runtime, in a new process on a new machine."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support import fresh
 from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
 from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
@@ -229,10 +228,9 @@ class _Starter:
         self.code = _CHILD.format(root=str(ROOT), body=body)
         self.jobs: list[Job] = []
 
-    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+    def __call__(self, job: Job, answers: Path) -> Any:
         self.jobs.append(job)
-        arguments = [sys.executable, "-c", self.code, json.dumps(job._asdict()), str(answers)]
-        return subprocess.Popen(arguments)
+        return fresh.start(self.code, json.dumps(job._asdict()), str(answers))
 
 
 def _trials(start: _Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from attn_support import fresh
 from attn_support.fused.emulation import GXX
 
-ROOT = Path(__file__).resolve().parents[3]
 _HEAD = """
 import sys, types
-sys.path.insert(0, {root!r})
 support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support
 import torch
 from attn_support.fused.cases import backward, forward
@@ -82,15 +80,12 @@ _ONE_COLUMN_TOO_MANY = _LINEAR.replace(
 )
 
 
-def _run(code: str) -> subprocess.CompletedProcess:
+def _run(code: str) -> fresh.Done:
     found = subprocess.run([GXX or "g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
-    library = found.stdout.strip()
-    if not Path(library).is_absolute():
+    library = Path(found.stdout.strip())
+    if not library.is_absolute():
         pytest.skip("g++ has no address sanitizer")
-    code = _HEAD.format(root=str(ROOT), support=str(ROOT / "tests" / "support")) + code
-    environment = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PATH": "/usr/bin:/bin",
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    return fresh.execute(_HEAD.format(support=str(fresh.ROOT / "tests" / "support")) + code, env={}, preload=library)
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

@@ -45,6 +45,16 @@ def test_a_kernel_drawn_at_random_is_right(place: int) -> None:
     assert verify.largest_error(variant, torch.device("cpu"), emulate) <= verify.tolerance(variant) / 4, variant.name
 
 
+def test_the_call_of_the_check_has_more_than_one_tile_of_queries_and_of_keys() -> None:
+    for variant in {(variant.kind, variant.geometry): variant for variant in all_variants()}.values():
+        call = verify.sample_call(variant, torch.device("cpu"))
+        rows, cols = call.seq_len_q, call.seq_len_kv
+        if variant.is_gradient and variant.gradients.stop == 3:  # the rows of its tiles are keys
+            rows, cols = cols, rows
+        assert cols > variant.geometry.cols, variant.name
+        assert rows > variant.geometry.rows or variant.is_small, variant.name
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
     tolerance = verify.tolerance(variant)

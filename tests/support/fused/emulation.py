@@ -23,8 +23,8 @@ HERE = Path(__file__).parent / "emulator"
 BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"
 GXX = shutil.which("g++")
 _CPU = Path("/proc/cpuinfo")
-# Else each conversion of a half is a call into a library.
-_HALVES = ("-mf16c",) if _CPU.exists() and " f16c " in _CPU.read_text() else ()
+# Else each conversion of a half, and each fmaf, is a call into a library.
+_OF_PROCESSOR = tuple(f"-m{what}" for what in ("f16c", "fma") if _CPU.exists() and f" {what} " in _CPU.read_text())
 # Hundreds of kernels are compiled, and most of them run for a moment: -O1 takes a third longer and runs no faster.
 _OF_KERNELS = ("-Og",)
 _AROUND = HERE / "fibers.cpp", HERE / "warp.cpp"
@@ -99,7 +99,7 @@ def each_left_out(text: str, statements: Iterable[re.Match[str]]) -> Iterator[tu
 
 def _key(*texts: str) -> str:
     """Of a file of ``BUILD``: made of these texts, the emulator and the machine's kind."""
-    return hashlib.sha256("\0".join([*texts, _emulator(), *_HALVES]).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join([*texts, _emulator(), *_OF_PROCESSOR]).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def _gxx(arguments: list[str], built: Path, what: str) -> None:
         RuntimeError: g++ refuses it.
     """
     unfinished = built.with_name(f"{built.stem}-{os.getpid()}{built.suffix}")
-    command = [GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_HALVES, f"-I{HERE}", *arguments]
+    command = [GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_OF_PROCESSOR, f"-I{HERE}", *arguments]
     done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"g++ refused {what}:\n{done.stderr[:4000]}")

@@ -20,6 +20,7 @@ from .oracle import Bounded, Precision, smallest
 
 TORCH = torch._C._nn.scaled_dot_product_attention
 REFUSED = "refused"
+_TORCH_KNOWS_GROUPS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")  # since torch 2.5
 
 
 class Wrong(AssertionError):
@@ -141,8 +142,13 @@ def _entry(call: Call, built: Built) -> Iterator[Callable[..., tuple[Tensor, Ten
         yield lambda *args, **options: (sdpa(*args, **options, config=built.config), None)
     else:
         with patch_sdpa(built.config):
-            function = TORCH if call.entry.endswith("by name") else F.scaled_dot_product_attention
-            yield lambda *args, **options: (function(*args, **options), None)
+            by_name = call.entry.endswith("by name") and (_TORCH_KNOWS_GROUPS or not call.enable_gqa)
+            function = TORCH if by_name else F.scaled_dot_product_attention
+            left_out = {"enable_gqa"} if by_name and not _TORCH_KNOWS_GROUPS else set()
+            yield lambda *args, **options: (
+                function(*args, **{name: value for name, value in options.items() if name not in left_out}),
+                None,
+            )
         if F.scaled_dot_product_attention is not TORCH and torch._C._len_torch_function_stack():
             raise Wrong("the switch left a mode behind")
 

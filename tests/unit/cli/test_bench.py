@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support import fresh
 
 from pascal_attn_core import cli
 from pascal_attn_core.cli import bench
@@ -149,10 +150,24 @@ def test_a_slow_candidate_is_timed_by_its_first_call_only():
 
 
 @pytest.mark.skipif(not HAS_NOFLASH, reason="noflash_attention is not installed")
-def test_importing_the_peer_that_patches_torch_leaves_torch_alone():
-    original = F.scaled_dot_product_attention
-    assert any(c.name == "noflash-1" for c in all_candidates(AttentionConfig())[0])
-    assert F.scaled_dot_product_attention is original
+def test_a_peer_is_imported_where_it_runs_and_leaves_torchs_function_alone():
+    fresh.run(
+        """
+        import sys
+        import torch.nn.functional as F
+        from pascal_attn_core import AttentionConfig
+        from pascal_attn_core.cli.bench.candidates import all_candidates
+        from pascal_attn_core.cli.bench.shapes import Shape
+
+        original = F.scaled_dot_product_attention
+        peers = [c for c in all_candidates(AttentionConfig())[0] if c.name in ("noflash-1", "pascal-attn-64")]
+        assert not {"noflash_attention", "pascal_attn"} & set(sys.modules)
+        for peer in peers:
+            peer.prepare(Shape("tiny", "a tiny call", 1, 2, 2, 48, 40, 16).make())
+        assert "noflash_attention" in sys.modules
+        assert F.scaled_dot_product_attention is original
+        """
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says why it has no kernel

@@ -39,6 +39,7 @@ before, loaded = F.scaled_dot_product_attention, set(sys.modules)
 threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
 import pascal_attn_core
 assert F.scaled_dot_product_attention is before
+import pascal_attn_core.cli.run, pascal_attn_core.ffn, pascal_attn_core.flash_attn, pascal_attn_core.sdpa_patch
 assert not torch.cuda.is_initialized()
 assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
 print([name for name in {hosts} if name in sys.modules and name not in loaded])

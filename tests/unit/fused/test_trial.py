@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from attn_support import fresh
 
 from pascal_attn_core import AttentionConfig, explain
 from pascal_attn_core.call import check_call
@@ -72,13 +74,18 @@ class _Starter:
 
     def __init__(self, body: str = RIGHT, culprit: Variant = FORWARD, unloadable: str = "", *, code: str = _CHILD):
         self.code = code.format(root=str(ROOT), body=body, culprit=culprit.name, unloadable=unloadable)
+        self.needs_torch = code is _CHILD
         self.jobs: list[Job] = []
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Any] = []
 
-    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
+    def __call__(self, job: Job, answers: Path) -> Any:
         self.jobs.append(job)
-        arguments = [sys.executable, "-c", self.code, json.dumps(job._asdict()), str(answers)]
-        self.children.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
+        arguments = json.dumps(job._asdict()), str(answers)
+        if self.needs_torch:
+            self.children.append(fresh.start(self.code, *arguments))
+        else:
+            command = [sys.executable, "-c", self.code, *arguments]
+            self.children.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         return self.children[-1]
 
 
