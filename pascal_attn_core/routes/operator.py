@@ -83,14 +83,20 @@ def call(
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
     if options.window is not None:
         sides = [-1 if side is None else side for side in options.window]
-        options = options._replace(window=sides)  # type: ignore[arg-type]
+        options = _with_window(options, sides)
     if is_traced:  # sizes are tensors, which no list of a traced operator may hold
         rule = (rule[0], [int(size) for size in rule[1]], rule[2])
         if options.window is not None:
-            options = options._replace(window=(int(options.window[0]), int(options.window[1])))
+            options = _with_window(options, [int(side) for side in options.window])
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
     return AttentionOutput(out, lse)
+
+
+def _with_window(options: Options, sides: Sequence[int]) -> Options:
+    # torch.compile of 2.4 has no namedtuple._replace.
+    place = Options._fields.index("window")
+    return Options(*options[:place], sides, *options[place + 1 :])  # type: ignore[arg-type, call-arg]
 
 
 def _has_no_numbers(query: Tensor) -> bool:
