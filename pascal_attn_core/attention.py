@@ -69,7 +69,7 @@ def sdpa(
         UnsupportedAttention: the route that the config names cannot take the call; ``.reasons`` says why.
     """
     if (
-        (config is None or config.route == "auto")
+        (config is None or (isinstance(config, AttentionConfig) and config.route == "auto"))
         and not torch.compiler.is_compiling()
         and is_plainly_short(
             default_config() if config is None else config,
@@ -148,6 +148,7 @@ def sdpa_backward(
     options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     call = check_call(query, key, value, attn_mask, *options)
+    config = _given_or_default(config)
     for name, tensor, shape in (
         ("out", out, call.out_shape), ("grad_out", grad_out, call.out_shape), ("lse", lse, call.out_shape[:-1]),
         ("grad_lse", grad_lse, call.out_shape[:-1]),
@@ -156,7 +157,7 @@ def sdpa_backward(
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     saved = Results(out.to(query.dtype), lse.to(call.sums_dtype))
     with torch.no_grad():
-        grads = gradients(call, default_config() if config is None else config, grad_out, saved, grad_lse)
+        grads = gradients(call, config, grad_out, saved, grad_lse)
     return grads.query, grads.key, grads.value
 
 
@@ -178,7 +179,7 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
-    config = default_config() if config is None else config
+    config = _given_or_default(config)
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     call = check_call(query, key, value, attn_mask, *options)
@@ -189,6 +190,14 @@ def explain(
             reasons = why_not(route, call, config)
             lines.append(f"  {route}: {'; '.join(reasons) if reasons else 'could take it'}")
     return "\n".join(lines)
+
+
+def _given_or_default(config: AttentionConfig | None) -> AttentionConfig:
+    if config is None:
+        return default_config()
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    return config
 
 
 def _attend(
@@ -202,18 +211,21 @@ def _attend(
     *,
     with_lse: bool,
 ) -> Any:
-    """A call of ``function``: out, or (out, lse). While something is compiled, and for fake tensors and others with a
-    dispatch of their own, it is one operator."""
+    """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
+    others with a dispatch of their own, it is one operator."""
+    if config is not None:
+        _given_or_default(config)
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
-    is_compiling = torch.compiler.is_compiling()
-    if not is_plain and not is_compiling:
+    # While torch.jit.trace records, sizes are tensors, with which no route can work.
+    is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if not is_plain and not torch.compiler.is_compiling():
         overriding = (query, key, value, attn_mask, options.sinks)
         if has_torch_function(overriding):
             first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
             return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
-    if is_compiling or (
+    if is_recorded or (
         not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
     ):
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it

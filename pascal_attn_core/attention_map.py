@@ -83,7 +83,10 @@ class AttentionMap(Tensor):
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, call: AttentionCall) -> Tensor:
-    numbers = torch.as_tensor(rows)
+    try:
+        numbers = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError):  # a slice, words, lists of several lengths
+        raise TypeError(f"rows must be whole numbers in one dimension, got {rows!r}") from None
     if numbers.dim() != 1 or (numbers.numel() and (numbers.is_floating_point() or numbers.dtype == torch.bool)):
         raise TypeError(f"rows must be whole numbers in one dimension, got {rows!r}")
     length = call.seq_len_q

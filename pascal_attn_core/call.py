@@ -22,6 +22,7 @@ from .lazy_mask import LazyMask
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LONGEST_WINDOW = 2**62  # so that sums with it fit into 64 bits
 
 
 class Options(NamedTuple):
@@ -390,6 +391,7 @@ def _band(
         for side in (left, right):
             if side is not None and side < 0:
                 raise ValueError(f"window sides must be at least 0, or -1 for no bound, got {window}")
+        left, right = (None if side is None else min(side, _LONGEST_WINDOW) for side in (left, right))
     if is_causal:
         right = 0
     return left, right, offset
@@ -407,6 +409,8 @@ def _checked_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, 
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise TypeError(f"attn_mask must be bool or one of {_names(FLOATS)}, got {attn_mask.dtype}")
+    if isinstance(attn_mask, Tensor) and (attn_mask.is_nested or attn_mask.layout != torch.strided):
+        raise TypeError("attn_mask must be a dense tensor, got a nested or sparse one")
     if attn_mask.device != query.device:
         # A rule has no memory: "cuda" means the query's.
         if isinstance(attn_mask, Tensor) or attn_mask.device != torch.device(query.device.type):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
-from .call import check_call
+from .call import Options, check_call, prepared
 from .config import AttentionConfig
 
 __all__ = ["context_parallel_sdpa"]
@@ -66,6 +66,9 @@ def context_parallel_sdpa(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been sent.
         RuntimeError: another process is gone or did not answer within its group's timeout.
     """
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None across processes, got {type(attn_mask).__name__}")
+    query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())  # type: ignore[assignment]
     check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
     if query.dim() != 4:
         raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")
@@ -104,8 +107,13 @@ class _Ranks(NamedTuple):
     size: int
 
     @staticmethod
-    def of(group: Group | None) -> _Ranks:
-        return _Ranks(None, 0, 1) if group is None else _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+    def of(group: Group | None, name: str) -> _Ranks:
+        if group is None:
+            return _Ranks(None, 0, 1)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(f"{name} must be a group of this process, got one without it")
+        return _Ranks(group, rank, dist.get_world_size(group))
 
 
 class _Tokens(NamedTuple):
@@ -141,7 +149,11 @@ class _Share(NamedTuple):
 
     @staticmethod
     def of(query: Tensor, key: Tensor, ring: Group | None, ulysses: Group | None, *, uneven: bool) -> _Share:
-        around, within = _Ranks.of(ring), _Ranks.of(ulysses)
+        around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
+        if around.size > 1 and within.size > 1:
+            both = set(dist.get_process_group_ranks(ring)) & set(dist.get_process_group_ranks(ulysses))
+            if len(both) > 1:  # each of them would lack the keys of the others' heads
+                raise ValueError(f"ring and ulysses must have only this process in common, got {sorted(both)}")
         own = query.shape[2], key.shape[2]
         if not uneven:
             queries, keys = (_Tokens(((count,) * within.size,) * around.size) for count in own)

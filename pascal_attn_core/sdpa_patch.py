@@ -298,9 +298,20 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and call.is_causal:
         return False
+    if _transforms_are_active():
+        return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
-    return not torch.jit.is_tracing() and not torch._C._are_functorch_transforms_active()
+    return not torch.jit.is_tracing()
+
+
+def _transforms_are_active() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
+# A graph is guarded by the transforms around it.
+_transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)

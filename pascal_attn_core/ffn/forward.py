@@ -50,7 +50,7 @@ class SlicedForward:
             self._defined = type(self.module).forward
             self.whole = types.MethodType(self._defined, self.module)
         site = self.sites[-1] if self.sites else None
-        if site is None or not site.settings.enabled:
+        if site is None or not site.settings.enabled or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
         if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:

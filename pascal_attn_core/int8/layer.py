@@ -309,6 +309,8 @@ def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor is one of a user's call that really happens, with an element at least."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
         return False
+    if torch._C._get_tracing_state() is not None:  # what is measured would become a part of the trace
+        return False
     if inputs_are_made_up() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return not x.is_meta and x.dtype in FLOATS and x.numel() > 0

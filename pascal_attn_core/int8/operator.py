@@ -12,7 +12,13 @@ from .compute import forward, gradient_of_bias, gradient_of_input, result_shape
 from .quantize import Int8Matrix
 
 
-@torch.library.custom_op("pascal_attn::int8_linear", mutates_args=())
+# torch 2.4 cannot read a schema from annotations that are text.
+@torch.library.custom_op(
+    "pascal_attn::int8_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor codes, Tensor scales, Tensor? bias, SymInt rotation, str activation, "
+    "ScalarType out_dtype, str way) -> Tensor",
+)
 def linear(
     x: Tensor,
     codes: Tensor,
@@ -41,7 +47,11 @@ def _(
     return x.new_empty(result_shape(x, codes, activation), dtype=out_dtype)
 
 
-@torch.library.custom_op("pascal_attn::int8_linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "pascal_attn::int8_linear_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor codes, Tensor scales, SymInt rotation, ScalarType dtype) -> Tensor",
+)
 def _of_input(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
     return gradient_of_input(grad, Int8Matrix(codes, scales, rotation), dtype)
 

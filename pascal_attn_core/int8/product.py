@@ -47,7 +47,8 @@ def int8_linear(
     if needs_grad and activation != "none":
         sums = int8_linear(x, weight, bias, out_dtype=torch.float32, way=way)
         return activated(sums, activation).to(out_dtype)
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or torch._C._len_torch_dispatch_stack():
+    is_traced = torch._C._get_tracing_state() is not None
+    if torch.compiler.is_compiling() or is_traced or isinstance(x, FakeTensor) or torch._C._len_torch_dispatch_stack():
         from .operator import linear  # not before: where two copies of this package are loaded, both would register it
 
         return linear(x, weight.codes, weight.scales, bias, weight.rotation, activation, out_dtype, way)

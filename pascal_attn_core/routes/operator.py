@@ -61,8 +61,8 @@ def call(
     *,
     with_lse: bool,
 ) -> AttentionOutput:
-    """The call as one node of a graph, for torch.compile and fake tensors; lse is empty unless asked for. A mask that
-    is a rule stays one: it goes in by its name, with the tensors that it reads."""
+    """The call as one node of a graph, for torch.compile, torch.jit.trace and fake tensors; lse is empty unless asked
+    for. A mask that is a rule stays one: it goes in by its name, with the tensors that it reads."""
     tensors = [t for t in (query, key, value, attn_mask) if t is not None and not isinstance(t, LazyMask)]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
         check_call(query, key, value, attn_mask)  # raises
@@ -77,14 +77,26 @@ def call(
             out, lse = run_outside(query, key, value, attn_mask, options, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
+    is_traced = torch._C._get_tracing_state() is not None
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
-    for_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
+    for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
     if options.window is not None:
         sides = [-1 if side is None else side for side in options.window]
-        options = options._replace(window=sides)  # type: ignore[arg-type]
+        options = _with_window(options, sides)
+    if is_traced:  # sizes are tensors, which no list of a traced operator may hold
+        rule = (rule[0], [int(size) for size in rule[1]], rule[2])
+        if options.window is not None:
+            options = _with_window(options, [int(side) for side in options.window])
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
     return AttentionOutput(out, lse)
+
+
+def _with_window(options: Options, sides: Sequence[int]) -> Options:
+    # torch.compile of 2.4 has no namedtuple._replace.
+    place = Options._fields.index("window")
+    return Options(*options[:place], sides, *options[place + 1 :])  # type: ignore[arg-type, call-arg]
 
 
 def _has_no_numbers(query: Tensor) -> bool:
@@ -94,8 +106,9 @@ def _has_no_numbers(query: Tensor) -> bool:
 
 def _check_that_a_graph_may_break(mask: LazyMask, query: Tensor) -> None:
     if not torch.compiler.is_compiling():
-        kind = type(query).__name__
-        raise TypeError(f"for tensors of type {kind} mask_rule must register the rule of a LazyMask, got {mask.rule!r}")
+        is_traced = torch._C._get_tracing_state() is not None
+        where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
+        raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {mask.rule!r}")
 
 
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------
@@ -106,7 +119,7 @@ def _token(config: AttentionConfig | None) -> str:
 
 
 def _config(token: str) -> AttentionConfig:
-    token = token.removeprefix(_TAG)
+    token = token.partition("|")[2]  # whatever the version: a saved graph may be older than this package
     return default_config() if token == _ENVIRONMENT else AttentionConfig.from_token(token)
 
 

@@ -127,8 +127,10 @@ def is_plainly_short(
         if is_causal is not False and (is_causal is not True or attn_mask is not None):
             return False
         if attn_mask is not None:
-            is_bool = type(attn_mask) is Tensor and attn_mask.dtype is torch.bool
-            return is_bool and attn_mask.dim() > 1 and _EMPTY_ROWS_ARE_ZERO
+            if type(attn_mask) is not Tensor or attn_mask.dtype is not torch.bool:
+                return False
+            # Torch reads a mask on meta as if it had numbers.
+            return attn_mask.dim() > 1 and not attn_mask.is_meta and _EMPTY_ROWS_ARE_ZERO
     except RuntimeError:  # nested and sparse tensors have no such shape or strides
         return False
     return True

@@ -193,6 +193,22 @@ def test_16_bits_and_a_process_without_tokens() -> None:
     fresh.call(_in_16_bits_and_short_of_tokens)
 
 
+def _under_autocast() -> None:
+    def work(rank: int) -> list[torch.dtype]:
+        query = torch.randn(1, 4, 6, 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs = [
+                context_parallel_sdpa(query, query, query, **{how: dist.group.WORLD}) for how in ("ring", "ulysses")
+            ]
+        return [out.dtype for out in outs]
+
+    assert run_in(2, work) == [[torch.bfloat16, torch.bfloat16]] * 2
+
+
+def test_autocast_gives_the_dtype_that_it_gives_in_one_process() -> None:
+    fresh.call(_under_autocast)
+
+
 def _memory() -> None:
     from pascal_attn_core import measure_memory
 
@@ -250,6 +266,8 @@ def _refusals() -> None:
             ((query, query, query, torch.zeros(1, 1, 1, 12, requires_grad=True)), ring),
             ((query[:, :3], query[:, :1], query[:, :1]), {"ulysses": dist.group.WORLD, "enable_gqa": True}),
             ((query[0], query[0], query[0]), ring),
+            ((query, query, query), {**ring, "ulysses": dist.group.WORLD}),
+            ((query, query, query), {"ring": dist.new_group([1])}),
         ]
         said = []
         for tensors, options in calls:
@@ -261,13 +279,15 @@ def _refusals() -> None:
                 said.append("taken")
         return said
 
-    causal, block, columns, gradient, heads, dims = run_in(2, work)[0]
+    causal, block, columns, gradient, heads, dims, both, others = run_in(2, work)[0]
     assert "is_causal needs as many keys as queries, got ((5,), (5,)) and ((6,), (6,))" in causal
     assert "must hold the columns of all 12 keys, or one row, got [1, 1, 6, 6]" in block
     assert "1, 6 or 12 rows and 1, 6 or 12 columns here, got [1, 1, 1, 5]" in columns
     assert "attn_mask must not require a gradient" in gradient
     assert "got 3 query and 1 key/value heads" in heads
     assert "query must be [B, heads, tokens, head_dim], got [4, 6, 8]" in dims
+    assert "ring and ulysses must have only this process in common, got [0, 1]" in both
+    assert "ring must be a group of this process, got one without it" in others
 
 
 def test_what_does_not_fit_is_named_before_anything_is_sent() -> None:

@@ -308,6 +308,8 @@ ILLEGAL: list[dict[str, Any]] = [
     {"value": VALUE.to("meta")}, {"attn_mask": _tensor(5, 8)}, {"attn_mask": _tensor(4, 7)},
     {"attn_mask": _tensor(3, 1, 5, 7)}, {"attn_mask": _tensor(1, 2, 4, 5, 7)}, {"attn_mask": _tensor(5, 7).int()},
     {"attn_mask": _tensor(5, 7).to("meta")}, {"attn_mask": _tensor(5, 7, dtype=torch.uint8)},
+    {"attn_mask": _tensor(5, 7).to_sparse()}, {"attn_mask": _tensor(5, 7).bool().to_sparse()},
+    {"attn_mask": _tensor(5, 7).bool().to("meta"), "value": _tensor(2, 4, 7, 8)},
     {"dropout_p": -0.1}, {"dropout_p": 1.1}, {"dropout_p": float("nan")}, {"dropout_p": "0.5"},
     {"scale": float("inf")}, {"scale": float("nan")}, {"scale": "small"}, {"scale": [1.0, 2.0]},
     {"scale": torch.tensor(0.5, requires_grad=True)}, {"scale": torch.nn.Parameter(torch.tensor(0.5))},

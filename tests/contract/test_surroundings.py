@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, record, sdpa
+from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, mask_rule, record, sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.run import is_watched
 from pascal_attn_core.routes.tiled import forget_halvings
@@ -123,6 +123,52 @@ def test_transforms_of_functions_work_or_say_what_does(transform) -> None:
     transform(lambda query: sdpa(query, query, query, config=AttentionConfig(route="math")))
     with pytest.raises(UnsupportedAttention, match=r"transforms of torch\.func"):
         transform(lambda query: sdpa(query, query, query, config=TILED))
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("config", [None, TILED], ids=["auto", "tiled"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 3), "softcap": 2.0}], ids=str)
+def test_a_trace_serves_all_lengths_with_and_without_gradients(config, requires_grad: bool, options: dict) -> None:
+    def attend(query: Tensor) -> Tensor:
+        return sdpa(query, query, query, **options, config=config)
+
+    with torch.set_grad_enabled(requires_grad):
+        traced = torch.jit.trace(attend, torch.randn(1, 2, 800, 8, requires_grad=requires_grad))
+    for length in (800, 70):
+        query = torch.randn(2, 2, length, 8, requires_grad=True)
+        expected = sdpa(query, query, query, **options, config=TILED)
+        torch.testing.assert_close(traced(query), expected, atol=1e-5, rtol=1e-5)
+        actual = torch.autograd.grad(traced(query).square().sum(), query)
+        torch.testing.assert_close(actual, torch.autograd.grad(expected.square().sum(), query), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(query), expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+@mask_rule
+def _same_parity(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + j) % 2 == 0
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_takes_a_window_and_the_shape_of_a_rule_from_its_sizes() -> None:
+    def attend(query: Tensor) -> Tensor:
+        length = query.shape[2]
+        mask = LazyMask((1, 1, length, length), _same_parity, device="cpu")
+        return sdpa(query, query, query, mask, window=(length // 2, -1))
+
+    query = torch.randn(1, 2, 600, 8)
+    traced = torch.jit.trace(attend, query)
+    torch.testing.assert_close(traced(2 * query), attend(2 * query))
+    with pytest.raises(RuntimeError, match="must broadcast"):  # sizes that are read are constants of a trace
+        traced(query[:, :, :300])
+
+
+def test_a_trace_needs_a_registered_rule() -> None:
+    query = torch.randn(1, 2, 70, 8)
+    mask = LazyMask((1, 1, 70, 70), lambda b, h, i, j: i >= j, device="cpu")
+    with pytest.raises(TypeError, match=r"under torch\.jit\.trace mask_rule must register the rule"):
+        torch.jit.trace(lambda query: sdpa(query, query, query, mask), query)
 
 
 def test_a_negated_view_is_read_as_what_it_means() -> None:

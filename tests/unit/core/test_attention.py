@@ -17,6 +17,7 @@ from pascal_attn_core import (
     record,
     routes,
     sdpa,
+    sdpa_backward,
     sdpa_with_lse,
 )
 from pascal_attn_core.call import AttentionCall, Gradients, Results, check_call
@@ -183,6 +184,17 @@ def test_is_causal_must_be_a_bool_on_every_route() -> None:
     for config in (AUTO, AttentionConfig(route="tiled"), AttentionConfig(route="torch")):
         with pytest.raises(TypeError, match="is_causal must be a bool, got 1"):
             sdpa(*_qkv(), is_causal=1, config=config)
+
+
+@pytest.mark.parametrize("length", [20, 800])
+@pytest.mark.parametrize("config", ["tiled", {"route": "tiled"}, AttentionConfig], ids=str)
+def test_a_config_of_another_type_is_refused(config, length: int) -> None:
+    query, key, value = _qkv(length, length)
+    for attend in (sdpa, sdpa_with_lse, explain):
+        with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
+            attend(query, key, value, config=config)
+    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
+        sdpa_backward(value, query, key, value, *sdpa_with_lse(query, key, value), config=config)
 
 
 def _calls_worth_watching() -> list[tuple[list[torch.Tensor], dict]]:

@@ -106,6 +106,7 @@ def test_the_full_matrix_is_never_made() -> None:
     [
         ({"rows": [5]}, ValueError, r"rows must be from -5 to 4, got \[5\]"),
         ({"rows": [0.5]}, TypeError, "rows must be whole numbers"),
+        ({"rows": slice(0, 3)}, TypeError, "rows must be whole numbers in one dimension"),
         ({"rows": 3}, TypeError, "rows must be whole numbers in one dimension"),
         ({"key": torch.ones(1, 2, 5, 3)}, ValueError, "head_dim"),
         ({"softcap": 0.0}, ValueError, "softcap must be greater than 0"),

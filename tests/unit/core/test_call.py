@@ -70,6 +70,13 @@ def test_causal_rule_and_window_are_one_band(options: dict, band: tuple) -> None
     assert (call.left, call.right, call.offset) == band
 
 
+@pytest.mark.parametrize("route", ["auto", "tiled", "math"])
+def test_a_window_longer_than_any_number_of_64_bits_bounds_nothing(route: str) -> None:
+    query = torch.randn(1, 2, 70, 8)
+    out = sdpa(query, query, query, window=(10**30, 10**30), config=AttentionConfig(route=route))
+    torch.testing.assert_close(out, sdpa(query, query, query), atol=1e-5, rtol=1e-5)
+
+
 def test_only_torchs_own_causal_rule_is_plain() -> None:
     assert _call((1, 1, 5, 8), (1, 1, 8, 8), is_causal=True).plain_causal
     assert not _call((1, 1, 5, 8), (1, 1, 8, 8), is_causal=True, alignment="lower_right").plain_causal

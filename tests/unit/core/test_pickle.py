@@ -101,6 +101,29 @@ def _errors() -> list[type[Exception]]:
     return sorted((one for one in found if one.__module__.startswith("pascal_attn_core")), key=lambda one: one.__name__)
 
 
+class Windowed(torch.nn.Module):
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return sdpa(query, query, query, window=(9, 3), config=TILED)
+
+
+def test_saved_programs_run_in_another_process_with_another_version(tmp_path: Path) -> None:
+    query = torch.randn(1, 2, 70, 8)
+    torch.save((query, Windowed()(query)), tmp_path / "query.pt")
+    torch.jit.save(torch.jit.trace(Windowed(), query), tmp_path / "traced.pt")
+    torch.export.save(torch.export.export(Windowed(), (query,)), tmp_path / "exported.pt2")
+    program = """
+        import sys
+        import torch
+        import pascal_attn_core.version
+        pascal_attn_core.version.__version__ = "999.0"
+        import pascal_attn_core.routes.operator
+        query, expected = torch.load(sys.argv[1])
+        torch.testing.assert_close(torch.jit.load(sys.argv[2])(query), expected)
+        torch.testing.assert_close(torch.export.load(sys.argv[3]).module()(query), expected)
+        """
+    run(program, *(str(tmp_path / name) for name in ("query.pt", "traced.pt", "exported.pt2")))
+
+
 @pytest.mark.parametrize("kind", _errors(), ids=lambda kind: kind.__name__)
 def test_every_error_of_ours_comes_back_from_pickle_as_it_was(kind: type[Exception]) -> None:
     error = kind(*ARGUMENTS.get(kind.__name__, ("a sentence",)))

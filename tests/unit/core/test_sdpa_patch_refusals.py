@@ -110,6 +110,19 @@ def test_transforms_of_torch_func_go_to_torch() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda *args: f(*args).sum())])
+def test_compiled_transforms_of_torch_func_go_to_torch(transform) -> None:
+    q, k, v = qkv()
+    torch.compiler.reset()
+    compiled = torch.compile(
+        transform(lambda q, k, v: F.scaled_dot_product_attention(q, k, v)), fullgraph=True, backend="aot_eager"
+    )
+    expected = transform(TORCH)(q, k, v)
+    with patch_sdpa(TILED):
+        torch.testing.assert_close(compiled(q, k, v), expected)
+    torch.compiler.reset()
+
+
 def test_a_config_that_cannot_work_says_so_instead_of_leaving_the_call_to_torch() -> None:
     q, k, v = qkv(tokens=2048)
     config = AttentionConfig(route="tiled", q_block=2048, kv_block=2048, budget_mib=1)

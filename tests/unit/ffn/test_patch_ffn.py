@@ -360,3 +360,15 @@ def test_two_ways_to_cut_are_one_too_many() -> None:
         patch_ffn(Ffn(), include="", chunk_tokens=16, num_chunks=2)
     with pytest.raises(ValueError, match="num_chunks must be at least 1, got -1"):
         patch_ffn(Ffn(), include="", num_chunks=-1)
+
+
+@pytest.mark.parametrize("sliced_before", [False, True])
+def test_a_trace_is_of_the_whole_module_and_serves_all_lengths(sliced_before: bool) -> None:
+    module, x, longer = mlp(32, 256).requires_grad_(False), torch.randn(1, 300, 32), torch.randn(2, 500, 32)
+    expected = module(x), module(longer)
+    with patch_ffn(module, include="", num_chunks=4) as patch:
+        if sliced_before:
+            module(x)
+        traced = torch.jit.trace(module, x)
+        assert len(patch.report().lines) == 1
+    torch.testing.assert_close((traced(x), traced(longer)), expected)

@@ -377,6 +377,24 @@ def test_graphs_take_the_operator(model: Model, x: Tensor) -> None:
     assert sum("int8_linear" in name for name in operators) == len(CHOSEN)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_trace_serves_any_number_of_rows(model: Model, x: Tensor, gradients: bool) -> None:
+    patch = patch_linear_int8(model)
+    with torch.set_grad_enabled(gradients):
+        model(x)
+        for _ in range(3):  # also where the error would be measured again
+            traced = torch.jit.trace(model, x)
+            for rows in (x, torch.cat((x, x[:1]), 0).repeat(1, 3, 1)):
+                assert torch.equal(traced(rows), model(rows))
+    assert set(states(patch).values()) >= {"int8"}
+
+
+def test_traced_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch_linear_int8(model)
+    assert difference(torch.jit.trace(model, x, check_trace=False)(x), expected) < 1e-6
+
+
 def test_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
     expected = model(x)
     patch = patch_linear_int8(model)
