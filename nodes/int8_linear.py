@@ -80,9 +80,10 @@ class PascalInt8Linear:
         options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
         patched = int8.clone_for(model, options)
         binding = int8.binding_for(network_of(patched), options)
-        settings = f"error at most {max_error:.1%}, weights {weights}"
+        chosen = int8.chosen_by(*options[1:3])
+        settings = ", ".join(filter(None, [f"error at most {max_error:.1%}, weights {weights}", chosen]))
         files = int8.Files(patched, int8_files)
-        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files)
+        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files, chosen)
         install(patched, layers)
         kitchen.install(patched, files.served)
         report = binding.report(network_of(patched))
@@ -96,7 +97,9 @@ def status(report: Int8Report, subject: str, settings: str) -> str:
     left, cannot = report.count("left"), report.count("cannot be")
     able = len(report.lines) - left - cannot
     text = (
-        f"{able} linear layers of {subject} for int8, {settings}" if able else f"0 linear layers of {subject} for int8"
+        f"{able} linear layers of {subject} for int8, {settings}"
+        if able or not report.lines
+        else f"0 linear layers of {subject} for int8"
     )
     others = [f"{count} {words}" for count, words in ((left, "left"), (cannot, "cannot be")) if count]
     return "; ".join([text, ", ".join(others)]) if others else text

@@ -83,9 +83,17 @@ class Int8Layers(Injection):
     key, part = f"{host.KEY}_int8", "int8"
     binding: Int8Binding
 
-    def __init__(self, binding: Int8Binding, subject: str, settings: str, unique_id: str | None, files: Files):
+    def __init__(
+        self,
+        binding: Int8Binding,
+        subject: str,
+        settings: str,
+        unique_id: str | None,
+        files: Files,
+        chosen: str = "",
+    ):
         super().__init__(binding, subject, settings, unique_id)
-        self.files = files
+        self.files, self.chosen = files, chosen
 
     def attach(self, patcher: Any) -> None:
         self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
@@ -102,18 +110,25 @@ class Int8Layers(Injection):
             run.note(sentence)
         for sentence in report.text().splitlines()[1:]:
             run.note(sentence.strip())
-        for sentence in warnings_of(report, is_file_in_int8=bool(self.files.layers)):
+        for sentence in warnings_of(report, is_file_in_int8=bool(self.files.layers), chosen=self.chosen):
             if run.warn(sentence):
                 log.warning("pascal_attn: %s: %s", self.subject, sentence)
 
 
-def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
-    """What a user must not miss."""
+def chosen_by(include: tuple[str, ...], exclude: tuple[str, ...]) -> str:
+    """``"include double_blocks, exclude img_mlp"``; "" where the user names no layers."""
+    words = {"include": include, "exclude": exclude}
+    return ", ".join(f"{word} {', '.join(texts)}" for word, texts in words.items() if texts)
+
+
+def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: str = "") -> list[str]:
+    """What a user must not miss; ``chosen``: what ``chosen_by`` says."""
     found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if _went_back(line)]
     on = report.of("int8")
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
-        found.append(f"no linear layer runs in int8: {'; '.join(reasons[:3]) or 'none was found'}")
+        none = "none was measured" if report.lines else f"none is left by {chosen}" if chosen else "none was found"
+        found.append(f"no linear layer runs in int8: {'; '.join(filter(None, reasons[:3])) or none}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
     if after > _MUCH_SLOWER * before:

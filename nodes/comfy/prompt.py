@@ -7,6 +7,7 @@ from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]
 _SUBTRACT = ("ModelSubtract", "ModelAdd")
+_PATCHED = ("model", "model1", "vae", "clip")  # inputs of nodes that put out a patched clone of what comes in
 
 
 def where_only_weights_go(prompt: Prompt, node: str | None) -> str:
@@ -34,6 +35,27 @@ def where_only_weights_go(prompt: Prompt, node: str | None) -> str:
     if not ends:
         return ""
     return f"{' and '.join(sorted(ends))} takes only the weights of model2; put this node after it"
+
+
+def replaced_by(prompt: Prompt, node: str) -> list[str]:
+    """The nodes of the same class that every way from ``node`` ends in, before anything is computed with what it puts
+    out: each of them replaces what ``node`` did. [] where something may run in between."""
+    kind = prompt.get(node, {}).get("class_type")
+    found: set[str] = set()
+    waiting, seen = [node], {node}
+    while waiting:
+        followers = list(_followers(prompt, waiting.pop()))
+        if not followers:
+            return []
+        for follower, entrance in followers:
+            if entrance not in _PATCHED:
+                return []
+            if prompt[follower].get("class_type") == kind:
+                found.add(follower)
+            elif follower not in seen:
+                seen.add(follower)
+                waiting.append(follower)
+    return sorted(found)
 
 
 def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...pascal_attn_core.observe.machine import Machine
+from ..comfy.prompt import replaced_by, where_only_weights_go
 from ..engine.runs import Run
 from .exactness import Exactness
 from .rows import together
@@ -19,6 +20,14 @@ PATCHES = {
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
     "PascalFFNChunking": "Pascal FFN Chunking",
     "PascalInt8Linear": "Pascal Int8 Linear",
+}
+# Of their runs: a node of another workflow may have the same number.
+_PARTS = {
+    "PascalAttentionPatch": "diffusion model",
+    "PascalVAEAttention": "VAE",
+    "PascalTextEncoderAttention": "text encoder",
+    "PascalFFNChunking": "feed-forward",
+    "PascalInt8Linear": "int8",
 }
 Prompt = Mapping[str, Mapping[str, Any]]
 
@@ -98,10 +107,14 @@ def choose_runs(
     for node, kind in patches.items():
         if node in seen:
             continue
-        last = next((run for run in reversed(known) if run.unique_id == node and run.prompt_id != prompt_id), None)
-        if last is not None:
-            earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
-        remarks.append(f"{PATCHES[kind]} (node {node}) {_why_absent(prompt, node, report_id, last)}")
+        why = _without_effect(prompt, node, report_id)
+        if not why:
+            own = (run for run in reversed(known) if (run.unique_id, run.part) == (node, _PARTS[kind]))
+            last = next((run for run in own if run.prompt_id != prompt_id), None)
+            if last is not None:
+                earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
+            why = _why_absent(prompt, node, report_id, last)
+        remarks.append(f"{PATCHES[kind]} (node {node}) {why}")
     if not patches and not shown:
         remarks.append(_nothing(known))
     if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):
@@ -126,6 +139,40 @@ def _nothing(known: list[Run]) -> str:
         last = known[-1]
         text += f" The most recent earlier run, {title_of(last)} at {clock_text(last.started)}: {last.line()}."
     return text
+
+
+def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:
+    """Why nothing can have run with what ``node`` patches before this report, whatever is in ComfyUI's cache."""
+    only_weights = where_only_weights_go(prompt, node)
+    if only_weights:
+        return f"has no effect: {only_weights}."
+    replaced = replaced_by(prompt, node)
+    if replaced:
+        nodes = f"node{'s' * (len(replaced) > 1)} {' and '.join(replaced)}"
+        return f"has no effect: {nodes} of the same kind after it take{'s' * (len(replaced) == 1)} its place."
+    if report_id is not None and _reaches_unused(prompt, node, report_id):
+        return (
+            "has not run yet: nothing between it and this report computes anything. Connect the sampler's LATENT or "
+            "the decoder's IMAGE to the report."
+        )
+    return ""
+
+
+def _reaches_unused(prompt: Prompt, node: str, report_id: str) -> bool:
+    """Whether the report's value is what ``node`` puts out, or that patched further by nodes of this package."""
+    value = prompt.get(report_id, {}).get("inputs", {}).get("value")
+    at = str(value[0]) if _is_link(value) else ""
+    waiting, seen = [at], {at}
+    while waiting:
+        at = waiting.pop()
+        if at == node:
+            return True
+        entry = prompt.get(at, {})
+        if entry.get("class_type") in PATCHES:
+            sources = [source for source in _sources(entry) if source not in seen]
+            seen.update(sources)
+            waiting += sources
+    return False
 
 
 def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:

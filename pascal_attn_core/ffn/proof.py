@@ -179,7 +179,8 @@ def prove(
             with torch.no_grad():
                 limit = probe(fn, inputs, count, full.dtypes)
             if full.backwards:
-                probe_gradients(fn, module, inputs, count, limit)
+                with _hidden_from_checkpoints():
+                    probe_gradients(fn, module, inputs, count, limit)
     except (NotTokenwise, torch.OutOfMemoryError):
         raise
     except passing:
@@ -248,11 +249,16 @@ class _NoPeeking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_plain_autograd(wants_grad: bool, inference: bool) -> Iterator[None]:
-    """Hides the block from a surrounding checkpoint, which counts what is saved for the backward pass; and leaves
-    inference mode, in which composite operators arrive whole, unless ``inference``."""
-    keep = torch.autograd.graph.saved_tensors_hooks(_alias, lambda tensor: tensor)
-    with torch.inference_mode(inference), torch.set_grad_enabled(wants_grad), keep:
+    """Hides the block from a surrounding checkpoint, and leaves inference mode, in which composite operators arrive
+    whole, unless ``inference``."""
+    with torch.inference_mode(inference), torch.set_grad_enabled(wants_grad), _hidden_from_checkpoints():
         yield
+
+
+def _hidden_from_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """A surrounding checkpoint counts what is saved for the backward pass, and a backward pass of ours would make it
+    recompute the user's block."""
+    return torch.autograd.graph.saved_tensors_hooks(_alias, lambda tensor: tensor)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class FirstTiles(TiledRoute):
         if timing is None or timing.ratio is None:
             return None
         if timing.ratio > CLEARLY:
-            request.remarks.append(timing.words)
+            request.remarks.append(f"tiles were {timing.words}")
             return None
         if torch._C._are_functorch_transforms_active():
             return None

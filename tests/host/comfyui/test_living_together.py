@@ -246,3 +246,25 @@ def test_the_users_random_numbers_stay_the_same(server: ComfyServer) -> None:
         return capture(server, graph, latent)[0]
 
     assert largest_difference(ancestral(TILED), ancestral()) < ROUNDING
+
+
+FFN = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
+
+
+@pytest.mark.parametrize("patches", [[TILED], [WHOLE, FFN]], ids=["attention", "attention and feed-forward"])
+def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[Patch]) -> None:
+    """ComfyUI's default: what the first pass saves and what its recomputation saves must be the same."""
+    graph = Graph()
+    latent = graph.add("ProbeFresh", value=graph.add("EmptyLatentImage", width=128, height=128, batch_size=1))
+    family = FAMILIES["sd15"]
+    text = graph.add("ProbeCond", tokens=family.tokens, dim=family.dim, pooled=0, mask=False, seed=1)
+    wanted = {"steps": 2, "training_dtype": "fp32", "lora_dtype": "fp32", "gradient_checkpointing": True}
+    known = server.request("/object_info/TrainLoraNode")["TrainLoraNode"]["input"]["required"]
+    settings = {name: wanted.get(name, spec[1]["default"]) for name, spec in known.items() if "default" in spec[1]}
+    model = graph.patched(graph.load("sd15"), patches)
+    trained = graph.add("TrainLoraNode", model=model, latents=latent, positive=text, **settings)
+    graph.add("SaveLoRA", lora=trained, prefix="loras/trained")
+    outcome = server.run(graph.prompt)
+    assert outcome.status == "success", outcome.message
+    calls = stock(server).counts["sdpa"]  # of two evaluations; each is computed again in the backward pass
+    assert [(run.taken, run.passed) for run in patch_runs(outcome.log)] == [(2 * calls, 0)]

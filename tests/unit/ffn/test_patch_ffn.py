@@ -6,12 +6,15 @@ import copy
 import math
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.ffn_zoo import Ffn, Geglu, With, mlp
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core.ffn import patch_ffn
 from pascal_attn_core.observe.memory import PeakMemory, measure
@@ -113,6 +116,49 @@ def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
         if not frozen:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-3)
     assert peak.peak_bytes < 0.5 * whole.peak_bytes
+
+
+class _Doubled(torch.autograd.Function):
+    """A backward pass in Python, of a weight: it knows nothing of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return 2 * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return 2 * grad + 0 * weight
+
+
+class _WithBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(F.linear(x, _Doubled.apply(self.up.weight), self.up.bias)))
+
+
+@pytest.mark.parametrize("make", [lambda: mlp(32, 256), _WithBackward], ids=["plain", "a backward pass in Python"])
+def test_within_a_checkpoint_of_the_user(make: Callable[[], nn.Module]) -> None:
+    sliced = make().train()
+    plain = copy.deepcopy(sliced)
+    x = torch.randn(2, 2048, 32)
+    first = nn.Linear(32, 32)
+
+    def gradients(module: nn.Module) -> list[Tensor | None]:
+        module.zero_grad(set_to_none=True)
+        first.zero_grad(set_to_none=True)
+        checkpoint(lambda x: module(first(x)), x, use_reentrant=False).square().sum().backward()
+        return [parameter.grad for parameter in [*module.parameters(), *first.parameters()]]
+
+    wanted = gradients(plain)
+    with patch_ffn(sliced, include="", budget_mib=2.0) as patch:
+        for _ in range(4):
+            torch.testing.assert_close(gradients(sliced), wanted, rtol=1e-4, atol=1e-3)
+        assert patch.report().lines[0].state == "chunked", patch.report().text()
 
 
 def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:

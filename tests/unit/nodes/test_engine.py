@@ -9,11 +9,13 @@ import pytest
 import torch
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 
 engine_module, runs = node_module("engine.engine"), node_module("engine.runs")
+compare_module = node_module("engine.compare")
 pytestmark = pytest.mark.usefixtures("stub_host")
 
 
@@ -298,3 +300,34 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
     assert failures == []
     assert run.count("taken") == 4 * len(given)
     assert run.finished
+
+
+# ---- training ----
+
+
+def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() -> None:
+    """The first call of a kind is compared with the host's function and sampled, its recomputation is not."""
+    engine = make_engine()
+    weight = torch.randn(8, 8, requires_grad=True)
+    given = qkv()
+
+    def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (tensor @ weight for tensor in (query, key, value))
+
+        def compare(out: Tensor) -> Any:
+            wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+            return compare_module.difference("torch", out.square(), wanted.square(), out.dtype)
+
+        out = engine.attend(query, key, value, compare=compare)
+        assert out is not None
+        return out * weight.sum()
+
+    out = checkpoint(block, *given, use_reentrant=False)
+    out.square().sum().backward()
+    assert engine.run.sample is not None
+    assert len(engine.run.compared) == 1
+    engine.end()
+    found, weight.grad = weight.grad, None
+    q, k, v = (tensor @ weight for tensor in given)
+    (torch.nn.functional.scaled_dot_product_attention(q, k, v) * weight.sum()).square().sum().backward()
+    torch.testing.assert_close(found, weight.grad, rtol=1e-4, atol=1e-4)

@@ -86,6 +86,12 @@ def test_what_a_user_must_not_miss(int8: Any) -> None:
     assert sentence == "no linear layer runs in int8: its error 7.00% is above 5.00%"
     assert int8.warnings_of(report(measured), is_file_in_int8=True) == []
     assert int8.warnings_of(report()) == ["no linear layer runs in int8: none was found"]
+    chosen = int8.chosen_by(("img_mpl", "*.ff.*"), ("txt_mlp",))
+    assert int8.warnings_of(report(), chosen=chosen) == [
+        "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
+    ]
+    waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
+    assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
     (sentence,) = int8.warnings_of(report(slow, slow))
     assert sentence == "int8 is slower than float here: one call of each layer takes 2.4 ms in total, 2.0 ms in float"
@@ -98,6 +104,7 @@ def test_the_line_on_the_node_before_a_run() -> None:
     text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
     assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
     assert status(report(cannot), "Flux", "") == "0 linear layers of Flux for int8; 1 cannot be"
+    assert status(report(), "Flux", "include img_mpl") == "0 linear layers of Flux for int8, include img_mpl"
 
 
 class Patcher:

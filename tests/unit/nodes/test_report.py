@@ -64,6 +64,50 @@ def test_a_report_that_may_come_too_early_is_told():
     assert "Nothing is connected to this report" in remarks[1]
 
 
+def test_an_earlier_run_is_of_the_same_kind_of_node():
+    """Nodes of two workflows may have the same number."""
+    shown, remarks = FIND.choose_runs([run(prompt_id="a", part="feed-forward")], graph(), "b", "9")
+    assert shown == []
+    assert "It has no earlier run on record" in remarks[0]
+
+
+def test_a_patch_that_another_one_behind_it_replaces_is_told_and_no_earlier_run_is_shown():
+    prompt = graph() | {
+        "5": {"class_type": PATCH, "inputs": {"model": ["1", 0]}},
+        "7": {"class_type": "LoraLoader", "inputs": {"model": ["5", 0]}},
+        "8": {"class_type": PATCH, "inputs": {"model": ["7", 0]}},
+        "6": {"class_type": SAMPLER, "inputs": {"model": ["8", 0]}},
+    }
+    new = run(prompt_id="b", unique_id="8")
+    shown, remarks = FIND.choose_runs([run(prompt_id="a"), new], prompt, "b", "9")
+    assert [entry.run for entry in shown] == [new]
+    (remark,) = remarks
+    assert remark == (
+        "Pascal Attention Patch (node 5) has no effect: node 8 of the same kind after it takes its place."
+    )
+
+
+def test_a_patch_on_a_model_that_only_gives_weights_is_told():
+    prompt = graph() | {
+        "7": {"class_type": "ModelMergeSimple", "inputs": {"model1": ["1", 0], "model2": ["5", 0]}},
+        "6": {"class_type": SAMPLER, "inputs": {"model": ["7", 0]}},
+    }
+    shown, (remark,) = FIND.choose_runs([run(prompt_id="a")], prompt, "b", "9")
+    assert shown == []
+    assert "has no effect: ModelMergeSimple takes only the weights of model2" in remark
+
+
+@pytest.mark.parametrize("between", [{}, {"8": {"class_type": "PascalFFNChunking", "inputs": {"model": ["5", 0]}}}])
+def test_a_report_on_the_model_itself_comes_before_anything_has_run(between):
+    prompt = graph() | between
+    prompt["9"] = {"class_type": REPORTER, "inputs": {"value": [next(iter(between), "5"), 0]}}
+    prompt["6"] = {"class_type": SAMPLER, "inputs": {"model": ["9", 0]}}
+    shown, remarks = FIND.choose_runs([run(prompt_id="a")], prompt, "b", "9")
+    assert shown == []
+    assert len(remarks) == 1 + len(between)
+    assert all("nothing between it and this report computes anything" in remark for remark in remarks)
+
+
 def test_a_prompt_without_a_patch_has_nothing_and_names_the_last_run():
     shown, remarks = FIND.choose_runs([run(blocks(2), prompt_id="a")], {"9": graph()["9"]}, "b", "9")
     assert shown == []

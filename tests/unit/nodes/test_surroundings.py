@@ -55,6 +55,19 @@ def test_a_patch_that_may_run_is_not(more: dict[str, Any]) -> None:
     assert prompts.where_only_weights_go(prompt, None) == ""
 
 
+def test_a_patch_is_replaced_where_every_way_ends_in_another_of_its_class() -> None:
+    chain = {"patch": ("Patch", {"model": "load"}), "lora": ("Lora", {"model": "patch"})}
+    chain |= {"second": ("Patch", {"model": "lora"}), "sampler": ("KSampler", {"model": "second"})}
+    assert prompts.replaced_by(graph(**chain), "patch") == ["second"]
+    assert prompts.replaced_by(graph(**chain), "second") == []
+    beside = chain | {"other": ("KSampler", {"model": "patch"}), "decode": ("VAEDecode", {"samples": "other"})}
+    assert prompts.replaced_by(graph(**beside), "patch") == []
+    saved = chain | {"save": ("ModelSave", {"model": "patch"})}
+    assert prompts.replaced_by(graph(**saved), "patch") == []
+    third = chain | {"third": ("Patch", {"model": "patch"})}
+    assert prompts.replaced_by(graph(**third), "patch") == ["second", "third"]
+
+
 def named(qualname: str, module: str) -> Any:
     def override() -> None:
         pass

@@ -202,6 +202,17 @@ def test_a_vae_that_mixes_rows_otherwise_is_not_run_in_bands() -> None:
         assert_close(vae.decode(latent()).sample, wanted * 2)
 
 
+def test_a_vae_whose_own_result_is_not_finite_is_refused_for_that_reason() -> None:
+    vae = kl()
+    with torch.no_grad():
+        vae.decoder.conv_in.weight[0, 0, 0, 0] = float("inf")
+    with patch_vae(vae) as patch:
+        vae.decode(latent())
+    (call,) = patch.report().calls
+    assert call.state == "refused"
+    assert call.why == "the VAE's own result for a small input in float32 holds NaN or infinity"
+
+
 def test_a_vae_that_fails_in_bands_runs_as_it_is() -> None:
     vae = kl()
     own = vae.decoder.forward
