@@ -1,7 +1,9 @@
-"""Pictures of attention: a heat map of chosen rows, and the tiles that a causal rule, a window or a mask leaves.
+"""Pictures of attention: a heat map of chosen rows, the tiles that a causal rule, a window or a mask leaves, and what
+the online softmax of a row knows after each block of keys.
 
     attention_map(query, key, rows=[0, 17, -1], is_causal=True).plot("rows.png")
     plot_tiles(1024, 1024, is_causal=True, path="tiles.png")
+    plot_softmax(query[0, 0, 17] @ key[0, 0].mT * 64**-0.5, path="softmax.png")
 
 Needs matplotlib. A picture is also returned, as a ``matplotlib.figure.Figure``.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 from .call import check_call
 from .tiled.masks import Band
 
-__all__ = ["plot_rows", "plot_tiles", "tile_states"]
+__all__ = ["plot_rows", "plot_softmax", "plot_tiles", "softmax_states", "tile_states"]
 
 _COLOURS = ("#eef1f4", "#2a7f62", "#d9a441")
 _WORDS = ("skipped", "computed", "partly masked")
@@ -144,6 +146,53 @@ def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = Non
     axis.set_title(f"{computed:.0%} of the tiles are computed")
     axis.set_xlabel("key")
     axis.set_ylabel("query")
+    return _written(figure, path)
+
+
+def softmax_states(scores: Tensor, *, kv_block: int = 128) -> Tensor:
+    """What an online softmax knows of a row after each block of its keys: ``[blocks, 2]`` float64, the running maximum
+    m, and the running sum of exp(score - m). A block with a larger maximum rescales the sum before it:
+    FlashAttention-2, Algorithm 1, line 9.
+
+    Args:
+        scores: ``[S]``, the row's scaled and masked scores; -inf = masked.
+    Raises:
+        TypeError, ValueError: scores is no float tensor of one dimension, or kv_block is below 1.
+    """
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        raise TypeError(f"scores must be a float tensor, got {getattr(scores, 'dtype', type(scores).__name__)}")
+    if scores.dim() != 1:
+        raise ValueError(f"scores must be those of one row, [S], got {list(scores.shape)}")
+    if kv_block < 1:
+        raise ValueError(f"kv_block must be at least 1, got {kv_block}")
+    highest, total, states = torch.tensor(-torch.inf, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64), []
+    for block in scores.detach().double().cpu().split(kv_block) if len(scores) else ():
+        before, highest = highest, torch.maximum(highest, block.max())
+        if highest > -torch.inf:
+            total = total * (before - highest).exp() + (block - highest).exp().sum()
+        states.append(torch.stack((highest, total)))
+    return torch.stack(states) if states else torch.empty(0, 2, dtype=torch.float64)
+
+
+def plot_softmax(scores: Tensor, path: str | Path | None = None, *, kv_block: int = 128) -> Any:
+    """A picture of :func:`softmax_states` (same arguments), beside the maximum and the sum of the whole row.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    states = softmax_states(scores, kv_block=kv_block)
+    figure = Figure(figsize=(7, 5.4), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    ends = [min((block + 1) * kv_block, len(scores)) for block in range(len(states))]
+    for axis, values, name in zip(axes, states.T, ("running maximum m", "running sum of exp(score - m)")):
+        if len(values):
+            axis.axhline(float(values[-1]), color=_COLOURS[2], linestyle="--", label="of the whole row")
+        axis.plot(ends, values.numpy(), marker="o", markersize=4, color=_COLOURS[1], label="after this block")
+        axis.set_ylabel(name)
+        axis.legend(frameon=False)
+    axes[-1].set_xlabel("keys seen")
     return _written(figure, path)
 
 

@@ -82,7 +82,8 @@ class Report:
     def text(self) -> str:
         """One line per kind of call, most frequent first."""
         rows = sorted(self.calls.items(), key=lambda item: -item[1].count)
-        lines = [f"{self.total} attention calls: " + ", ".join(f"{n} {route}" for route, n in self.routes().items())]
+        by_route = ", ".join(f"{n} {route}" for route, n in self.routes().items())
+        lines = [f"{self.total} attention calls" + (f": {by_route}" if by_route else "")]
         for key, stats in rows:
             share = f", {stats.bounded_blocks / stats.blocks:.0%} bounded" if stats.blocks else ""
             halved = f", budget halved {stats.budget_halvings}x" if stats.budget_halvings else ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pascal_attn_core import attention_map, saved_by_band
-from pascal_attn_core.plots import plot_rows, plot_tiles, tile_states
+from pascal_attn_core.plots import plot_rows, plot_softmax, plot_tiles, softmax_states, tile_states
 
 pytest.importorskip("matplotlib")
 
@@ -83,3 +83,41 @@ def test_what_cannot_be_drawn_is_named(arguments: tuple, match: str) -> None:
         plot_rows(*arguments[:2], rows=arguments[2] if len(arguments) > 2 else None)
     with pytest.raises(ValueError, match="q_block must be at least 1, got 0"):
         tile_states(4, 4, q_block=0)
+
+
+def test_the_states_of_a_softmax_are_those_of_the_keys_seen() -> None:
+    scores = 5 * torch.randn(150)
+    scores[:20] = scores[60:90] = -torch.inf
+    states = softmax_states(scores, kv_block=20)
+    assert states.shape == (8, 2)
+    assert states[0].tolist() == [-torch.inf, 0.0]
+    for block, (highest, total) in enumerate(states[1:], start=1):
+        seen = scores[: 20 * (block + 1)].double()
+        assert highest == seen.max()
+        torch.testing.assert_close(total, (seen - seen.max()).exp().sum())
+    assert softmax_states(scores[:0]).shape == (0, 2)
+
+
+def test_a_picture_of_a_softmax_shows_its_states(tmp_path: Path) -> None:
+    scores = torch.randn(150)
+    figure = plot_softmax(scores, tmp_path / "softmax.png", kv_block=64)
+    assert (tmp_path / "softmax.png").read_bytes().startswith(b"\x89PNG")
+    for axis, values in zip(figure.axes, softmax_states(scores, kv_block=64).T):
+        whole, running = axis.lines
+        assert running.get_xdata().tolist() == [64, 128, 150]
+        assert running.get_ydata().tolist() == values.tolist()
+        assert set(whole.get_ydata()) == {values[-1].item()}
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "words"),
+    [
+        (torch.zeros(2, 3), {}, r"scores must be those of one row, \[S\], got \[2, 3\]"),
+        (torch.zeros(3, dtype=torch.int32), {}, "scores must be a float tensor, got torch.int32"),
+        ([1.0], {}, "scores must be a float tensor, got list"),
+        (torch.zeros(3), {"kv_block": 0}, "kv_block must be at least 1, got 0"),
+    ],
+)
+def test_states_of_what_is_no_row_are_refused(scores: object, options: dict, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        softmax_states(scores, **options)  # type: ignore[arg-type]

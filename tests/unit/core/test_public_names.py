@@ -93,7 +93,7 @@ PUBLIC: dict[str, set[str]] = {
         "create_padding_mask",
         "get_attention",
     },
-    "pascal_attn_core.plots": {"plot_rows", "plot_tiles", "tile_states"},
+    "pascal_attn_core.plots": {"plot_rows", "plot_softmax", "plot_tiles", "softmax_states", "tile_states"},
     "pascal_attn_core.sdpa_patch": {"disable", "enable", "is_enabled", "patch_sdpa"},
     "pascal_attn_core.transformers": {
         "make_hf_attention_fn",
