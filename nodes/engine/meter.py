@@ -110,16 +110,15 @@ def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None
     size = call.seq_len_kv * (call.head_dim + call.head_dim_v) * call.query.element_size()
     if call.query.dim() != 4 or size > _SAMPLE_BYTES or call.is_causal or call.is_empty:
         return None
-    query, key, value, out, mask = (
-        part.detach() if isinstance(part, Tensor) else part
-        for part in (call.query, call.key, call.value, out, call.attn_mask)
-    )  # nothing is saved for a backward pass: gradient checkpointing counts what is
+    # Nothing is saved for a backward pass: gradient checkpointing counts what is.
+    query, key, value, out = (part.detach() for part in (call.query, call.key, call.value, out))
+    mask = call.attn_mask.detach() if isinstance(call.attn_mask, Tensor) else None
     rows = torch.linspace(0, call.seq_len_q - 1, min(_SAMPLE_ROWS, call.seq_len_q), device=out.device).long()
     head = call.num_heads - 1
-    if isinstance(mask, Tensor):
+    if mask is not None:
         mask = mask.expand(*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv)[0, head, rows]
     # The last key/value head serves the last query head, also where the host lets one head serve all by broadcasting.
     parts = query[0, head, rows], key[0, -1], value[0, -1], out[0, head, rows]
     query, key, value, result = (part.to("cpu", copy=True) for part in parts)
-    kept_mask = mask.to("cpu", copy=True) if isinstance(mask, Tensor) else None
+    kept_mask = None if mask is None else mask.to("cpu", copy=True)
     return Sample(kind, query, key, value, kept_mask, call.scale, result)
