@@ -141,6 +141,7 @@ class _WithBackward(nn.Module):
         return self.down(F.gelu(F.linear(x, _Doubled.apply(self.up.weight), self.up.bias)))
 
 
+@pytest.mark.torch_2_5
 @pytest.mark.parametrize("make", [lambda: mlp(32, 256), _WithBackward], ids=["plain", "a backward pass in Python"])
 def test_within_a_checkpoint_of_the_user(make: Callable[[], nn.Module]) -> None:
     sliced = make().train()
