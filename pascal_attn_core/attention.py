@@ -148,7 +148,7 @@ def sdpa_backward(
     options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     call = check_call(query, key, value, attn_mask, *options)
-    config = _given_or_default(config)
+    _check_config(config)
     for name, tensor, shape in (
         ("out", out, call.out_shape), ("grad_out", grad_out, call.out_shape), ("lse", lse, call.out_shape[:-1]),
         ("grad_lse", grad_lse, call.out_shape[:-1]),
@@ -157,7 +157,7 @@ def sdpa_backward(
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     saved = Results(out.to(query.dtype), lse.to(call.sums_dtype))
     with torch.no_grad():
-        grads = gradients(call, config, grad_out, saved, grad_lse)
+        grads = gradients(call, default_config() if config is None else config, grad_out, saved, grad_lse)
     return grads.query, grads.key, grads.value
 
 
@@ -179,7 +179,8 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
-    config = _given_or_default(config)
+    _check_config(config)
+    config = default_config() if config is None else config
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     call = check_call(query, key, value, attn_mask, *options)
@@ -192,12 +193,9 @@ def explain(
     return "\n".join(lines)
 
 
-def _given_or_default(config: AttentionConfig | None) -> AttentionConfig:
-    if config is None:
-        return default_config()
-    if not isinstance(config, AttentionConfig):
+def _check_config(config: AttentionConfig | None) -> None:
+    if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-    return config
 
 
 def _attend(
@@ -213,8 +211,7 @@ def _attend(
 ) -> Any:
     """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
     others with a dispatch of their own, it is one operator."""
-    if config is not None:
-        _given_or_default(config)
+    _check_config(config)
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
     is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None

@@ -451,7 +451,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_causal_bias(mask: object) -> bool:
     """Whether a mask is a ``CausalBias``. The module of that class is not imported for this, since it imports
-    torch._dynamo, half of the time that ``import torch`` takes: where there is such a mask, it is loaded."""
+    torch._dynamo; where there is such a mask, it is loaded."""
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(mask, module.CausalBias)
 

@@ -144,9 +144,7 @@ def _misreads_repetitions(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
-    if call.query.dtype != torch.float16 or call.is_empty or call.query.device.type != "cpu":
-        return False
-    return runtime_of(call.query.device).info.kind == "cpu"
+    return call.query.dtype == torch.float16 and not call.is_empty and runtime_of(call.query.device).info.kind == "cpu"
 
 
 def _rounds_scores(device: torch.device, dtype: torch.dtype) -> bool:
