@@ -21,6 +21,7 @@ flash-attn:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,41 +101,15 @@ def flash_attn_func(
     return _answer(*attend(q, k, v, options, with_lse=return_attn_probs), with_lse=return_attn_probs)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
     k, v = _unpacked("kv", kv, "[B, tokens, 2, heads, head_dim]", 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, k, v, *options, **named)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``."""
-    q, k, v = _unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(*_unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5), *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -193,74 +168,19 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any, **named: Any
+) -> Any:
     """:func:`flash_attn_varlen_func` with ``kv [total_k, 2, Hkv, D]``."""
     k, v = _unpacked("kv", kv, "[total, 2, heads, head_dim]", 2, 4)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **named: Any
+) -> Any:
     """:func:`flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
     q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 3, 4)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
 
 
 def flash_attn_with_kvcache(

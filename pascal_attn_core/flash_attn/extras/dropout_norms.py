@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def dropout_add_layer_norm(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
+    *,
+    rms: bool = False,
 ) -> Any:
     """LayerNorm of dropout(x0 * rowscale) * layerscale + residual.
 
@@ -61,50 +64,15 @@ def dropout_add_layer_norm(
     Returns:
         out ``[..., N]`` in the dtype of x0, or the tuple (out, sum, mask) of what is asked for.
     """
-    return _dropout_add_norm(
-        False,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
-
-
-def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """:func:`dropout_add_layer_norm` with RMSNorm."""
-    return _dropout_add_norm(
-        True,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
+    check_shapes(x0, residual=residual)
+    check_weights(x0.shape[-1], weight=weight, bias=bias, layerscale=layerscale)
+    total = summed(x0, residual, rowscale=rowscale, layerscale=layerscale, dropout_p=dropout_p)
+    results = [Norm(epsilon, rms).of(total.value, weight, bias).to(x0.dtype)]
+    if prenorm:
+        results.append(total.rounded(x0, residual, residual_in_fp32))
+    if return_dropout_mask:
+        results.append(_as_bytes(total.masks[0], x0))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def dropout_add_layer_norm_subset(
@@ -122,6 +90,8 @@ def dropout_add_layer_norm_subset(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
+    *,
+    rms: bool = False,
 ) -> Any:
     """:func:`dropout_add_layer_norm` where stochastic depth has left out rows of x0, and leaves out rows of the output.
 
@@ -135,59 +105,34 @@ def dropout_add_layer_norm_subset(
         out ``[out_numrows, N]``, or the tuple (out, sum ``[rows, N]`` or of the shape of residual, mask of the shape of
         x0) of what is asked for.
     """
-    return _subset_norm(
-        False,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        layerscale,
-        x0_subset,
-        out_subset,
-        rowscale_const,
-        out_numrows,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
-
-
-def dropout_add_rms_norm_subset(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None = None,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """:func:`dropout_add_layer_norm_subset` with RMSNorm."""
-    return _subset_norm(
-        True,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        layerscale,
-        x0_subset,
-        out_subset,
-        rowscale_const,
-        out_numrows,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
+    if (x0_subset is None) != (out_subset is None):
+        raise FlashArgumentError("x0_subset and out_subset must be given together, got one of them")
+    hidden = x0.shape[-1]
+    check_weights(hidden, weight=weight, bias=bias, layerscale=layerscale)
+    rows = x0.reshape(-1, hidden)
+    part = summed(rows, None, layerscale=layerscale, factor=rowscale_const, dropout_p=dropout_p)
+    value = part.value
+    if x0_subset is not None:
+        value = _picked(torch.cat([value.new_zeros(1, hidden), value]), x0_subset, "x0_subset")
+    if residual is not None:
+        if residual.shape[-1] != hidden or residual.numel() != value.numel():
+            raise FlashArgumentError(f"residual must hold {list(value.shape)}, got {list(residual.shape)}")
+        value = value + residual.reshape(-1, hidden).to(value.dtype)
+    total = Sum(value, part.masks)
+    out = Norm(epsilon, rms).of(value, weight, bias).to(x0.dtype)
+    if out_subset is not None:
+        if out_subset.numel() != value.shape[0]:
+            raise FlashArgumentError(f"out_subset must be [{value.shape[0]}], got {list(out_subset.shape)}")
+        # row 0 takes what is left out
+        target = out.new_zeros(out_numrows + 1, hidden)
+        out = target.index_copy(0, out_subset.reshape(-1).long(), out)[1:]
+    results = [out.reshape(-1, *x0.shape[1:])]
+    if prenorm:
+        rounded = total.rounded(x0, residual, residual_in_fp32)
+        results.append(rounded.reshape(residual.shape if residual is not None else (-1, *x0.shape[1:])))
+    if return_dropout_mask:
+        results.append(_as_bytes(part.masks[0], x0).reshape(x0.shape))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -203,6 +148,8 @@ def dropout_add_layer_norm_parallel_residual(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
+    *,
+    rms: bool = False,
 ) -> Any:
     """Two LayerNorms of the same sum dropout(x0) + dropout(x1) + residual.
 
@@ -210,53 +157,21 @@ def dropout_add_layer_norm_parallel_residual(
         (out0, out1 or None without weight1), and behind them the sum with ``prenorm`` and two uint8 masks (1 = kept)
         with ``return_dropout_mask``.
     """
-    return _parallel_norm(
-        False,
-        x0,
-        x1,
-        residual,
-        weight0,
-        bias0,
-        weight1,
-        bias1,
-        dropout_p,
-        epsilon,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
+    check_shapes(x0, x1=x1, residual=residual)
+    check_weights(x0.shape[-1], weight0=weight0, bias0=bias0, weight1=weight1, bias1=bias1)
+    total, norm = summed(x0, residual, x1, dropout_p=dropout_p), Norm(epsilon, rms)
+    results: list[Tensor | None] = [norm.of(total.value, weight0, bias0).to(x0.dtype)]
+    results.append(None if weight1 is None else norm.of(total.value, weight1, bias1).to(x0.dtype))
+    if prenorm:
+        results.append(total.rounded(x0, residual, residual_in_fp32))
+    if return_dropout_mask:
+        results += [_as_bytes(mask, x0) for mask in total.masks]
+    return tuple(results)
 
 
-def dropout_add_rms_norm_parallel_residual(
-    x0: Tensor,
-    x1: Tensor | None,
-    residual: Tensor | None,
-    weight0: Tensor,
-    bias0: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """:func:`dropout_add_layer_norm_parallel_residual` with RMSNorm."""
-    return _parallel_norm(
-        True,
-        x0,
-        x1,
-        residual,
-        weight0,
-        bias0,
-        weight1,
-        bias1,
-        dropout_p,
-        epsilon,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-    )
+dropout_add_rms_norm = partial(dropout_add_layer_norm, rms=True)
+dropout_add_rms_norm_subset = partial(dropout_add_layer_norm_subset, rms=True)
+dropout_add_rms_norm_parallel_residual = partial(dropout_add_layer_norm_parallel_residual, rms=True)
 
 
 class RMSNorm(torch.nn.Module):
@@ -310,125 +225,15 @@ class DropoutAddLayerNorm(torch.nn.Module):
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
         """out ``[..., hidden_size]``, with ``prenorm`` (out, sum)."""
-        return _dropout_add_norm(
-            self.rms,
-            x0,
-            residual,
-            self.weight,
-            self.bias,
-            self.p if self.training else 0.0,
-            self.eps,
-            None,
-            None,
-            self.prenorm,
-            self.residual_in_fp32,
-            False,
-        )
+        dropout_p = self.p if self.training else 0.0
+        sums = {"prenorm": self.prenorm, "residual_in_fp32": self.residual_in_fp32, "rms": self.rms}
+        return dropout_add_layer_norm(x0, residual, self.weight, self.bias, dropout_p, self.eps, **sums)
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):
     """:class:`DropoutAddLayerNorm` with RMSNorm, without a bias."""
 
     rms = True
-
-
-def _dropout_add_norm(
-    rms: bool,
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None,
-    layerscale: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-) -> Any:
-    check_shapes(x0, residual=residual)
-    check_weights(x0.shape[-1], weight=weight, bias=bias, layerscale=layerscale)
-    total = summed(x0, residual, rowscale=rowscale, layerscale=layerscale, dropout_p=dropout_p)
-    results = [Norm(epsilon, rms).of(total.value, weight, bias).to(x0.dtype)]
-    if prenorm:
-        results.append(total.rounded(x0, residual, residual_in_fp32))
-    if return_dropout_mask:
-        results.append(_as_bytes(total.masks[0], x0))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _parallel_norm(
-    rms: bool,
-    x0: Tensor,
-    x1: Tensor | None,
-    residual: Tensor | None,
-    weight0: Tensor,
-    bias0: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-) -> Any:
-    check_shapes(x0, x1=x1, residual=residual)
-    check_weights(x0.shape[-1], weight0=weight0, bias0=bias0, weight1=weight1, bias1=bias1)
-    total, norm = summed(x0, residual, x1, dropout_p=dropout_p), Norm(epsilon, rms)
-    results: list[Tensor | None] = [norm.of(total.value, weight0, bias0).to(x0.dtype)]
-    results.append(None if weight1 is None else norm.of(total.value, weight1, bias1).to(x0.dtype))
-    if prenorm:
-        results.append(total.rounded(x0, residual, residual_in_fp32))
-    if return_dropout_mask:
-        results += [_as_bytes(mask, x0) for mask in total.masks]
-    return tuple(results)
-
-
-def _subset_norm(
-    rms: bool,
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None,
-    x0_subset: Tensor | None,
-    out_subset: Tensor | None,
-    rowscale_const: float,
-    out_numrows: int,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-) -> Any:
-    if (x0_subset is None) != (out_subset is None):
-        raise FlashArgumentError("x0_subset and out_subset must be given together, got one of them")
-    hidden = x0.shape[-1]
-    check_weights(hidden, weight=weight, bias=bias, layerscale=layerscale)
-    rows = x0.reshape(-1, hidden)
-    part = summed(rows, None, layerscale=layerscale, factor=rowscale_const, dropout_p=dropout_p)
-    value = part.value
-    if x0_subset is not None:
-        value = _picked(torch.cat([value.new_zeros(1, hidden), value]), x0_subset, "x0_subset")
-    if residual is not None:
-        if residual.shape[-1] != hidden or residual.numel() != value.numel():
-            raise FlashArgumentError(f"residual must hold {list(value.shape)}, got {list(residual.shape)}")
-        value = value + residual.reshape(-1, hidden).to(value.dtype)
-    total = Sum(value, part.masks)
-    out = Norm(epsilon, rms).of(value, weight, bias).to(x0.dtype)
-    if out_subset is not None:
-        if out_subset.numel() != value.shape[0]:
-            raise FlashArgumentError(f"out_subset must be [{value.shape[0]}], got {list(out_subset.shape)}")
-        # row 0 takes what is left out
-        target = out.new_zeros(out_numrows + 1, hidden)
-        out = target.index_copy(0, out_subset.reshape(-1).long(), out)[1:]
-    results = [out.reshape(-1, *x0.shape[1:])]
-    if prenorm:
-        rounded = total.rounded(x0, residual, residual_in_fp32)
-        results.append(rounded.reshape(residual.shape if residual is not None else (-1, *x0.shape[1:])))
-    if return_dropout_mask:
-        results.append(_as_bytes(part.masks[0], x0).reshape(x0.shape))
-    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _picked(rows: Tensor, subset: Tensor, name: str) -> Tensor:

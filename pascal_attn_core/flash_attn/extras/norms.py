@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -71,46 +72,15 @@ def layer_norm_fn(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def rms_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> Any:
-    """:func:`layer_norm_fn` with RMSNorm."""
-    return layer_norm_fn(
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        residual_in_fp32,
-        zero_centered_weight,
-        True,
-        return_dropout_mask,
-        out_dtype,
-        out,
-        residual_out,
-    )
+def rms_norm_fn(*args: Any, **kwargs: Any) -> Any:
+    """:func:`layer_norm_fn` with RMSNorm, and without its argument ``is_rms_norm``."""
+    before, after = args[:_IS_RMS], args[_IS_RMS:]
+    return layer_norm_fn(*before, **dict(zip(_BEHIND_IS_RMS, after)), is_rms_norm=True, **kwargs)
+
+
+_NAMES = tuple(inspect.signature(layer_norm_fn).parameters)
+_IS_RMS = _NAMES.index("is_rms_norm")
+_BEHIND_IS_RMS = _NAMES[_IS_RMS + 1 :]
 
 
 def layer_norm_linear_fn(
