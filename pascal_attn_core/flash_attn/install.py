@@ -67,20 +67,22 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.modules": (),
     "flash_attn.modules.block": (".extras.block: Block ParallelBlock StochasticDepth",),
     "flash_attn.modules.embedding": (
-        ".extras.embedding: BertEmbeddings ColumnParallelEmbedding GPT2Embeddings ParallelGPT2Embeddings "
-        "VocabParallelEmbedding",
+        ".extras.embedding: BertEmbeddings GPT2Embeddings",
+        ".extras.split: ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        ".extras.mha: LinearResidual MHA ParallelMHA _update_kv_cache=update_kv_cache",
+        ".extras.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
         ".extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
         ".extras.rotary: RotaryEmbedding",
-        ".extras.dense: ColumnParallelLinear FusedDense RowParallelLinear",
+        ".extras.dense: FusedDense",
+        ".extras.split: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
-        ".extras.mlp: GatedMlp Mlp ParallelGatedMlp ParallelMLP",
-        ".extras.dense: FusedMLP ParallelFusedMLP",
+        ".extras.mlp: GatedMlp Mlp",
+        ".extras.dense: FusedMLP",
+        ".extras.split: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops": (),
     "flash_attn.ops.activations": (
@@ -88,16 +90,18 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
-        ".extras.dense: ColumnParallelLinear FusedDense FusedMLP ParallelFusedMLP RowParallelLinear "
-        "fused_dense_func fused_mlp_func",
+        ".extras.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
+        ".extras.split: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
-        ".extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm dropout_add_layer_norm_subset "
+        ".extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm "
         "dropout_add_layer_norm_parallel_residual layer_norm",
+        ".extras.split: dropout_add_layer_norm_subset",
     ),
     "flash_attn.ops.rms_norm": (
         ".extras.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
-        "dropout_add_rms_norm_parallel_residual dropout_add_rms_norm_subset rms_norm",
+        "dropout_add_rms_norm_parallel_residual rms_norm",
+        ".extras.split: dropout_add_rms_norm_subset",
     ),
     "flash_attn.ops.triton": (),
     "flash_attn.ops.triton.cross_entropy": (".extras.losses: cross_entropy_loss",),
@@ -139,7 +143,7 @@ def install_as_flash_attn(
 
     Besides attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
     ``modules.{mha,mlp,block,embedding}``, ``ops.{activations,fused_dense,layer_norm,rms_norm}``,
-    ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.{distributed,generation}``, the names of flash-attn 1
+    ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.generation``, the names of flash-attn 1
     (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
     and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
     imported. Other submodules do not exist. ``flash_attn_interface`` has the functions without autograd too

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import FlashArgumentError
-from .norm_sums import Norm, Sum, check_shapes, check_weights, summed
+from .norm_sums import Norm, check_shapes, check_weights, summed
 
 __all__ = [
     "DropoutAddLayerNorm",
@@ -17,10 +16,8 @@ __all__ = [
     "RMSNorm",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_parallel_residual",
-    "dropout_add_layer_norm_subset",
     "dropout_add_rms_norm",
     "dropout_add_rms_norm_parallel_residual",
-    "dropout_add_rms_norm_subset",
     "layer_norm",
     "rms_norm",
 ]
@@ -75,66 +72,6 @@ def dropout_add_layer_norm(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def dropout_add_layer_norm_subset(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None = None,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    *,
-    rms: bool = False,
-) -> Any:
-    """:func:`dropout_add_layer_norm` where stochastic depth has left out rows of x0, and leaves out rows of the output.
-
-    Args:
-        x0: ``[rows of x0, N]``, only those that take part; residual: ``[..., N]``.
-        x0_subset: whole numbers, one for each row of the sum: 1 + its row in x0, 0 = it has none.
-        out_subset: whole numbers likewise: 1 + its row in the output, 0 = it is not in the output.
-        rowscale_const: factor of x0.
-        out_numrows: rows of the output.
-    Returns:
-        out ``[out_numrows, N]``, or the tuple (out, sum ``[rows, N]`` or of the shape of residual, mask of the shape of
-        x0) of what is asked for.
-    """
-    if (x0_subset is None) != (out_subset is None):
-        raise FlashArgumentError("x0_subset and out_subset must be given together, got one of them")
-    hidden = x0.shape[-1]
-    check_weights(hidden, weight=weight, bias=bias, layerscale=layerscale)
-    rows = x0.reshape(-1, hidden)
-    part = summed(rows, None, layerscale=layerscale, factor=rowscale_const, dropout_p=dropout_p)
-    value = part.value
-    if x0_subset is not None:
-        value = _picked(torch.cat([value.new_zeros(1, hidden), value]), x0_subset, "x0_subset")
-    if residual is not None:
-        if residual.shape[-1] != hidden or residual.numel() != value.numel():
-            raise FlashArgumentError(f"residual must hold {list(value.shape)}, got {list(residual.shape)}")
-        value = value + residual.reshape(-1, hidden).to(value.dtype)
-    total = Sum(value, part.masks)
-    out = Norm(epsilon, rms).of(value, weight, bias).to(x0.dtype)
-    if out_subset is not None:
-        if out_subset.numel() != value.shape[0]:
-            raise FlashArgumentError(f"out_subset must be [{value.shape[0]}], got {list(out_subset.shape)}")
-        # row 0 takes what is left out
-        target = out.new_zeros(out_numrows + 1, hidden)
-        out = target.index_copy(0, out_subset.reshape(-1).long(), out)[1:]
-    results = [out.reshape(-1, *x0.shape[1:])]
-    if prenorm:
-        rounded = total.rounded(x0, residual, residual_in_fp32)
-        results.append(rounded.reshape(residual.shape if residual is not None else (-1, *x0.shape[1:])))
-    if return_dropout_mask:
-        results.append(_as_bytes(part.masks[0], x0).reshape(x0.shape))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def dropout_add_layer_norm_parallel_residual(
     x0: Tensor,
     x1: Tensor | None,
@@ -170,7 +107,6 @@ def dropout_add_layer_norm_parallel_residual(
 
 
 dropout_add_rms_norm = partial(dropout_add_layer_norm, rms=True)
-dropout_add_rms_norm_subset = partial(dropout_add_layer_norm_subset, rms=True)
 dropout_add_rms_norm_parallel_residual = partial(dropout_add_layer_norm_parallel_residual, rms=True)
 
 
@@ -234,12 +170,6 @@ class DropoutAddRMSNorm(DropoutAddLayerNorm):
     """:class:`DropoutAddLayerNorm` with RMSNorm, without a bias."""
 
     rms = True
-
-
-def _picked(rows: Tensor, subset: Tensor, name: str) -> Tensor:
-    if subset.is_floating_point():
-        raise TypeError(f"{name} must be whole numbers, got {subset.dtype}")
-    return rows.index_select(0, subset.reshape(-1).long())
 
 
 def _as_bytes(mask: Tensor | None, x: Tensor) -> Tensor:

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from ..options import FlashArgumentError
 from .dense import FusedDense
-from .parallel import leave_group
 
 __all__ = [
     "BertEmbeddings",
-    "ColumnParallelEmbedding",
     "GPT2Embeddings",
-    "ParallelGPT2Embeddings",
     "PatchEmbed",
-    "VocabParallelEmbedding",
 ]
 
 
@@ -91,87 +87,6 @@ class BertEmbeddings(nn.Module):
                 torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             )
         return out
-
-
-class VocabParallelEmbedding(nn.Embedding):
-    """An embedding whose rows are split over ranks: zeros for tokens of other ranks; their sum is the embedding."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *args: Any,
-        process_group: Any = None,
-        padding_idx: int | None = None,
-        **kwargs: Any,
-    ):
-        world = 1 if process_group is None else torch.distributed.get_world_size(process_group)
-        if num_embeddings % world:
-            raise FlashArgumentError(f"num_embeddings must be a multiple of {world} (the ranks), got {num_embeddings}")
-        if world > 1 and padding_idx is not None:
-            raise FlashArgumentError(f"padding_idx must be None with several ranks, got {padding_idx}")
-        super().__init__(num_embeddings // world, embedding_dim, padding_idx, *args, **kwargs)
-        self.process_group = process_group
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[...]`` -> ``[..., embedding_dim]``."""
-        if self.process_group is None:
-            return super().forward(input)
-        local = input - torch.distributed.get_rank(self.process_group) * self.num_embeddings
-        elsewhere = (local < 0) | (local >= self.num_embeddings)
-        return super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0.0)
-
-
-class ColumnParallelEmbedding(nn.Embedding):
-    """An embedding whose numbers are split over ranks: each has its part of them."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, process_group: Any = None, **kwargs: Any):
-        world = 1 if process_group is None else torch.distributed.get_world_size(process_group)
-        if embedding_dim % world:
-            raise FlashArgumentError(f"embedding_dim must be a multiple of {world} (the ranks), got {embedding_dim}")
-        super().__init__(num_embeddings, embedding_dim // world, *args, **kwargs)
-        self.process_group = process_group
-
-
-class ParallelGPT2Embeddings(nn.Module):
-    """:class:`GPT2Embeddings` split over ranks."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        vocab_size: int,
-        max_position_embeddings: int,
-        process_group: Any,
-        padding_idx: int | None = None,
-        sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        kinds: dict[str, Any] = {"process_group": process_group, "device": device, "dtype": dtype}
-        self.process_group, self.sequence_parallel = process_group, sequence_parallel
-        self.word_embeddings = VocabParallelEmbedding(vocab_size, embed_dim, padding_idx=padding_idx, **kinds)
-        self.max_position_embeddings = max_position_embeddings
-        if max_position_embeddings > 0:
-            self.position_embeddings = ColumnParallelEmbedding(max_position_embeddings, embed_dim, **kinds)
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, combine_batch_seqlen_dim: bool = False
-    ) -> Tensor:
-        """``[B, L]`` -> ``[B, L, embed_dim]``, or with combine_batch_seqlen_dim ``[B * L, embed_dim]``.
-
-        With several ranks and sequence_parallel dimension 0 is this rank's part of that.
-        """
-        out: Tensor = self.word_embeddings(input_ids)
-        world = torch.distributed.get_world_size(self.process_group)
-        if self.max_position_embeddings > 0:
-            positions = self.position_embeddings(_positions(input_ids, position_ids))
-            first = torch.distributed.get_rank(self.process_group) * positions.shape[-1]
-            behind = out.shape[-1] - first - positions.shape[-1]
-            out = out + nn.functional.pad(positions, (first, behind))
-        if combine_batch_seqlen_dim:
-            out = out.flatten(0, 1)
-        return out if world == 1 else leave_group(out, self.process_group, self.sequence_parallel)
 
 
 def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:

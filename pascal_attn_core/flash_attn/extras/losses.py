@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..options import FlashArgumentError
+from ..options import FlashArgumentError, on_one_device
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 
@@ -30,26 +30,27 @@ def cross_entropy_loss(
     lse_square_scale: float = 0.0,
     ignore_index: int = -100,
     inplace_backward: bool = False,
-    process_group: Any = None,
+    process_group: None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row.
 
     Args:
-        logits: ``[N, V]``; with ``process_group`` V is this process's part of the vocabulary, in the order of ranks.
-        labels: whole numbers ``[N]``. One outside of the vocabulary counts as another process's (as in flash-attn):
-            check labels before, torch's own cross entropy would raise.
+        logits: ``[N, V]``.
+        labels: whole numbers ``[N]``. One outside of the vocabulary is not refused (as in flash-attn): check labels
+            before, torch's own cross entropy would raise.
         precomputed_lse: ``[N]``, logsumexp of the rows; used where logit_scale is 1 and label_smoothing 0.
         label_smoothing: share of the target that is spread over the vocabulary.
         logit_scale: factor of the logits.
         lse_square_scale: this * logsumexp ** 2 (z-loss) is added to the loss.
         ignore_index: rows with this label have loss 0 and no gradient.
         inplace_backward: the gradient is written into the memory of the logits.
-        process_group: of torch.distributed, of which each process calls this with its part of the vocabulary.
     Returns:
         (losses ``[N]``, what lse_square_scale has added ``[N]``, without a gradient), float32 or float64.
     Raises:
         TypeError, ValueError: arguments that do not fit together.
+        NotImplementedError: process_group is given.
     """
+    on_one_device(process_group)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be floating point numbers, got {getattr(logits, 'dtype', type(logits).__name__)}")
     if logits.dim() != 2:
@@ -70,7 +71,6 @@ def cross_entropy_loss(
         lse_square_scale,
         ignore_index,
         inplace_backward,
-        process_group,
     )
     return losses, z_losses
 
@@ -92,7 +92,7 @@ class CrossEntropyLoss(torch.nn.Module):
         logit_scale: float = 1.0,
         lse_square_scale: float = 0.0,
         inplace_backward: bool = False,
-        process_group: Any = None,
+        process_group: None = None,
         return_z_loss: bool = False,
     ):
         super().__init__()
@@ -137,12 +137,9 @@ class _CrossEntropy(torch.autograd.Function):
         z_scale: float,
         ignore_index: int,
         inplace_backward: bool,
-        group: Any,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         count, classes = logits.shape
-        world, rank = (1, 0) if group is None else (_world_size(group), torch.distributed.get_rank(group))
-        total_classes = world * classes
         known = precomputed_lse is not None and scale == 1.0 and smoothing == 0.0
         lse = logits.new_empty(count, dtype=dtype)
         if known and precomputed_lse is not None:
@@ -155,54 +152,47 @@ class _CrossEntropy(torch.autograd.Function):
                 if not known:
                     lse[rows] = torch.logsumexp(part, -1) if classes else -torch.inf
                 if smoothing:
-                    losses[rows] -= smoothing / total_classes * part.sum(-1)
-        place, here = _places(labels, rank, classes)
+                    losses[rows] -= smoothing / classes * part.sum(-1)
+        place, here = _places(labels, classes)
         if classes:
             at_label = logits.gather(1, place[:, None])[:, 0].to(dtype) * scale
             losses -= torch.where(here, (1.0 - smoothing) * at_label, 0.0)
-        if world > 1:
-            torch.distributed.all_reduce(losses, group=group)
-            parts = [torch.empty_like(lse) for _ in range(world)]
-            torch.distributed.all_gather(parts, lse, group=group)
-            lse = torch.stack(parts).logsumexp(0)
-            losses += lse
-        else:
-            # a label outside of the vocabulary has only the part of the loss that smoothing spreads
-            losses += torch.where(here, lse, smoothing * lse)
+        # a label outside of the vocabulary has only the part of the loss that smoothing spreads
+        losses += torch.where(here, lse, smoothing * lse)
         z_losses = z_scale * lse.square()
         ignored = labels == ignore_index
         losses = (losses + z_losses).masked_fill_(ignored, 0.0)
         z_losses.masked_fill_(ignored, 0.0)
         ctx.save_for_backward(logits, lse, labels)
         ctx.mark_non_differentiable(z_losses)
-        ctx.options = smoothing, scale, z_scale, ignore_index, inplace_backward, rank, total_classes
+        ctx.options = smoothing, scale, z_scale, ignore_index, inplace_backward, classes
         return losses, z_losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, lse, labels = ctx.saved_tensors
-        smoothing, scale, z_scale, ignore_index, inplace, rank, total_classes = ctx.options
+        smoothing, scale, z_scale, ignore_index, inplace, classes = ctx.options
         grad = logits if inplace else torch.empty_like(logits)
         ignored = labels == ignore_index
         factor = grads[0].to(lse.dtype) * scale
-        place, here = _places(labels, rank, logits.shape[1])
+        place, here = _places(labels, logits.shape[1])
         at_label = here.to(lse.dtype) * (smoothing - 1.0)
         for rows in _chunks(logits):
             part = (logits[rows].to(lse.dtype) * scale).sub_(lse[rows, None]).exp_()
             if z_scale:
                 part *= 1.0 + 2.0 * z_scale * lse[rows, None]
             if smoothing:
-                part -= smoothing / total_classes
+                part -= smoothing / classes
             part.scatter_add_(1, place[rows, None], at_label[rows, None])
             part *= factor[rows, None]
             grad[rows] = part.masked_fill_(ignored[rows, None], 0.0).to(grad.dtype)
-        return grad, None, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
 
 
-def _places(labels: Tensor, rank: int, classes: int) -> tuple[Tensor, Tensor]:
-    """(the column of each label in this part of the vocabulary, whether it has one), both ``[N]``."""
-    place = labels.long() - rank * classes
+def _places(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """(the column of each label in the vocabulary, whether it has one), both ``[N]``."""
+    place = labels.long()
     here = (place >= 0) & (place < classes)
     return place.clamp(0, max(classes - 1, 0)), here
 
@@ -211,7 +201,3 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     for first in range(0, logits.shape[0] if logits.shape[1] else 0, step):
         yield slice(first, first + step)
-
-
-def _world_size(group: Any) -> int:
-    return int(torch.distributed.get_world_size(group))

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import flash_attn as functions
 from ..options import FlashArgumentError
-from .dense import ColumnParallelLinear, RowParallelLinear
 from .inner_attention import (
     CrossAttention,
     FlashCrossAttention,
@@ -19,10 +18,9 @@ from .inner_attention import (
     get_alibi_slopes,
     slopes_of,
 )
-from .parallel import get_dim_for_local_rank
 from .rotary import RotaryEmbedding
 
-__all__ = ["MHA", "LinearResidual", "ParallelMHA", "update_kv_cache"]
+__all__ = ["MHA", "LinearResidual", "update_kv_cache"]
 
 
 class LinearResidual(nn.Linear):
@@ -292,87 +290,6 @@ class MHA(_Attention):
             raise FlashArgumentError("key_padding_mask must be None with use_flash_attn; unpad the input instead")
         if params is not None and (key_padding_mask is not None or cu_seqlens is not None or self.dwconv):
             raise FlashArgumentError("inference_params must come without key_padding_mask, cu_seqlens and dwconv")
-
-
-class ParallelMHA(_Attention):
-    """:class:`MHA` (self-attention) whose heads are split over the ranks of ``process_group``."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        process_group: Any,
-        num_heads_kv: int | None = None,
-        qkv_proj_bias: bool = True,
-        out_proj_bias: bool = True,
-        dropout: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        layer_idx: int | None = None,
-        rotary_emb_dim: int = 0,
-        rotary_emb_base: float = 10000.0,
-        rotary_emb_scale_base: float | None = None,
-        rotary_emb_interleaved: bool = False,
-        use_alibi: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        use_flash_attn: bool = False,
-        checkpointing: bool = False,
-        sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_heads_kv,
-            causal,
-            layer_idx,
-            rotary_emb_dim,
-            use_alibi,
-            window_size,
-            use_flash_attn,
-            checkpointing,
-        )
-        self.process_group = process_group
-        self.world_size = torch.distributed.get_world_size(process_group)
-        self.local_rank = torch.distributed.get_rank(process_group)
-        self.num_heads_per_rank = get_dim_for_local_rank(num_heads, self.world_size, self.local_rank)
-        self.num_heads_kv_per_rank = get_dim_for_local_rank(self.num_heads_kv, self.world_size, self.local_rank)
-        self.num_heads_kv_local = self.num_heads_kv_per_rank
-        self._make_rotary(rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved, device)
-        kinds: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        self.Wqkv = ColumnParallelLinear(
-            embed_dim,
-            self.head_dim * (num_heads + 2 * self.num_heads_kv),
-            process_group,
-            bias=qkv_proj_bias,
-            multiple_of=self.head_dim * (num_heads // self.num_heads_kv + 2),
-            **kinds,
-        )
-        slopes = None
-        if use_alibi:
-            first = sum(get_dim_for_local_rank(num_heads, self.world_size, before) for before in range(self.local_rank))
-            own = get_alibi_slopes(num_heads)[first : first + self.num_heads_per_rank]
-            slopes = torch.tensor(own, device=device)
-        self._make_inner(softmax_scale, dropout, slopes, window_size)
-        self.out_proj = RowParallelLinear(
-            embed_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=self.head_dim, **kinds
-        )
-
-    def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
-        """x ``[B, L, embed_dim]``, with ``seqlen`` (which sequence parallelism needs) ``[B * L, embed_dim]``."""
-        qkv = self.Wqkv(x)
-        if seqlen is not None:
-            qkv = qkv.unflatten(0, (-1, seqlen))
-        if self.num_heads_kv == self.num_heads:
-            context = self._attend_packed(qkv, inference_params, kwargs)
-        else:
-            sizes = [self.num_heads_per_rank * self.head_dim, 2 * self.num_heads_kv_per_rank * self.head_dim]
-            q, kv = qkv.split(sizes, -1)
-            context = self._attend_apart(q, kv, inference_params, kwargs)
-        context = context.flatten(-2)
-        out: Tensor = self.out_proj(context if seqlen is None else context.flatten(0, 1))
-        return out
 
 
 def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activations import swiglu
-from .dense import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["GatedMlp", "Mlp", "ParallelGatedMlp", "ParallelMLP"]
+__all__ = [
+    "GatedMlp",
+    "Mlp",
+]
 
 
 class Mlp(nn.Module):
@@ -41,35 +43,6 @@ class Mlp(nn.Module):
         """``[..., out_features]``, with return_residual (that, x)."""
         out = self.fc2(self.activation(self.fc1(x)))
         return (out, x) if self.return_residual else out
-
-
-class ParallelMLP(nn.Module):
-    """:class:`Mlp` whose hidden features are split over ranks."""
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
-        process_group: Any = None,
-        sequence_parallel: bool = True,
-        bias1: bool = True,
-        bias2: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        out_features = in_features if out_features is None else out_features
-        hidden_features = in_features * 4 if hidden_features is None else hidden_features
-        kinds: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **kinds)
-        self.activation = activation
-        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **kinds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., out_features]``."""
-        return self.fc2(self.activation(self.fc1(x)))
 
 
 class GatedMlp(nn.Module):
@@ -102,36 +75,6 @@ class GatedMlp(nn.Module):
         """``[..., out_features]``, with return_residual (that, x)."""
         out = self.fc2(_gated(self.fc1(x), self.activation))
         return (out, x) if self.return_residual else out
-
-
-class ParallelGatedMlp(nn.Module):
-    """:class:`GatedMlp` whose hidden features are split over ranks."""
-
-    def __init__(
-        self,
-        in_features: int,
-        process_group: Any,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.sigmoid,
-        bias1: bool = True,
-        bias2: bool = True,
-        multiple_of: int = 128,
-        sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        out_features = in_features if out_features is None else out_features
-        hidden = _gated_features(in_features, hidden_features, multiple_of)
-        kinds: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        self.fc1 = ColumnParallelLinear(in_features, 2 * hidden, process_group, bias=bias1, **kinds)
-        self.activation = activation
-        self.fc2 = RowParallelLinear(hidden, out_features, process_group, bias=bias2, **kinds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., out_features]``."""
-        return self.fc2(_gated(self.fc1(x), self.activation))
 
 
 def _gated(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:

@@ -114,19 +114,6 @@ def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
     return result
 
 
-def enter_group(x: Tensor, process_group: Any, sequence_parallel: bool) -> Tensor:
-    """The input of a linear layer whose outputs are split over ranks: gathered, or one that all ranks have already."""
-    if process_group is None:
-        return x
-    result: Tensor = (_AllGather if sequence_parallel else _Shared).apply(x, process_group)
-    return result
-
-
-def leave_group(x: Tensor, process_group: Any, sequence_parallel: bool) -> Tensor:
-    """The sum over ranks of the output of a linear layer whose inputs are split over them."""
-    return reduce_scatter(x, process_group) if sequence_parallel else all_reduce(x, process_group)
-
-
 def sync_shared_params(model: torch.nn.Module, process_group: Any) -> None:
     """Parameters marked ``_shared_params`` get the values that the first rank has."""
     source = torch.distributed.get_global_rank(process_group, 0)

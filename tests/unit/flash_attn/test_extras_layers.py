@@ -14,25 +14,21 @@ from attn_support.fresh import call
 from torch import Tensor, nn
 
 from pascal_attn_core.flash_attn.extras import activations as act
-from pascal_attn_core.flash_attn.extras import parallel
+from pascal_attn_core.flash_attn.extras import parallel, split
 from pascal_attn_core.flash_attn.extras.block import Block, ParallelBlock, StochasticDepth
 from pascal_attn_core.flash_attn.extras.dense import (
-    ColumnParallelLinear,
     FusedDense,
     FusedMLP,
-    ParallelFusedMLP,
-    RowParallelLinear,
     fused_dense_func,
     fused_mlp_func,
 )
 from pascal_attn_core.flash_attn.extras.embedding import (
     BertEmbeddings,
     GPT2Embeddings,
-    ParallelGPT2Embeddings,
     PatchEmbed,
 )
-from pascal_attn_core.flash_attn.extras.mha import MHA, ParallelMHA
-from pascal_attn_core.flash_attn.extras.mlp import GatedMlp, Mlp, ParallelGatedMlp, ParallelMLP
+from pascal_attn_core.flash_attn.extras.mha import MHA
+from pascal_attn_core.flash_attn.extras.mlp import GatedMlp, Mlp
 from pascal_attn_core.flash_attn.extras.norms import RMSNorm
 
 F64 = torch.float64
@@ -169,8 +165,10 @@ def test_dense_layers() -> None:
         FusedMLP(4, activation="tanh")
     with pytest.raises(ValueError, match="checkpoint_lvl must be"):
         FusedMLP(4, checkpoint_lvl=3)
-    with pytest.raises(ValueError, match="process_group must be given"):
-        ParallelFusedMLP(4)
+    with pytest.raises(NotImplementedError, match="process_group must be None"):
+        FusedMLP(6)(x.flatten(0, 1), process_group=object())
+    with pytest.raises(NotImplementedError, match="ParallelFusedMLP is not provided"):
+        split.ParallelFusedMLP(4)
 
 
 def test_mlps() -> None:
@@ -282,91 +280,8 @@ def _split(rank: int, world: int, file: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     group = torch.distributed.group.WORLD
-    for sequence_parallel in (True, False):
-        _mlps_split(rank, group, sequence_parallel)
-        _attention_split(rank, group, sequence_parallel)
     _collectives(rank, group)
     torch.distributed.destroy_process_group()
-
-
-def _mlps_split(rank: int, group: Any, sequence_parallel: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, 6, dtype=F64)
-    whole = Mlp(6, 8, dtype=F64, activation=gelu)
-    gated = GatedMlp(6, 8, multiple_of=8, dtype=F64)
-    options: dict[str, Any] = {"process_group": group, "sequence_parallel": sequence_parallel, "dtype": F64}
-    parts = [
-        (whole, ParallelMLP(6, 8, activation=gelu, **options), 1),
-        (whole, ParallelFusedMLP(6, 8, process_group=group, dtype=F64), 1),
-        (gated, ParallelGatedMlp(6, hidden_features=8, multiple_of=8, **options), 2),
-    ]
-    for full, part, pieces in parts:
-        if isinstance(part, ParallelFusedMLP) and not sequence_parallel:
-            continue
-        assert isinstance(part.fc1, ColumnParallelLinear)
-        assert isinstance(part.fc2, RowParallelLinear)
-        rows = torch.arange(8 * pieces).unflatten(0, (pieces, 2, 4))[:, rank].flatten()
-        with torch.no_grad():
-            part.fc1.weight.copy_(full.fc1.weight[rows])
-            part.fc1.bias.copy_(full.fc1.bias[rows])
-            part.fc2.weight.copy_(full.fc2.weight[:, rank * 4 : rank * 4 + 4])
-            assert (part.fc2.bias is None) == (rank > 0)
-            if part.fc2.bias is not None:
-                part.fc2.bias.copy_(full.fc2.bias)
-        own = slice(rank * 2, rank * 2 + 2) if sequence_parallel else slice(None)
-        given, reference = x[own].clone().requires_grad_(), x.clone().requires_grad_()
-        out, expected = part(given), full(reference)
-        torch.testing.assert_close(out, expected[own])
-        torch.manual_seed(2)  # only the first rank has drawn numbers for a bias
-        factor = torch.randn(4, 6, dtype=F64)
-        full.zero_grad()
-        (out * factor[own]).sum().backward()
-        (expected * factor).sum().backward()
-        assert reference.grad is not None
-        torch.testing.assert_close(given.grad, reference.grad[own])
-        torch.testing.assert_close(part.fc1.weight.grad, full.fc1.weight.grad[rows])
-
-
-def _attention_split(rank: int, group: Any, sequence_parallel: bool) -> None:
-    torch.manual_seed(1)
-    heads, dim, batch, tokens = 4, 4, 2, 6
-    for use_flash_attn in (True, False):
-        torch.manual_seed(3)
-        full = MHA(16, heads, causal=True, rotary_emb_dim=4, use_flash_attn=use_flash_attn, dtype=F64)
-        part = ParallelMHA(
-            16,
-            heads,
-            group,
-            causal=True,
-            rotary_emb_dim=4,
-            use_flash_attn=use_flash_attn,
-            sequence_parallel=sequence_parallel,
-            dtype=F64,
-        )
-        own_heads = slice(rank * 2, rank * 2 + 2)
-        with torch.no_grad():
-            part.Wqkv.weight.copy_(full.Wqkv.weight.unflatten(0, (3, heads, dim))[:, own_heads].flatten(0, 2))
-            part.Wqkv.bias.copy_(full.Wqkv.bias.unflatten(0, (3, heads, dim))[:, own_heads].flatten())
-            part.out_proj.weight.copy_(full.out_proj.weight.unflatten(1, (heads, dim))[:, own_heads].flatten(1))
-            if part.out_proj.bias is not None:
-                part.out_proj.bias.copy_(full.out_proj.bias)
-        torch.manual_seed(2)
-        x = torch.randn(batch, tokens, 16, dtype=F64)
-        expected = full(x)
-        if sequence_parallel:
-            own = slice(rank * 6, rank * 6 + 6)
-            torch.testing.assert_close(part(x.flatten(0, 1)[own], seqlen=tokens), expected.flatten(0, 1)[own])
-        else:
-            torch.testing.assert_close(part(x), expected)
-    assert part.allocate_inference_cache(2, 5).shape == (2, 5, 2, 2, 4)
-    torch.manual_seed(0)
-    gpt, ids = GPT2Embeddings(6, 8, 5), torch.tensor([[1, 7, 3], [0, 4, 5]])
-    split = ParallelGPT2Embeddings(6, 8, 5, group, sequence_parallel=sequence_parallel)
-    with torch.no_grad():
-        split.word_embeddings.weight.copy_(gpt.word_embeddings.weight[rank * 4 : rank * 4 + 4])
-        split.position_embeddings.weight.copy_(gpt.position_embeddings.weight[:, rank * 3 : rank * 3 + 3])
-    expected = gpt(ids)
-    torch.testing.assert_close(split(ids), expected[rank : rank + 1] if sequence_parallel else expected)
 
 
 def _collectives(rank: int, group: Any) -> None:

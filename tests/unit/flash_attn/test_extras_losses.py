@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from attn_support.fresh import call
 from torch import Tensor
 
 from pascal_attn_core.flash_attn.extras import losses as module
@@ -138,35 +134,3 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], kind: type[Except
         cross_entropy_loss(**{"logits": torch.zeros(2, 3), "labels": torch.zeros(2).long(), **changed})
     with pytest.raises(NotImplementedError, match="reduction"):
         CrossEntropyLoss(reduction="median")
-
-
-def _two_processes(file: str) -> None:
-    mp.start_processes(_process, (2, file), nprocs=2, start_method="fork" if hasattr(os, "fork") else "spawn")
-
-
-def _process(rank: int, world: int, file: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    for smoothing, z_scale in ((0.0, 0.0), (0.2, 0.1)):
-        _check_part(rank, torch.distributed.group.WORLD, smoothing, z_scale)
-    torch.distributed.destroy_process_group()
-
-
-def _check_part(rank: int, group: Any, smoothing: float, z_scale: float) -> None:
-    torch.manual_seed(0)
-    logits, labels = torch.randn(5, 8, dtype=F64, requires_grad=True), torch.tensor([0, 7, 3, -100, 4])
-    part = logits.detach()[:, rank * 4 : rank * 4 + 4].clone().requires_grad_()
-    losses, z_losses = cross_entropy_loss(part, labels, None, smoothing, 1.5, z_scale, process_group=group)
-    expected, expected_z = defined(logits, labels, smoothing, 1.5, z_scale, -100)
-    torch.testing.assert_close(losses, expected)
-    torch.testing.assert_close(z_losses, expected_z)
-    weights = torch.arange(5.0, dtype=F64)
-    (losses * weights).sum().backward()
-    (expected * weights).sum().backward()
-    assert logits.grad is not None
-    torch.testing.assert_close(part.grad, logits.grad[:, rank * 4 : rank * 4 + 4])
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_a_vocabulary_split_over_two_processes(tmp_path: Path) -> None:
-    call(_two_processes, str(tmp_path / "store"))

@@ -217,43 +217,6 @@ def test_two_older_norms_of_one_sum(rms: bool) -> None:
     assert len(alone) == 2
 
 
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_rows_that_stochastic_depth_leaves_out(rms: bool, with_residual: bool) -> None:
-    torch.manual_seed(0)
-    x0, weight, layerscale = leaf(3, 6), leaf(6), leaf(6)
-    residual = leaf(5, 6) if with_residual else None
-    x0_subset, out_subset = torch.tensor([1, 0, 2, 3, 0]).int(), torch.tensor([0, 1, 2, 0, 3]).int()
-    name = "dropout_add_rms_norm" if rms else "dropout_add_layer_norm"
-    out, total, mask = getattr(dropout_norms, f"{name}_subset")(
-        x0,
-        residual,
-        weight,
-        None,
-        0.2,
-        1e-5,
-        layerscale=layerscale,
-        x0_subset=x0_subset,
-        out_subset=out_subset,
-        rowscale_const=1.5,
-        out_numrows=3,
-        prenorm=True,
-        return_dropout_mask=True,
-    )
-    assert mask.shape == x0.shape
-    scaled = x0 * 1.5 * mask / 0.8 * layerscale
-    zero = torch.zeros(6, dtype=F64)
-    rows = torch.stack([scaled[0], zero, scaled[1], scaled[2], zero])
-    expected = rows if residual is None else rows + residual
-    torch.testing.assert_close(total, expected)
-    wanted = normed(expected, weight, None, 1e-5, rms)[[1, 2, 4]]
-    torch.testing.assert_close(out, wanted)
-    leaves = [t for t in (x0, weight, layerscale, residual) if t is not None]
-    factor = torch.randn(3, 6, dtype=F64)
-    actual = torch.autograd.grad((out * factor).sum() + total.pow(2).sum(), leaves)
-    torch.testing.assert_close(actual, torch.autograd.grad((wanted * factor).sum() + expected.pow(2).sum(), leaves))
-
-
 def test_the_modules_and_their_names_in_a_checkpoint() -> None:
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     for module, keys in [
