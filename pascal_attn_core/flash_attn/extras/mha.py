@@ -30,124 +30,7 @@ class LinearResidual(nn.Linear):
         return super().forward(input), input
 
 
-class _Attention(nn.Module):
-    """Rotation, cache and attention of :class:`MHA` and :class:`ParallelMHA`."""
-
-    num_heads_kv_local: int
-    rotary_emb: RotaryEmbedding
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_heads_kv: int | None,
-        causal: bool,
-        layer_idx: int | None,
-        rotary_emb_dim: int,
-        use_alibi: bool,
-        window_size: tuple[int, int],
-        use_flash_attn: bool,
-        checkpointing: bool,
-    ):
-        super().__init__()
-        self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
-        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
-        if embed_dim % num_heads:
-            raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
-        if num_heads % self.num_heads_kv:
-            raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
-        if not use_flash_attn and (use_alibi or tuple(window_size) != (-1, -1)):
-            raise FlashArgumentError("use_alibi and window_size need use_flash_attn=True (as in flash-attn)")
-        self.head_dim = embed_dim // num_heads
-
-    def _make_inner(
-        self, softmax_scale: float | None, dropout: float, alibi_slopes: Tensor | None, window_size: tuple[int, int]
-    ) -> None:
-        plain: dict[str, Any] = {
-            "causal": self.causal,
-            "softmax_scale": softmax_scale,
-            "attention_dropout": dropout,
-        }
-        if self.use_flash_attn:
-            flash = {**plain, "alibi_slopes": alibi_slopes, "window_size": window_size}
-            self.inner_attn: nn.Module = FlashSelfAttention(**flash)
-            self.inner_cross_attn: nn.Module = FlashCrossAttention(**flash)
-        else:
-            self.inner_attn, self.inner_cross_attn = SelfAttention(**plain), CrossAttention(**plain)
-
-    def _make_rotary(self, base: float, scale_base: float | None, interleaved: bool, device: Any) -> None:
-        if self.rotary_emb_dim > 0:
-            self.rotary_emb = RotaryEmbedding(
-                self.rotary_emb_dim, base=base, scale_base=scale_base, interleaved=interleaved, device=device
-            )
-
-    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty cache ``[batch_size, max_seqlen, 2, num_heads_kv, head_dim]``."""
-        weight: Tensor = self.out_proj.weight  # type: ignore[union-attr, assignment]
-        shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
-        return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
-
-    def _attend_packed(self, qkv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
-        """``[..., 3 * heads * head_dim]`` -> ``[..., heads, head_dim]``."""
-        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
-        if self.rotary_emb_dim > 0:
-            qkv = self.rotary_emb(qkv, **_rotary_places(inference_params))
-        if inference_params is not None:
-            return self._attend_cached(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
-        return self._checkpointed(self.inner_attn, (qkv,), kwargs)
-
-    def _attend_apart(self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
-        """``[..., heads * head_dim]`` and ``[..., 2 * heads_kv * head_dim]`` -> ``[..., heads, head_dim]``."""
-        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
-        if self.rotary_emb_dim > 0:
-            q, kv = self.rotary_emb(q, kv, **_rotary_places(inference_params))
-        if inference_params is not None:
-            return self._attend_cached(q, kv, inference_params)
-        return self._checkpointed(self.inner_cross_attn, (q, kv), kwargs)
-
-    def _checkpointed(self, inner: nn.Module, tensors: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
-        result: Tensor
-        if self.checkpointing:
-            result = checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
-        else:
-            result = inner(*tensors, **kwargs)
-        return result
-
-    def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
-        """Write ``kv [B, N, 2, H, D]`` after what is cached; returns the cache of these sequences up to its end."""
-        if self.layer_idx is None:
-            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
-        return update_kv_cache(kv, inference_params, self.layer_idx)
-
-    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
-        inner: Any = self.inner_cross_attn
-        if inference_params.seqlen_offset == 0:
-            result: Tensor = inner(q, self._update_kv_cache(kv, inference_params))
-            return result
-        if self.layer_idx not in inference_params.key_value_memory_dict:
-            raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")
-        first = inference_params.batch_size_offset
-        rows = slice(first, first + q.shape[0])
-        cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
-        lengths = inference_params.lengths_per_sample
-        out = functions.flash_attn_with_kvcache(
-            q,
-            cache[:, :, 0],
-            cache[:, :, 1],
-            kv[:, :, 0],
-            kv[:, :, 1],
-            cache_seqlens=inference_params.seqlen_offset if lengths is None else lengths[rows],
-            softmax_scale=inner.softmax_scale,
-            causal=inner.causal,
-            window_size=getattr(inner, "window_size", (-1, -1)),
-            alibi_slopes=slopes_of(inner),
-        )
-        assert isinstance(out, Tensor)
-        return out
-
-
-class MHA(_Attention):
+class MHA(nn.Module):
     """Multi-head self- or cross-attention with its projections.
 
     Args:
@@ -191,23 +74,28 @@ class MHA(_Attention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_heads_kv,
-            causal,
-            layer_idx,
-            rotary_emb_dim,
-            use_alibi,
-            window_size,
-            use_flash_attn,
-            checkpointing,
-        )
+        super().__init__()
+        self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
+        self.num_heads_kv = self.num_heads_kv_local = num_heads if num_heads_kv is None else num_heads_kv
+        self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
+        if embed_dim % num_heads:
+            raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
+        if num_heads % self.num_heads_kv:
+            raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
+        if not use_flash_attn and (use_alibi or tuple(window_size) != (-1, -1)):
+            raise FlashArgumentError("use_alibi and window_size need use_flash_attn=True (as in flash-attn)")
+        self.head_dim = embed_dim // num_heads
         if cross_attn and rotary_emb_dim:
             raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
         self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
-        self.num_heads_kv_local = self.num_heads_kv
-        self._make_rotary(rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved, device)
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim,
+                base=rotary_emb_base,
+                scale_base=rotary_emb_scale_base,
+                interleaved=rotary_emb_interleaved,
+                device=device,
+            )
         kinds: dict[str, Any] = {"bias": qkv_proj_bias, "device": device, "dtype": dtype}
         kv_dim = 2 * self.head_dim * self.num_heads_kv
         if cross_attn:
@@ -219,8 +107,12 @@ class MHA(_Attention):
             self.dwconv_qkv = _dwconv(embed_dim + kv_dim)
         elif dwconv:
             self.dwconv_q, self.dwconv_kv = _dwconv(embed_dim), _dwconv(kv_dim)
-        slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
-        self._make_inner(softmax_scale, dropout, slopes, window_size)
+        inner: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
+        if use_flash_attn:
+            inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+            inner["window_size"] = window_size
+        self.inner_attn: nn.Module = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
+        self.inner_cross_attn: nn.Module = FlashCrossAttention(**inner) if use_flash_attn else CrossAttention(**inner)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, device=device, dtype=dtype)
 
     @property
@@ -290,6 +182,70 @@ class MHA(_Attention):
             raise FlashArgumentError("key_padding_mask must be None with use_flash_attn; unpad the input instead")
         if params is not None and (key_padding_mask is not None or cu_seqlens is not None or self.dwconv):
             raise FlashArgumentError("inference_params must come without key_padding_mask, cu_seqlens and dwconv")
+
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty cache ``[batch_size, max_seqlen, 2, num_heads_kv, head_dim]``."""
+        weight: Tensor = self.out_proj.weight  # type: ignore[union-attr, assignment]
+        shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
+        return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
+
+    def _attend_packed(self, qkv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
+        """``[..., 3 * heads * head_dim]`` -> ``[..., heads, head_dim]``."""
+        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
+        if self.rotary_emb_dim > 0:
+            qkv = self.rotary_emb(qkv, **_rotary_places(inference_params))
+        if inference_params is not None:
+            return self._attend_cached(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
+        return self._checkpointed(self.inner_attn, (qkv,), kwargs)
+
+    def _attend_apart(self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
+        """``[..., heads * head_dim]`` and ``[..., 2 * heads_kv * head_dim]`` -> ``[..., heads, head_dim]``."""
+        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
+        if self.rotary_emb_dim > 0:
+            q, kv = self.rotary_emb(q, kv, **_rotary_places(inference_params))
+        if inference_params is not None:
+            return self._attend_cached(q, kv, inference_params)
+        return self._checkpointed(self.inner_cross_attn, (q, kv), kwargs)
+
+    def _checkpointed(self, inner: nn.Module, tensors: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
+        result: Tensor
+        if self.checkpointing:
+            result = checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
+        else:
+            result = inner(*tensors, **kwargs)
+        return result
+
+    def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
+        """Write ``kv [B, N, 2, H, D]`` after what is cached; returns the cache of these sequences up to its end."""
+        if self.layer_idx is None:
+            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
+        return update_kv_cache(kv, inference_params, self.layer_idx)
+
+    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
+        inner: Any = self.inner_cross_attn
+        if inference_params.seqlen_offset == 0:
+            result: Tensor = inner(q, self._update_kv_cache(kv, inference_params))
+            return result
+        if self.layer_idx not in inference_params.key_value_memory_dict:
+            raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")
+        first = inference_params.batch_size_offset
+        rows = slice(first, first + q.shape[0])
+        cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
+        lengths = inference_params.lengths_per_sample
+        out = functions.flash_attn_with_kvcache(
+            q,
+            cache[:, :, 0],
+            cache[:, :, 1],
+            kv[:, :, 0],
+            kv[:, :, 1],
+            cache_seqlens=inference_params.seqlen_offset if lengths is None else lengths[rows],
+            softmax_scale=inner.softmax_scale,
+            causal=inner.causal,
+            window_size=getattr(inner, "window_size", (-1, -1)),
+            alibi_slopes=slopes_of(inner),
+        )
+        assert isinstance(out, Tensor)
+        return out
 
 
 def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:

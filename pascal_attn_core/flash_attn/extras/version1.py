@@ -67,90 +67,26 @@ def flash_attn_unpadded_func(
     return out, _padded_lse(lse, cu_seqlens_q, max_seqlen_q), None
 
 
-def flash_attn_unpadded_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
-    deterministic: bool = False,
-) -> Any:
+def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_unpadded_func` with ``kv [total_k, 2, H, D]``."""
     check_layout("[total, 2, heads, head_dim]", 4, kv=kv)
-    k, v = kv.unbind(1)
-    return flash_attn_unpadded_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        return_attn_probs,
-        deterministic,
-    )
+    return flash_attn_unpadded_func(q, *kv.unbind(1), *options, **named)
 
 
 def flash_attn_unpadded_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
-    deterministic: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """:func:`flash_attn_unpadded_func` with ``qkv [total, 3, H, D]``."""
     check_layout("[total, 3, heads, head_dim]", 4, qkv=qkv)
-    q, k, v = qkv.unbind(1)
-    return flash_attn_unpadded_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        return_attn_probs,
-        deterministic,
-    )
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_unpadded_func(*qkv.unbind(1), *lengths, *options, **named)
 
 
 def flash_attn_unpadded_qkvpacked_split_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen0: int,
-    max_seqlen1: int,
-    batch_size0: int,
-    dropout_p: float,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
-    deterministic: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, *options: Any, **named: Any
 ) -> Any:
     """:func:`flash_attn_unpadded_qkvpacked_func`; the split was a matter of speed only."""
-    return flash_attn_unpadded_qkvpacked_func(
-        qkv,
-        cu_seqlens,
-        max(max_seqlen0, max_seqlen1),
-        dropout_p,
-        softmax_scale,
-        causal,
-        return_attn_probs,
-        deterministic,
-    )
+    return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max(max_seqlen0, max_seqlen1), *options, **named)
 
 
 class FlashAttention(nn.Module):
