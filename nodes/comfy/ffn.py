@@ -6,16 +6,14 @@ import logging
 from typing import Any
 
 from ...pascal_attn_core.ffn.binding import FfnBinding
-from ...pascal_attn_core.ffn.hosts import Bookkeeping, CastingLayers, register
+from ...pascal_attn_core.ffn.hosts import CastingLayers, register
 from ...pascal_attn_core.ffn.report import FfnReport
 from ..engine.runs import Run
 from . import host
 from .injection import Injection, network_of
 
 log = logging.getLogger("pascal_attn")
-CASTING_LAYERS = CastingLayers("comfy_cast_weights", cache_prefixes=("comfy_", "prev_comfy_"))
-BOOKKEEPING = Bookkeeping(("comfy.model_management",))
-register(CASTING_LAYERS, BOOKKEEPING)
+register(CastingLayers("comfy_cast_weights"))
 
 
 class Chunking(Injection):

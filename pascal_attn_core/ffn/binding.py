@@ -7,17 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .find import Found, find_ffn
 from .forward import SlicedForward, detach, place
 from .plan import Settings, Site
-from .proof import trace
 from .report import FfnReport, FfnReportLine, report_line
-from .rules import NotTokenwise
-from .run import inputs_of
-from .watch import Watch
 
 
 class FfnBinding:
@@ -73,19 +68,8 @@ class FfnBinding:
         return FfnReport([self._line(found) for found in self._found(model)])
 
     def preview(self, model: nn.Module) -> FfnReport:
-        """The same before any call: what a run of ``min_tokens`` tokens without data shows. Modules that
-        pass are ``"waiting"``, since the proof is only made with the first call."""
-        known: dict[Any, FfnReportLine] = {}
-        lines = []
-        for found in self._found(model):
-            line = self._line(found)
-            if line.state == "waiting":
-                alike = type(found.module), tuple((p.shape, p.dtype) for p in found.module.parameters())
-                if alike not in known:
-                    known[alike] = line._replace(**_tried(found.module, self.settings))
-                line = known[alike]._replace(name=found.name)
-            lines.append(line)
-        return FfnReport(lines)
+        """The same before any call: modules that are chosen are ``"waiting"``, since they are tried in the first."""
+        return self.report(model)
 
     def _found(self, model: nn.Module) -> list[Found]:
         return list(find_ffn(model, self._include, self._exclude))
@@ -148,28 +132,3 @@ def _reference(forward: Callable[..., Any]) -> Callable[[], Any]:
         return weakref.WeakMethod(forward) if isinstance(forward, types.MethodType) else weakref.ref(forward)
     except TypeError:
         return _nothing
-
-
-def _tried(module: nn.Module, settings: Settings) -> dict[str, str]:
-    """State and reason of a module that has not been called, from its first layer's width."""
-    layer = next((child for child in module.modules() if hasattr(child, "in_features")), None)
-    weight = getattr(layer, "weight", None)
-    if layer is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return {"why": _LATER}
-    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.float32
-    width = int(layer.in_features)  # type: ignore[arg-type]
-    x = torch.empty(1, dtype=dtype, device=weight.device).expand(1, settings.min_tokens, width)
-    try:
-        with torch.no_grad():
-            watch = Watch(module)
-            trace(
-                module.forward, module, inputs_of((x,), {}), settings.min_tokens, watch=watch, passing=settings.passing
-            )
-            watch.put_back()
-    except NotTokenwise as reason:
-        # a refusal of a made-up input says nothing about a real one
-        return {"why": _LATER} if isinstance(reason.__cause__, Exception) else {"state": "refused", "why": str(reason)}
-    return {"why": "appears to work token by token; to be proven in its first call"}
-
-
-_LATER = "will be examined in its first call"

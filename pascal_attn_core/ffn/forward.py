@@ -17,11 +17,9 @@ from .hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
-from .state import hooked_children
-from .watch import Watch
+from .trial import hooked_children, structure_of
 
 _MAX_PLANS = 256
-_MOST_CHANGES = 8  # in consecutive calls: beyond, a proof each time is not worth its cost
 _proof_lock = threading.RLock()
 
 
@@ -29,7 +27,7 @@ class SlicedForward:
     """Replaces a module's ``forward``. It has slots, so that hooks that wrap it copy no attributes from it."""
 
     __slots__ = (
-        "__weakref__", "_changes", "_defined", "_key", "_watch", "inner", "module", "recheck", "sites", "whole",
+        "__weakref__", "_defined", "inner", "module", "recheck", "sites", "whole",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
@@ -37,9 +35,7 @@ class SlicedForward:
         self._defined = type(module).forward
         self.whole = inner or types.MethodType(self._defined, module)  # the module's forward without us
         self.sites: list[Site] = []
-        self._watch: Watch | None = None
-        self._key: tuple | None = None
-        self._changes, self.recheck = 0, Recheck()
+        self.recheck = Recheck()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -66,7 +62,7 @@ class SlicedForward:
         if self.recheck.passes(self.whole, self.module, inputs, plan.sizes, out, plan.relative):
             return out
         del out
-        refuse(site, x, self.module, inputs, _FOUND_LATER)
+        refuse(site, inputs, self.module, _FOUND_LATER)
         site.plans.clear()
         site.used.clear()
         return self(*args, **kwargs)
@@ -76,13 +72,16 @@ class SlicedForward:
         plan = site.plans.get(key)
         if torch.compiler.is_compiling():
             return plan or WHOLE
-        if plan is None or (plan.proof is not None and not self._holds(plan)):
+        has_changed = plan is not None and plan.structure is not None and plan.structure != structure_of(self.module)
+        if has_changed:
+            self.recheck = Recheck()
+        if plan is None or has_changed:
             hooked = hooked_children(self.module) if site.settings.verify else []
             if hooked:  # until it is taken off
                 plan = site.used[key] = Plan((), f"a hook on {hooked[0]} would see slices of its tokens", refused=True)
                 return plan
             with _proof_lock:
-                plan = self._made_plan(site, x, args, kwargs, key)
+                plan = make_plan(self.whole, self.module, site, args, kwargs, is_own=self.inner is None)
             if len(site.plans) >= _MAX_PLANS:
                 site.plans.clear()
                 site.used.clear()
@@ -90,31 +89,6 @@ class SlicedForward:
                 site.plans[key] = plan
         if plan is not WHOLE:
             site.used[key] = plan
-        return plan
-
-    def _holds(self, plan: Plan) -> bool:
-        """Whether everything that the module's code refers to is as it was when it was proven."""
-        if self._watch is None or self._watch.changed():
-            self._look()
-        holds = plan.proof is self._key or plan.proof == self._key
-        self._changes = 0 if holds else self._changes + 1
-        return holds
-
-    def _look(self) -> Watch:
-        watch = self._watch = Watch(self.module, self.inner)
-        key = watch.key()
-        if key != self._key:
-            self._key, self.recheck = key, Recheck()
-        return watch
-
-    def _made_plan(self, site: Site, x: Tensor, args: tuple, kwargs: dict, key: tuple) -> Plan:
-        if self._changes > _MOST_CHANGES:
-            inputs = inputs_of(args, kwargs)
-            refuse(site, x, self.module, inputs, "what its code refers to changes from call to call")
-        watch, kind = self._look(), key if self.inner is None else None
-        plan = make_plan(self.whole, self.module, site, args, kwargs, kind=kind, watch=watch)
-        if watch.changed():
-            self._look()
         return plan
 
     def __deepcopy__(self, memo: dict) -> SlicedForward:
@@ -131,10 +105,7 @@ class SlicedForward:
         return functools.partial, (self.inner,)
 
 
-_FOUND_LATER = (
-    "was proven, but a later check found that its tokens affect each other: something that its code does not refer to "
-    "by name has changed"
-)
+_FOUND_LATER = "passed the trial, but a later check found that its tokens affect each other"
 
 
 def _is_recorded(x: Tensor) -> bool:

@@ -13,16 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from .hosts import is_hooked
-from .probe import relative_limit
-from .proof import Trace, prove, trace
-from .rules import NotTokenwise
-from .run import SCALARS, Inputs, inputs_of, sliced_is_view
-from .watch import Watch
+from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
+from .trial import Trial, structure_of, tried
 
 MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
 _MAX_SHARED = 1024
-_MAX_KNOWN = 16
 _LEAST_TOKENS = 2  # of a slice
 _LEAST_ROWS = 64  # shorter slices cost too much time
 
@@ -33,7 +29,7 @@ class Settings:
 
     Attributes:
         passing: exceptions that a trial re-raises instead of treating them as a refusal: a host's interrupt.
-        shared: plans by structure and kind of call, so that identical blocks need one proof.
+        shared: what trials found, by structure and kind of call without its length: identical blocks need one.
     """
 
     budget_mib: float | None = None
@@ -44,7 +40,7 @@ class Settings:
     checkpoint: bool = True
     enabled: bool = True
     passing: tuple[type[BaseException], ...] = ()
-    shared: dict[Any, Plan] = field(default_factory=dict)
+    shared: dict[Any, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
@@ -82,7 +78,7 @@ class Plan(NamedTuple):
     Attributes:
         sizes: tokens of each slice; empty = whole.
         why: one sentence for the report.
-        proof: what the module's code referred to when it was proven (``Watch.key``); it must still be the same.
+        structure: of the module when it was tried (:func:`.trial.structure_of`); it must still be the same.
         recompute: each slice is checkpointed.
         refused: the module does not work token by token, or was not proven to.
         relative: how far results may be apart in a re-check, relative to the largest; None = not proven, not checked.
@@ -90,19 +86,10 @@ class Plan(NamedTuple):
 
     sizes: tuple[int, ...]
     why: str
-    proof: tuple | None = None
+    structure: tuple | None = None
     recompute: bool = False
     refused: bool = False
     relative: float | None = None
-
-
-@dataclass
-class Known:
-    """What holds at any length: the most tokens that fitted the budget whole, and a proof that need not run with data
-    again where the same operators run."""
-
-    fits: int = 0
-    proven: Trace | None = None
 
 
 @dataclass(eq=False)
@@ -113,15 +100,12 @@ class Site:
         plans: the plan of each kind of call seen so far.
         used: plans executed since the report was reset.
         refusals: why it does not run in slices, by the mode in which that was found.
-        known: what has been found out at other lengths, by the kind of the call without its length and by the proof:
-            the experts of a mixture are given another number of tokens in each call.
     """
 
     settings: Settings
     plans: dict[Any, Plan] = field(default_factory=dict)
     used: dict[Any, Plan] = field(default_factory=dict)
     refusals: dict[Any, str] = field(default_factory=dict)
-    known: dict[Any, Known] = field(default_factory=dict)
 
     def copy(self) -> Site:
         return Site(self.settings)
@@ -154,121 +138,84 @@ def _kind_of_value(value: Any) -> Any:
 
 
 def make_plan(
-    fn: Callable[..., Any],
-    module: nn.Module,
-    site: Site,
-    args: tuple,
-    kwargs: dict,
-    *,
-    kind: tuple | None = None,
-    watch: Watch | None = None,
+    fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict, *, is_own: bool = True
 ) -> Plan:
     """Decide for this kind of call.
 
     Args:
         fn: the module's forward without us.
-        kind: what ``kind_of_call`` said if ``fn`` is what the module's class defines; the decision then holds for
-            identical modules too.
-        watch: of what the module's code refers to now.
+        is_own: it is what the module's class defines; what is found then holds for identical modules too.
     """
     try:
         inputs = inputs_of(args, kwargs)
     except NotTokenwise as reason:
         return Plan((), str(reason), refused=True)
-    watch = watch or Watch(module, fn)
-    x, proof = inputs.x, watch.key()
-    mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
-    known = site.refusals.get(mode)
-    if known is not None:
-        return Plan((), known, refused=True)
+    mode = mode_of(inputs, module)
+    if mode in site.refusals:
+        return Plan((), site.refusals[mode], refused=True)
     wants_grad = torch.is_grad_enabled() and _any_requires_grad(module, inputs)
     if wants_grad and not site.settings.checkpoint:
         return Plan((), "gradients are needed and checkpoint=False")
-    if _cannot_decide_now(x, site.settings):
+    if _cannot_decide_now(inputs.x, site.settings):
         return WHOLE
-    shared, alike = site.settings.shared, None if any(map(is_hooked, module.modules())) else proof
-    if kind is not None and alike is not None and (kind, alike) in shared:
-        return shared[kind, alike]
-    known_here = _known_of(site, module, inputs, args, kwargs, proof)
+    structure = structure_of(module)
     try:
-        plan = _decide(fn, module, site.settings, inputs, wants_grad, watch, known_here)
+        trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, structure, mode))
+        plan = _decide(site.settings, inputs, trial, wants_grad)
     except torch.OutOfMemoryError:
         return WHOLE
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
-    if watch.changed():  # by caches that the module filled
-        proof = alike = Watch(module, fn).key()
-    plan = plan._replace(proof=proof)
-    if kind is not None and alike is not None and len(shared) < _MAX_SHARED:
-        shared[kind, alike] = plan
-    return plan
+    return plan._replace(structure=structure)
 
 
-def _known_of(site: Site, module: nn.Module, inputs: Inputs, args: tuple, kwargs: dict, proof: tuple) -> Known:
-    if len(inputs.tokens) + len(args) + len(kwargs) > 2:  # other arguments may depend on the length
-        return Known()
+def _trial(
+    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, mode: tuple
+) -> Trial | None:
+    """What a trial finds, or found with an identical module; None = the number of slices is given, not verified."""
+    if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
+        return None
+    if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+        raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
+    if not settings.verify and settings.slices(inputs.x.shape[-2]) is not None:
+        return None
+    is_shared = mode[0] and not any(map(is_hooked, module.modules()))
+    key = *mode, wants_grad, inputs.x.shape[:-2], inputs.x.shape[-1], inputs.x.device
+    found = settings.shared.get(key) if is_shared else None
+    if found is None:
+        found = tried(fn, module, inputs, verify=settings.verify, wants_grad=wants_grad, passing=settings.passing)
+        if is_shared and len(settings.shared) < _MAX_SHARED:
+            settings.shared[key] = found
+    return found
+
+
+def mode_of(inputs: Inputs, module: nn.Module) -> tuple:
+    """What a refusal holds for."""
     x = inputs.x
-    kind = (x.shape[:-2], x.shape[-1], x.is_contiguous(), *kind_of_call(module, x, args, kwargs)[2:])
-    if len(site.known) >= _MAX_KNOWN:
-        site.known.clear()
-    return site.known.setdefault((kind, proof), Known())
+    return x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens)
 
 
-def refuse(site: Site, x: Tensor, module: nn.Module, inputs: Inputs, reason: str) -> None:
-    """A later check found what the proof could not see: discard every earlier decision."""
-    mode = (x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens))
-    site.refusals[mode] = reason
-    site.known.clear()
+def refuse(site: Site, inputs: Inputs, module: nn.Module, reason: str) -> None:
+    """A later check found what the trial could not see: discard every earlier decision."""
+    site.refusals[mode_of(inputs, module)] = reason
     site.settings.shared.clear()
 
 
-def _decide(
-    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, watch: Watch, known: Known
-) -> Plan:
+def _decide(settings: Settings, inputs: Inputs, trial: Trial | None, wants_grad: bool) -> Plan:
     tokens = inputs.x.shape[-2]
     count = settings.slices(tokens)
-    if count is None and tokens <= known.fits:
-        return Plan((), f"fits the budget, as {known.fits} tokens do")
     if tokens < 2 * _LEAST_TOKENS:
         return Plan((), "too few tokens for two slices")
-    if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-        raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
-    if count is not None and not settings.verify:
-        return _sliced(tokens, count, wants_grad, "not verified, as asked")
-    full = _full_trace(fn, module, settings, inputs, watch)
-    extra = full.peak_bytes - full.out_bytes
+    if trial is None:
+        return _sliced(tokens, count or 1, wants_grad, "not verified, as asked")
+    extra = trial.extra_bytes(tokens)
     if count is None:
         if extra <= settings.budget_bytes:
-            known.fits = tokens
             return Plan((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-        count = _fewest_slices(fn, module, inputs, full, settings, wants_grad, watch)
+        count = _fewest_slices(inputs, trial, settings, wants_grad)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
-    if settings.verify and plan.sizes:
-        settled = Watch(module, fn)
-        prove(fn, module, inputs, sorted(set(plan.sizes)), full, settled, settings.passing, known.proven)
-        known.proven = full
-        _refuse_if_changed(settled, watch)
-        plan = plan._replace(relative=relative_limit(full.dtypes))
-    return plan
-
-
-def _full_trace(fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, watch: Watch) -> Trace:
-    """The trace at the full length. A module that fills a cache is traced again with the cache filled."""
-    tokens, strict, passing = inputs.x.shape[-2], settings.verify, settings.passing
-    full = trace(fn, module, inputs, tokens, strict=strict, watch=watch, passing=passing)
-    if strict and (full.has_constants or watch.changed()):
-        settled = Watch(module, fn)
-        full = trace(fn, module, inputs, tokens, strict=strict, watch=settled, passing=passing)
-        _refuse_if_changed(settled, watch)
-    return full
-
-
-def _refuse_if_changed(settled: Watch, before: Watch) -> None:
-    changed = settled.changed()
-    if changed:
-        before.put_back()
-        raise NotTokenwise(f"changes what its own code refers to: {changed}")
+    return plan._replace(relative=trial.relative) if settings.verify and plan.sizes else plan
 
 
 def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
@@ -281,21 +228,14 @@ def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
     return Plan(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
 
 
-def _fewest_slices(
-    fn: Callable, module: nn.Module, inputs: Inputs, full: Trace, settings: Settings, wants_grad: bool, watch: Watch
-) -> int:
-    """Memory is a constant plus an amount per token; traces of two lengths give both."""
+def _fewest_slices(inputs: Inputs, trial: Trial, settings: Settings, wants_grad: bool) -> int:
     tokens = inputs.x.shape[-2]
     budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
     least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
-    probe = max(least, int(tokens * budget / (2 * full.peak_bytes)))
-    part = trace(fn, module, inputs, probe, strict=settings.verify, watch=watch, passing=settings.passing)
-    per_token = (full.peak_bytes - part.peak_bytes) / (tokens - probe)
-    constant = full.peak_bytes - per_token * tokens
+    per_token = trial.token_bytes
     if not sliced_is_view(inputs):
         per_token += sum(t.numel() // t.shape[-2] * t.element_size() for t in inputs.tokens.values())
-    longest = max(least, int((budget - constant) / per_token))
-    return math.ceil(tokens / longest)
+    return math.ceil(tokens / max(least, int((budget - trial.constant_bytes) / per_token)))
 
 
 def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .rules import NotTokenwise
-from .run import Inputs
+from .run import Inputs, NotTokenwise
 
 # Sums over the same numbers in another order differ by this fraction of the largest value. The operators are proven
 # by then: these limits catch what the rules cannot see, not rounding.

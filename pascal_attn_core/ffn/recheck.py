@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..own_thread import made_up_inputs
 from .probe import is_alike
 from .run import Inputs, slice_of
-from .state import uncompiled
+from .trial import uncompiled
 
 MOST_TOKENS = 64
 _MOST_CALLS = 16  # between two checks

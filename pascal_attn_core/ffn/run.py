@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from .rules import NotTokenwise
+
+class NotTokenwise(Exception):
+    """The module cannot be run over slices of its tokens; the message says why."""
+
 
 SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

@@ -192,7 +192,7 @@ def test_nobody_else_has_a_mode_for_it_or_looks_at_the_stack() -> None:
             for name in names_in(file):
                 users.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
     ours = "pascal_attn_core/interception.py"
-    assert users["TorchFunctionMode"] == {ours, "pascal_attn_core/ffn/proof.py"}  # the proof's is for other functions
+    assert users["TorchFunctionMode"] == {ours}
     assert users["torch._C's function"] == {ours}
     for name in ("_getframe", "f_back", "currentframe", "f_globals"):
         assert name not in users

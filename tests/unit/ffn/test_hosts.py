@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.pack import NAME
-from attn_support.comfy.stub import node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import FfnPatch, hosts, patch_ffn
@@ -23,7 +20,7 @@ FFN = Path(hosts.__file__).parent
 
 @pytest.fixture(autouse=True)
 def registered_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_hooks", "_casting", "_hook_names"):
+    for name in ("_hooks",):
         monkeypatch.setattr(hosts, name, getattr(hosts, name))
 
 
@@ -82,17 +79,6 @@ def test_slices_run_below_hooks_that_are_registered() -> None:
     assert model.__dict__["hosts_inner"] == Feed.forward.__get__(model)
 
 
-def test_a_hook_that_is_not_registered_is_part_of_the_module() -> None:
-    model, x, calls = Feed().eval(), torch.randn(1, 64, 16), []
-    with torch.no_grad():
-        expected = model(x)
-        offload(model, calls)
-        with patched(model) as patch:
-            torch.testing.assert_close(model(x), expected)
-            assert patch.report().lines[0].state == "refused"
-            assert "hosts_calls" in patch.report().lines[0].why
-
-
 def test_equal_ones_are_registered_once() -> None:
     mine = hosts.WeightHooks(("hosts_inner",), slots)
     hosts.register(mine, hosts.WeightHooks(("hosts_inner",), slots))
@@ -100,7 +86,7 @@ def test_equal_ones_are_registered_once() -> None:
 
 
 def test_other_things_are_refused() -> None:
-    with pytest.raises(TypeError, match="expected WeightHooks, CastingLayers or Bookkeeping, got str"):
+    with pytest.raises(TypeError, match="expected WeightHooks or CastingLayers, got str"):
         hosts.register("_hook")  # type: ignore[arg-type]
 
 
@@ -110,13 +96,3 @@ def test_no_attribute_of_a_host_is_named(file: Path) -> None:
     names = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert [name for name in names if re.search(r"^_?(prev_)?(comfy|hf|diffusers|accelerate)_|^_old_", name)] == []
-
-
-def test_the_pack_registers_the_layers_of_comfyui() -> None:
-    """With the copy of the core that the pack brings."""
-    node_module("comfy.ffn")
-    casts_weights = importlib.import_module(f"{NAME}.pascal_attn_core.ffn.hosts").casts_weights
-    layer = nn.Linear(2, 2)
-    assert not casts_weights(layer)
-    layer.comfy_cast_weights = False  # type: ignore[assignment]  # there, and off for now
-    assert casts_weights(layer)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from pascal_attn_core.ffn.binding import FfnBinding
 from pascal_attn_core.ffn.hosts import CastingLayers, register
 from pascal_attn_core.ffn.plan import Settings, Site, make_plan
-from pascal_attn_core.observe.memory import PeakMemory
 
 WIDTH, TOKENS = 16, 96
-register(CastingLayers("fetches_weights", cache_prefixes=("cached_",)))
+register(CastingLayers("fetches_weights"))
 
 
 class CastingLinear(nn.Linear):
@@ -86,8 +85,8 @@ def test_what_was_proven_survives_taking_off_and_putting_back(monkeypatch: pytes
     import pascal_attn_core.ffn.plan as plans
 
     proofs: list[int] = []
-    prove = plans.prove
-    monkeypatch.setattr(plans, "prove", lambda *args: proofs.append(1) or prove(*args))
+    prove = plans.tried
+    monkeypatch.setattr(plans, "tried", lambda *args, **more: proofs.append(1) or prove(*args, **more))
     model, chunking, given = Model(), binding(), x()
     expected = model(given)
     for _ in range(3):
@@ -198,21 +197,6 @@ def test_a_deep_copy_made_while_it_is_live_gets_its_own() -> None:
     assert len(other.ffn.forward.sites) == 1  # type: ignore[attr-defined]
 
 
-@torch.no_grad()
-def test_the_preview_tells_refusals_without_running_the_model() -> None:
-    class Mixing(Feed):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).cumsum(dim=-2)
-
-    model = Model()
-    model.blocks[1]["ffn"] = Mixing()  # type: ignore[index, operator]
-    with PeakMemory("cpu") as memory:
-        lines = binding(min_tokens=100_000).preview(model).lines
-    assert [line.state for line in lines] == ["waiting", "refused"]
-    assert "works along the token dimension" in lines[1].why
-    assert memory.peak_bytes < 1 << 16
-
-
 # ---- layers that bring their weights ----
 
 
@@ -236,24 +220,6 @@ def test_layers_that_cast_and_patch_their_weights_are_chunked(inference: bool) -
 
 
 @torch.no_grad()
-def test_what_a_layer_keeps_of_its_weights_costs_no_new_proof() -> None:
-    import pascal_attn_core.ffn.forward as forwards
-
-    model, chunking, given = Model(CastingLinear), binding(), x()
-    chunking.attach(model)
-    model(given)
-    made, make = [], forwards.make_plan
-    forwards.make_plan = lambda *args, **kind: made.append(1) or make(*args, **kind)  # type: ignore[assignment]
-    try:
-        model.ffn.w1._buffer = None
-        model.ffn.w1.weight_function = [lambda weight: weight * 2]  # type: ignore[assignment]
-        model(given)
-    finally:
-        forwards.make_plan = make
-    assert not made
-
-
-@torch.no_grad()
 def test_memory_of_weights_that_are_brought_does_not_count() -> None:
     plain, casting = (make_plan(m.forward, m, Site(Settings(budget_mib=0.01, min_tokens=2)), (x(512),), {})
                       for m in (Feed(), Feed(CastingLinear)))  # fmt: skip
@@ -272,30 +238,13 @@ def test_a_layer_that_mixes_tokens_is_refused_although_it_casts() -> None:
 
 
 @torch.no_grad()
-def test_a_layer_whose_weights_depend_on_the_length_is_refused() -> None:
-    class Switching(Feed):
-        def forward(self, x: Tensor) -> Tensor:
-            first, second = (self.w1, self.w3) if x.shape[-2] > 64 else (self.w3, self.w1)
-            return self.w2(first(x) + 2 * second(x))
-
-        def __init__(self) -> None:
-            super().__init__(CastingLinear)
-            self.w3 = CastingLinear(WIDTH, 4 * WIDTH)
-
-    module = Switching()
-    plan = make_plan(module.forward, module, Site(Settings(chunk_tokens=16)), (x(),), {})
-    assert plan.refused
-    assert "different operators" in plan.why
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyError])
 def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -> None:
     class Interrupted(Feed):
         trip = True
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.trip and type(x + 0) is not Tensor:  # in a trial
+            if self.trip and x.shape[-2] < 32:  # in a trial
                 raise kind("not the module's fault")
             return super().forward(x)
 
