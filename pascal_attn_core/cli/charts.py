@@ -1,4 +1,4 @@
-"""Charts and picture sheets of the demo, drawn by matplotlib without a window."""
+"""Charts and picture sheets of the command line, drawn by matplotlib without a window."""
 
 from __future__ import annotations
 
@@ -20,21 +20,27 @@ class Bar:
     note: str = ""
 
 
-def bar_chart(path: Path, panels: Sequence[tuple[str, str, Sequence[Bar]]], *, title: str, footer: str = "") -> None:
+def bar_chart(
+    path: Path,
+    panels: Sequence[tuple[str, str, Sequence[Bar]]],
+    *,
+    title: str,
+    footer: str = "",
+    colours: Sequence[str] = COLOURS,
+) -> None:
     """Horizontal bars in a grid of panels, two in a row, written as a PNG.
 
     Args:
         panels: title, unit and bars of each panel. A panel whose values span more than a factor of 100 has a
             logarithmic scale, with a note.
         title, footer: lines above and below all panels.
+        colours: of the bars, in turn.
     """
     figure = _figure(width=13, height=1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2)
-    rows = (len(panels) + 1) // 2
-    axes = figure.subplots(rows, 2, squeeze=False)
+    columns = min(2, len(panels))
+    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
     for (panel_title, unit, bars), axis in zip(panels, axes.flat):
-        _draw_bars(axis, panel_title, unit, bars)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
+        _draw_bars(axis, panel_title, unit, bars, colours)
     figure.suptitle(title, fontsize=15, fontweight="bold", color=_TEXT)
     if footer:
         figure.supxlabel(footer, fontsize=9, color="#5a6570")
@@ -70,21 +76,6 @@ def difference_picture(first: Any, second: Any, *, factor: float = 100.0) -> Any
     return numpy.clip(difference * factor, 0, 255).astype(numpy.uint8)
 
 
-def write_png(path: Path, picture: Any) -> None:
-    """Write one uint8 picture [height, width, 3]."""
-    from PIL import Image
-
-    Image.fromarray(picture).save(path)
-
-
-def write_gif(path: Path, pictures: Sequence[Any], *, frame_ms: int = 250) -> None:
-    """Write pictures as an endless animation."""
-    from PIL import Image
-
-    first, *rest = [Image.fromarray(picture) for picture in pictures]
-    first.save(path, save_all=True, append_images=rest, duration=frame_ms, loop=0)
-
-
 def _figure(*, width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -94,13 +85,12 @@ def _figure(*, width: float, height: float) -> Any:
     return figure
 
 
-def _draw_bars(axis: Any, title: str, unit: str, bars: Sequence[Bar]) -> None:
+def _draw_bars(axis: Any, title: str, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:
     values = [bar.value for bar in bars if bar.value]
     largest, smallest = max(values, default=1.0), min(values, default=1.0)
     is_log = largest > 100 * smallest
     positions = range(len(bars))
-    colours = [COLOURS[i % len(COLOURS)] for i in positions]
-    axis.barh(positions, [bar.value or 0 for bar in bars], color=colours, height=0.66)
+    axis.barh(positions, [bar.value or 0 for bar in bars], color=list(colours), height=0.66)
     axis.set_yticks(positions, [bar.label for bar in bars], fontsize=11, color=_TEXT)
     axis.invert_yaxis()
     if is_log:

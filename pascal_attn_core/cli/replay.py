@@ -18,9 +18,10 @@ from ..observe.report import mask_kind
 from . import CommandError, check_numbers
 from .bench.candidates import BASELINE, Candidate, route_candidates
 from .bench.clock import Clock, quiet_torch
-from .bench.measure import Result, Settings, race
+from .bench.contest import Result, Settings
+from .bench.measure import race
 from .bench.report import COLUMNS, result_row, versions
-from .tables import print_table
+from .tables import print_table, progress_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     device, candidates = _read(options)
     clock = Clock(device, options.threads)
-    settings = Settings(options.rounds, options.seconds, error_rows=options.rows, products=False)
+    settings = Settings(options.rounds, options.seconds, error_rows=options.rows)
     config = AttentionConfig(budget_mib=options.budget_mib)
     reports = []
     with quiet_torch(options.threads):
@@ -96,12 +97,7 @@ def _replay(
     # With dropout results cannot be compared: each route draws its own numbers.
     call = dataclasses.replace(call.to(device), dropout_p=0.0)
 
-    def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{call.name}: {text}", end="", file=sys.stderr, flush=True)
-
-    results = race(call, candidates, clock, settings, progress)
-    progress("done\r\033[K")
+    results = race(call, candidates, clock, settings, progress_of(call.name))
     return {
         "file": path.name,
         "call": call.name,

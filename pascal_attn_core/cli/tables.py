@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -36,3 +36,13 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     lines.insert(2, "-" * (sum(widths[:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 20)))
     return "\n".join(lines) + "\n"
+
+
+def progress_of(name: str) -> Callable[[str], None]:
+    """A status line, on a terminal."""
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}: {text}" if text else "\r\033[K", end="", file=sys.stderr, flush=True)
+
+    return show

@@ -193,26 +193,33 @@ def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: 
         for attempt, its_times in zip(attempts, times):
             if seconds is not None and spent >= seconds:
                 break
-            its_times.append(_milliseconds(attempt, device))
+            its_times.append(milliseconds(attempt, device))
             spent += its_times[-1] / 1e3
     return times
 
 
-def _milliseconds(attempt: Attempt, device: torch.device) -> float:
+def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> float:
+    """Mean milliseconds of one of so many calls in a row.
+
+    On CUDA it is the time between two events of the device's stream. On a CPU with one thread it is that thread's own
+    time, which other processes disturb least; else wall time, between two synchronisations.
+    """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(torch.cuda.current_stream(device))
-        attempt()
-        end.record(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)  # the current device may be another one
+        start.record(stream)
+        for _ in range(calls):
+            attempt()
+        end.record(stream)
         end.synchronize()
-        return start.elapsed_time(end)
-    # With one thread its own time, which other processes disturb least.
+        return start.elapsed_time(end) / calls
     now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     _wait_for(device)
     began = now()
-    attempt()
+    for _ in range(calls):
+        attempt()
     _wait_for(device)
-    return 1e3 * (now() - began)
+    return 1e3 * (now() - began) / calls
 
 
 def _wait_for(device: torch.device) -> None:

@@ -58,13 +58,13 @@ FULL = Sizes(
     selftest=(),
     selftest_seconds=60.0,
     forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
-    backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1", "--no-products"),
+    backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
     demo=(),
     sanitized=(),
     sweep=(),
 )
-_OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--no-products")
+_OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1")
 TINY = Sizes(
     "tiny",
     tests=(),

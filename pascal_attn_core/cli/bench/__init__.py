@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import platform
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from ...device import device_info
 from ...observe.memory import available_bytes
 from ...storage import write_object
 from .. import CommandError, check_numbers
-from ..tables import print_table
-from .candidates import BASELINE, Candidate, all_candidates, choose_candidates
+from ..tables import print_table, progress_of
+from .candidates import BASELINE, all_candidates, choose_candidates
 from .clock import Clock, quiet_torch
-from .measure import Settings, race
+from .contest import Result, Settings
+from .measure import race
 from .report import COLUMNS, geometric_means, result_row, versions
 from .shapes import Shape, choose_shapes, own_shapes
 
@@ -34,10 +35,9 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="time every route, torch's own kernels and installed peers on typical shapes",
         description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
-        "function, unmodified; 'of products' the speed relative to the two bare matrix products; 'extra' the peak "
-        "memory besides inputs and outputs; 'TFLOP/s' the operations that the call needs over its time (in "
-        "float32 on a GPU also as a share of the peak of the card's float32 units); 'error' the largest "
-        "difference from float64 relative to the largest value.",
+        "function, unmodified; 'extra' the peak memory besides inputs and outputs; 'TFLOP/s' the operations that the "
+        "call needs over its time (in float32 on a GPU also as a share of the peak of the card's float32 units); "
+        "'error' the difference from float64, relative to its values.",
     )
     parser.add_argument("--shapes", help="names or patterns, comma-separated; quick (default); all")
     parser.add_argument(
@@ -59,12 +59,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all shapes, instead of each shape's own")
     parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
-    parser.add_argument(
-        "--max-operators", type=int, default=200_000, help="skip candidates that launch more operators than this"
-    )
-    parser.add_argument("--no-products", action="store_true", help="do not time the bare matrix products")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw time and memory into this file")
     parser.add_argument(
         "--linear",
         action="store_true",
@@ -81,47 +76,70 @@ def run(options: argparse.Namespace) -> int:
     _check_outputs(options)
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
-    if options.linear:
-        return _linear(options)
-    device, shapes, candidates, settings = _read(options)
-    clock = Clock(device, options.threads)
-    reports = []
-    with quiet_torch(options.threads):
-        print(_heading(device, clock, options), end="\n\n")
-        for shape in shapes:
-            reports.append(_bench_shape(shape, device, candidates, clock, settings))
-            document = _document(options, device, clock, settings, reports)
-            _write_figures(document, options)  # of a run that is cut short the shapes so far remain
-    _print_summary(document["geometric_means"], len(shapes))
-    _finish(document, options)
-    return 0
-
-
-def _linear(options: argparse.Namespace) -> int:
-    from .linear import choose_layers, own_layers, run_layer
-
     check_numbers(options, "rounds", "seconds", "threads")
-    unused = {"png": options.png, "dtype": options.dtype, "backward": options.backward}
-    if any(unused.values()):
-        raise CommandError(
-            f"--linear does not take {', '.join(f'--{name}' for name, given in unused.items() if given)}"
-        )
+    settings = Settings(options.rounds, options.seconds, backward=options.backward)
     try:
-        device, layers = _device(options), own_layers(options.shape)
-        if options.shapes is not None or not layers:
-            layers += choose_layers(options.shapes)
+        clock = Clock(_device(options), options.threads)
+        entries = _layers(options, clock, settings) if options.linear else _calls(options, clock, settings)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
-    clock = Clock(device, options.threads)
     reports: list[dict[str, Any]] = []
-    document = {**_machine(options, device, clock), "baseline": "float32", "layers": reports}
+    document = _document(options, clock, settings)
     with quiet_torch(options.threads):
-        print(_heading(device, clock, options), end="\n\n")
-        for layer in layers:
-            reports.append(run_layer(layer, device, clock, rounds=options.rounds, seconds=options.seconds))
-            _write_figures(document, options)  # of a run that is cut short the layers so far remain
-    _finish(document, options)
+        print(_heading(clock, options), end="\n\n")
+        for entry in entries:
+            reports.append(entry())
+            document["layers" if options.linear else "shapes"] = reports
+            document["geometric_means"] = geometric_means(reports)
+            _write(document, options.json)  # what has been measured remains if the run is cut short
+    _print_summary(document, len(reports))
+    if options.json:
+        print(f"figures: {options.json}")
     return 0
+
+
+Entry = Callable[[], dict[str, Any]]
+
+
+def _calls(options: argparse.Namespace, clock: Clock, settings: Settings) -> list[Entry]:
+    """What times and prints each of the shapes that were named."""
+    found, missing = all_candidates(AttentionConfig(budget_mib=options.budget_mib), clock.device.type)
+    candidates = choose_candidates(found, options.candidates)
+    shapes = _shapes(options, clock.device)
+    for sentence in missing:
+        print(sentence)
+
+    def entry(shape: Shape) -> dict[str, Any]:
+        results = race(shape.make(clock.device), candidates, clock, settings, progress_of(shape.name))
+        peak = device_info(clock.device).fp32_flops if shape.dtype == "float32" else 0.0
+        return {"shape": dataclasses.asdict(shape), **_printed(shape, COLUMNS, results, peak)}
+
+    return [lambda shape=shape: entry(shape) for shape in shapes]  # type: ignore[misc]
+
+
+def _layers(options: argparse.Namespace, clock: Clock, settings: Settings) -> list[Entry]:
+    """What times and prints each of the layers that were named."""
+    from .linear import BASELINE, Layer, choose_layers, own_layers, race_layer
+
+    unused = [f"--{name}" for name in ("dtype", "backward", "causal") if getattr(options, name)]
+    if unused:
+        raise ValueError(f"--linear does not take {', '.join(unused)}")
+    layers = own_layers(options.shape)
+    if options.shapes is not None or not layers:
+        layers += choose_layers(options.shapes or "quick")
+    columns = tuple(f"vs {BASELINE}" if column == "vs torch" else column for column in COLUMNS)
+
+    def entry(layer: Layer) -> dict[str, Any]:
+        results = race_layer(layer, clock, settings, progress_of(layer.name))
+        return {"layer": dataclasses.asdict(layer), **_printed(layer, columns, results)}
+
+    return [lambda layer=layer: entry(layer) for layer in layers]  # type: ignore[misc]
+
+
+def _printed(timed: Any, columns: tuple[str, ...], results: list[Result], peak: float = 0.0) -> dict[str, Any]:
+    """Print the table of a shape or layer; what the file says of it."""
+    print_table(f"{timed.name}: {timed.what}, {timed.text}", columns, [result_row(result, peak) for result in results])
+    return {"text": timed.text, "results": [dataclasses.asdict(result) for result in results]}
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
@@ -131,37 +149,12 @@ def _plot(path: Path, budget_mib: float | None) -> int:
         figures = memory_by_length(budget_mib=budget_mib)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    rows = [
-        [f"{tokens:,.0f}", *(f"{figures[name][i]:,.2f}" for name in ("math", "tiled", "planned"))]
-        for i, tokens in enumerate(figures["tokens"])
-    ]
+    rows = [[f"{tokens:,.0f}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, *sizes in zip(*figures.values())]
     title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
     print_table(title, ("tokens", "torch math", "tiled", "planned"), rows)
     draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0
-
-
-def _read(options: argparse.Namespace) -> tuple[torch.device, list[Shape], list[Candidate], Settings]:
-    check_numbers(options, "rounds", "seconds", "threads", "max_operators")
-    try:
-        device = _device(options)
-        config = AttentionConfig(budget_mib=options.budget_mib)
-        shapes = _shapes(options, device)
-        found, missing = all_candidates(config, device.type)
-        candidates = choose_candidates(found, options.candidates)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        raise CommandError(str(error).splitlines()[0]) from error
-    for sentence in missing:
-        print(sentence)
-    settings = Settings(
-        options.rounds,
-        options.seconds,
-        options.max_operators,
-        backward=options.backward,
-        products=not options.no_products,
-    )
-    return device, shapes, candidates, settings
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -195,99 +188,57 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
     return own + listed
 
 
-def _heading(device: torch.device, clock: Clock, options: argparse.Namespace) -> str:
+def _heading(clock: Clock, options: argparse.Namespace) -> str:
     what = "forward and backward" if options.backward else "forward"
-    threads = f", {options.threads} thread{'s'[: options.threads > 1]}" if device.type == "cpu" else ""
-    return f"{what} on {device_info(device).name}{threads}, torch {torch.__version__}, {clock.kind}, medians"
+    threads = f", {options.threads} thread{'s'[: options.threads > 1]}" if clock.device.type == "cpu" else ""
+    return f"{what} on {device_info(clock.device).name}{threads}, torch {torch.__version__}, {clock.kind}, medians"
 
 
-def _bench_shape(
-    shape: Shape, device: torch.device, candidates: list[Candidate], clock: Clock, settings: Settings
-) -> dict[str, Any]:
-    def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{shape.name}: {text}", end="", file=sys.stderr, flush=True)
-
-    results = race(shape.make(device), candidates, clock, settings, progress)
-    progress("done\r\033[K")
-    peak = device_info(device).fp32_flops if shape.dtype == "float32" else 0.0
-    rows = [result_row(result, peak) for result in results]
-    print_table(f"{shape.name}: {shape.what}, {shape.text}", COLUMNS, rows)
-    return {
-        "shape": dataclasses.asdict(shape),
-        "text": shape.text,
-        "results": [dataclasses.asdict(result) for result in results],
-    }
-
-
-def _print_summary(means: dict[str, dict[str, float]], num_shapes: int) -> None:
+def _print_summary(document: dict[str, Any], count: int) -> None:
     rows = [
-        [name, f"{mean['ratio']:.2f}", f"{mean['shapes']:.0f} of {num_shapes}", ""]
-        for name, mean in sorted(means.items(), key=lambda item: item[1]["ratio"])
+        [name, f"{mean['ratio']:.2f}", f"{mean['shapes']:.0f} of {count}", ""]
+        for name, mean in sorted(document["geometric_means"].items(), key=lambda item: item[1]["ratio"])
     ]
-    print_table(f"time relative to {BASELINE}, geometric mean", ("", "ratio", "shapes", ""), rows)
+    print_table(f"time relative to {document['baseline']}, geometric mean", ("", "ratio", "shapes", ""), rows)
 
 
-def _document(
-    options: argparse.Namespace, device: torch.device, clock: Clock, settings: Settings, reports: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        **_machine(options, device, clock),
-        "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
-        "baseline": BASELINE,
-        "shapes": reports,
-        "geometric_means": geometric_means(reports),
-    }
-
-
-def _machine(options: argparse.Namespace, device: torch.device, clock: Clock) -> dict[str, Any]:
+def _document(options: argparse.Namespace, clock: Clock, settings: Settings) -> dict[str, Any]:
+    info = device_info(clock.device)
     return {
         "command": options.command_line,
         "versions": versions(),
         "machine": {
-            "device": str(device),
-            "name": device_info(device).name,
-            "facts": dataclasses.asdict(device_info(device)),
-            "fp32_flops": device_info(device).fp32_flops,
+            "device": str(clock.device),
+            "name": info.name,
+            "facts": dataclasses.asdict(info),
+            "fp32_flops": info.fp32_flops,
             "system": platform.platform(),
             "threads": options.threads,
             "clock": clock.kind,
         },
+        "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
+        "baseline": "float32" if options.linear else BASELINE,
     }
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Find what would make a long run fail at its end, before it starts."""
-    for path in (options.json, options.png, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
+    for path in filter(None, (options.json, options.plot)):
+        if not path.absolute().parent.is_dir():
             raise CommandError(f"the folder of {path} does not exist")
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise CommandError(f"{path} must be a file, not a folder")
-    for name, path in (("--png", options.png), ("--plot", options.plot)):
-        if path is None:
-            continue
-        if importlib.util.find_spec("matplotlib") is None:
-            raise CommandError(f"{name} needs matplotlib: pip install matplotlib")
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise CommandError(f"{name} must name a .png, .svg or .pdf file, got {path}")
+    if options.plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
+    if options.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {options.plot}")
 
 
-def _write_figures(document: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.json:
-        try:
-            write_object(options.json, document)
-        except OSError as error:
-            raise CommandError(f"cannot write: {error}") from error
-
-
-def _finish(document: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.json:
-        print(f"figures: {options.json}")
-    if options.png:
-        from .chart import draw  # matplotlib is optional, and slow to import
-
-        try:
-            draw(document, options.png)
-        except OSError as error:
-            raise CommandError(f"cannot write: {error}") from error
-        print(f"chart: {options.png}")
+def _write(document: dict[str, Any], path: Path | None) -> None:
+    try:
+        if path:
+            write_object(path, document)
+    except OSError as error:
+        raise CommandError(f"cannot write: {error}") from error

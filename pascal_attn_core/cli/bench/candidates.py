@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import importlib.util
 import io
 import math
@@ -19,12 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...attention import sdpa
 from ...capture import CapturedCall
 from ...config import ROUTES, AttentionConfig
+from .choice import choose
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 BASELINE = "torch-fused"
-PASCAL_ATTN_TILES = (64, 128, 256)
-NOFLASH_TIERS = (1, 2, 3)
 _BACKENDS: dict[str, Any] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -40,15 +38,11 @@ class Candidate:
         name: as on the command line.
         prepare: makes, outside of the time measured, a function of (query, key, value) for one call.
         extra_bytes: a rough estimate of the memory it needs, to skip it before it fills the machine.
-        operators: a rough estimate of the operators it launches, to skip it where that alone takes minutes.
-        is_ours: whether it runs :func:`pascal_attn_core.sdpa`, so that a report can be recorded.
     """
 
     name: str
     prepare: Callable[[CapturedCall], Attend]
     extra_bytes: Callable[[CapturedCall], int] = lambda call: 0
-    operators: Callable[[CapturedCall], int] = lambda call: 0
-    is_ours: bool = False
 
 
 def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> tuple[list[Candidate], list[str]]:
@@ -72,17 +66,11 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
     found = [
         Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
         Candidate("torch-math", _torch_backend(SDPBackend.MATH), extra_bytes=_score_bytes),
+        _ours("ours-auto", config),
     ]
-    found.append(_ours("ours-auto", config))
-    for route in ROUTES:
-        forced = replace(config, route=route)
-        if route == "math":
-            # without a limit, since it is chosen by name
-            math_route = _ours("ours-math", replace(forced, math_limit_mib=1e9))
-            found.append(replace(math_route, extra_bytes=_score_bytes))
-        else:
-            found.append(_ours(f"ours-{route}", forced))
-    return found
+    found += [_ours(f"ours-{route}", replace(config, route=route)) for route in ROUTES if route != "math"]
+    math_route = _ours("ours-math", replace(config, route="math", math_limit_mib=1e9))  # it is chosen by name
+    return [*found, replace(math_route, extra_bytes=_score_bytes)]
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
@@ -91,50 +79,28 @@ def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candid
     Raises:
         ValueError: a pattern that matches no candidate.
     """
-    wanted = {BASELINE}
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        names = [c.name for c in candidates if _matches(c.name, "*" if pattern == "all" else pattern)]
-        if not names:
-            known = ", ".join(c.name for c in candidates)
-            raise ValueError(f"candidate must be one of [all, {known}] or a pattern, got {pattern!r}")
-        wanted.update(names)
-    return [c for c in candidates if c.name in wanted]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name.removeprefix("ours-"), pattern)
+    wanted = choose("candidate", candidates, patterns, prefix="ours-")
+    return [c for c in candidates if c.name == BASELINE or c in wanted]
 
 
 def torch_kernel(call: CapturedCall) -> str:
     """The kernel that torch's own function picks for a call: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``."""
     try:
-        choice = torch._fused_sdp_choice(
-            call.query,
-            call.key,
-            call.value,
-            call.attn_mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        choice = torch._fused_sdp_choice(call.query, call.key, call.value, call.attn_mask, **_options(call))
     except (AttributeError, TypeError, RuntimeError, NotImplementedError):  # private: may change, or lack a device
         return "?"
     return next((name for name, backend in _BACKENDS.items() if int(backend) == choice), "math")
 
 
 def _torch_fused(call: CapturedCall) -> Attend:
-    options = _options(call)
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, call.attn_mask, **options)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, call.attn_mask, **_options(call))
 
 
 def _torch_backend(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
     def prepare(call: CapturedCall) -> Attend:
-        options = _options(call)
-
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **options)
+                return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **_options(call))
 
         return attend
 
@@ -143,19 +109,13 @@ def _torch_backend(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
 
 def _ours(name: str, config: AttentionConfig) -> Candidate:
     def prepare(call: CapturedCall) -> Attend:
-        options = _options(call)
-        return lambda q, k, v: sdpa(q, k, v, call.attn_mask, config=config, **options)
+        return lambda q, k, v: sdpa(q, k, v, call.attn_mask, config=config, **_options(call))
 
-    return Candidate(name, prepare, is_ours=True)
+    return Candidate(name, prepare)
 
 
-def _options(call: CapturedCall) -> dict:
-    return {
-        "dropout_p": call.dropout_p,
-        "is_causal": call.is_causal,
-        "scale": call.scale,
-        "enable_gqa": call.enable_gqa,
-    }
+def _options(call: CapturedCall) -> dict[str, Any]:
+    return {name: getattr(call, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
 
 def _score_bytes(call: CapturedCall) -> int:
@@ -175,14 +135,9 @@ def _pascal_attn() -> list[Candidate]:
             mask = _additive_mask(call)
             return lambda q, k, v: tiled_attention(q, k, v, call.scale, mask, tile).transpose(1, 2)
 
-        return Candidate(f"pascal-attn-{tile}", prepare, operators=lambda call: _pascal_attn_operators(call, tile))
+        return Candidate(f"pascal-attn-{tile}", prepare)
 
-    return [candidate(tile) for tile in PASCAL_ATTN_TILES]
-
-
-def _pascal_attn_operators(call: CapturedCall, tile: int) -> int:
-    rows, keys = (math.ceil(n / tile) for n in (call.query.shape[-2], call.key.shape[-2]))
-    return 14 * rows * keys + 6 * rows + 1
+    return [candidate(tile) for tile in (64, 128, 256)]
 
 
 def _additive_mask(call: CapturedCall) -> Tensor | None:
@@ -216,7 +171,7 @@ def _noflash() -> list[Candidate]:
 
         return Candidate(f"noflash-{tier}", prepare, extra_bytes=lambda call: 3 << 30)
 
-    return [candidate(tier) for tier in NOFLASH_TIERS]
+    return [candidate(tier) for tier in (1, 2, 3)]
 
 
 def _import_noflash() -> Any:

@@ -12,6 +12,7 @@ from ...device import MIB, device_info
 from ...observe.memory import measure
 from ...routes.tiled import TiledRoute
 from ...tiled.plan import plan_call
+from ..charts import COLOURS, Bar, bar_chart
 
 HEADS, HEAD_DIM = 8, 64
 LENGTHS = tuple(1 << power for power in range(10, 16))
@@ -41,26 +42,11 @@ def memory_by_length(lengths: tuple[int, ...] | None = None, budget_mib: float |
 
 
 def draw_memory_by_length(figures: dict[str, list[float]], path: Path) -> None:
-    """The figures as a PNG, both axes logarithmic."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    axis = figure.subplots()
-    tokens = figures["tokens"]
-    for name, label, colour in (
-        ("math", "torch math: the whole score matrix", "#c0504d"),
-        ("tiled", "tiled", "#2a7f62"),
-    ):
-        axis.plot(tokens, figures[name], marker="o", color=colour, label=label)
-        axis.annotate(f"{figures[name][-1]:,.1f} MiB", (tokens[-1], figures[name][-1]), xytext=(-8, 8), ha="right",
-                      textcoords="offset points", color=colour)  # fmt: skip
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(tokens, [f"{int(t):,}" for t in tokens])
-    axis.set_ylim(top=6 * max(figures["math"]))
-    axis.set_xlabel("tokens")
-    axis.set_ylabel("peak extra memory, MiB")
-    axis.set_title(f"Self-attention, {HEADS} heads of {HEAD_DIM}, float32, forward", loc="left", fontweight="bold")
-    axis.grid(visible=True, alpha=0.3)
-    axis.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=130)
+    """Bars of both attentions for each length, on the same scale."""
+    bars = [
+        Bar(f"{tokens:,.0f} tokens, {label}", figures[name][i])
+        for i, tokens in enumerate(figures["tokens"])
+        for name, label in (("math", "torch math"), ("tiled", "tiled"))
+    ]
+    title = f"Self-attention, {HEADS} heads of {HEAD_DIM}, float32, forward"
+    bar_chart(path, [("peak extra memory", "MiB", bars)], title=title, colours=COLOURS[1:3])

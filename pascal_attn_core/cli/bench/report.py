@@ -9,26 +9,23 @@ from typing import Any
 
 import torch
 
-from .measure import Result
+from ...device import MIB
+from .contest import Result
 
-MIB = 1 << 20
-COLUMNS = ("", "ms", "vs torch", "of products", "TFLOP/s", "extra MiB", "operators", "error", "bounded", "")
+COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "operators", "error", "")
 
 
 def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
     """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
-    remark = ", ".join(filter(None, (result.ran, result.note)))
     return [
         result.name,
         _figure(result.seconds, 1e3),
         _figure(result.ratio),
-        "-" if result.share_of_products is None else f"{result.share_of_products:.0%}",
         _throughput(result.flops, peak_flops),
         "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
         "-" if result.launches is None else f"{result.launches:,}",
         "-" if result.error is None else f"{result.error:.1e}",
-        "-" if result.bounded is None else f"{result.bounded:.0%}",
-        remark,
+        ", ".join(filter(None, (result.ran, result.note))),
     ]
 
 
@@ -60,7 +57,7 @@ def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, this package and the peers that are installed."""
+    """The versions of Python, torch, this package and the peers that are installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("pascal-attention", "pascal-attn", "noflash-attention"):
         try:

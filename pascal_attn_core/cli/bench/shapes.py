@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...capture import CapturedCall
+from .choice import choose, read_sizes
 
-MASKS = ("none", "bool", "padding", "bias")
 _VALID_SHARE = 0.6
 
 
@@ -113,32 +112,21 @@ QUICK = ("gqa", "cross77", "causal", "decode", "mask_bool", "mask_padding", "mas
 
 
 def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None = None) -> list[Shape]:
-    """The shapes named by a comma-separated list of names or patterns (``"sd*,gqa"``, ``"quick"``, ``"all"``).
+    """The shapes that :func:`.choice.choose` finds.
 
     Args:
         device_type: on ``"cpu"`` the video shape keeps two heads.
         dtype: replaces every shape's own dtype.
-    Raises:
-        ValueError: a pattern that names no shape.
     """
-    chosen: dict[str, Shape] = {}
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        names = _expand(pattern)
-        if not names:
-            known = ", ".join(shape.name for shape in SHAPES)
-            raise ValueError(f"shape must be one of [all, quick, {known}] or a pattern, got {pattern!r}")
-        chosen.update({shape.name: shape for shape in SHAPES if shape.name in names})
-    shapes = list(chosen.values())
+    shapes = choose("shape", SHAPES, patterns, QUICK)
     if device_type == "cpu":
         shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
     return shapes if dtype is None else [replace(shape, dtype=dtype) for shape in shapes]
 
 
-# the keys of --shape and their fields; those without a default are required
+# the names of --shape and their fields; those without a default are required
 _SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv"}
 _SIZES |= {"D": "head_dim", "Dv": "head_dim_v"}
-_NEEDED = ("Hq", "L", "D")
-_MAX_SIZE = (1 << 31) - 1
 
 
 def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "float32") -> list[Shape]:
@@ -151,7 +139,7 @@ def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "f
     """
     shapes = []
     for number, text in enumerate(texts, start=1):
-        sizes = _read_sizes(text)
+        sizes = read_sizes(text, _SIZES, needed=("Hq", "L", "D"))
         sizes = {"B": 1, "Hkv": sizes["Hq"], "S": sizes["L"], "Dv": sizes["D"]} | sizes
         if sizes["Hq"] % sizes["Hkv"]:
             raise ValueError(f"--shape must have Hq a multiple of Hkv, got {sizes['Hq']} and {sizes['Hkv']}")
@@ -159,27 +147,3 @@ def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "f
         name = f"own{number}" if len(texts) > 1 else "own"
         shapes.append(Shape(name, "given by --shape", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
     return shapes
-
-
-def _read_sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, number = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in _SIZES or name in sizes:
-            again = " once" if name in sizes else ""
-            raise ValueError(f"--shape must name each of {list(_SIZES)}{again} as in L=2048, got {part.strip()!r}")
-        if not number.isascii() or not number.isdigit() or len(number) > 10 or not 1 <= int(number) <= _MAX_SIZE:
-            raise ValueError(f"{name} in --shape must be a whole number from 1 to {_MAX_SIZE}, got {number!r}")
-        sizes[name] = int(number)
-    missing = [name for name in _NEEDED if name not in sizes]
-    if missing:
-        raise ValueError(f"--shape must give {', '.join(missing)}, got {text!r}")
-    return sizes
-
-
-def _expand(pattern: str) -> list[str]:
-    if pattern == "quick":
-        return list(QUICK)
-    if pattern == "all":
-        pattern = "*"
-    return fnmatch.filter([shape.name for shape in SHAPES], pattern)

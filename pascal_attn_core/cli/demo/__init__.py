@@ -1,4 +1,4 @@
-"""``pascal-attn demo``: an image and a video model with torch's math attention, with stock attention and with ours."""
+"""``pascal-attn demo``: an image and a video model with torch's math attention, with its own choice and with ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,30 +21,27 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import AttentionConfig, UnsupportedAttention, __version__, patch_ffn
-from ...device import device_info
-from ...interception import TORCH_SDPA, SdpaMode
+from ... import AttentionConfig, __version__, patch_ffn
+from ...device import MIB, device_info
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
 from ..tables import print_table
-from .progress import Progress
 
 if TYPE_CHECKING:
     from .models import Case
 
-MIB, GIB = 1 << 20, 1 << 30
-# what is imported, and the distribution that holds it
-EXTRAS = {name: name for name in ("diffusers", "transformers", "safetensors", "numpy", "matplotlib", "rich")}
-EXTRAS["PIL"] = "pillow"
+GIB = 1 << 30
+EXTRAS = ("diffusers", "transformers", "safetensors", "numpy", "matplotlib")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "attention calls")
+COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "our attention calls")
 STOCK, MATH, OURS, SLICED = "stock", "torch math", "Pascal Attention", "... and FFN in slices"
 RUNS = (STOCK, MATH, OURS, SLICED)
 _FFN_BUDGET_MIB = 8.0
 NOTES = """\
-stock: whatever torch chooses here.  torch math: what torch falls back to where it has no fused kernel for the call.
-Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()).  ... and FFN in slices: with patch_ffn(pipe.unet) too.
+stock: torch's choice, on a CPU its fused kernel.  torch math: what torch does where it has no fused kernel for a call.
+Pascal Attention: pipe.set_attn_processor(PascalAttnProcessor()), on a CPU with its tiles, which are what a card without
+any kernel gets (by itself it would take torch's kernel here).  ... and FFN in slices: with patch_ffn(pipe.unet) too.
 peak extra: most bytes {memory}.
 largest difference: of the final latents, against stock."""
 _FOLLOWED = "of tensors alive at once, beyond those before the run (not the scratch inside torch's fused CPU kernel)"
@@ -61,7 +57,6 @@ class Row:
     peak_bytes: int | None = None
     difference: float | None = None
     calls: dict[str, int] | None = None
-    launches: int | None = None
     note: str = ""
 
 
@@ -82,11 +77,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default="float32", help="dtype of the models (default: float32)"
     )
-    parser.add_argument(
-        "--also",
-        choices=("fused", "torch", "tiled"),
-        help="one more run, with this route for every call (tiled: what a card without any kernel gets)",
-    )
     parser.set_defaults(func=run)
 
 
@@ -97,18 +87,13 @@ def run(args: argparse.Namespace) -> int:
     with _quiet():
         from . import models
 
-        cases = [models.image_case(quick=args.quick, steps=args.steps)]
-        cases.append(models.video_case(quick=args.quick, steps=args.steps))
-        cases = [case for case in cases if args.only in (None, case.name)]
+        makers = {"image": models.image_case, "video": models.video_case}
         args.out.mkdir(parents=True, exist_ok=True)
         print(_heading(device, args))
         documents = []
-        routes = [args.also] if args.also else []
-        with Progress(len(cases) * (len(RUNS) + len(routes)), args.steps) as progress:
-            for case in cases:
-                rows, pictures = _run_case(case, device, DTYPES[args.dtype], routes, progress)
-                documents.append(_document(case, rows))
-                _write_pictures(case, pictures, args.out)
+        for name, make in makers.items():
+            if args.only in (None, name):
+                documents.append(_run_case(make(quick=args.quick, steps=args.steps), device, args))
     for document in documents:
         _print(document)
     print(NOTES.format(memory=_ALLOCATED if device.type == "cuda" else _FOLLOWED))
@@ -117,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> torch.device:
-    missing = [package for name, package in EXTRAS.items() if importlib.util.find_spec(name) is None]
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"{', '.join(missing)} must be installed for the demo: pip install {' '.join(missing)}")
     if args.steps < 1:
@@ -130,36 +115,32 @@ def _checked(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def _run_case(
-    case: Case, device: torch.device, dtype: torch.dtype, routes: list[str], progress: Progress
-) -> tuple[list[Row], dict[str, list[Any]]]:
-    """All runs of one model: the rows of its table, and the pictures by the run's name."""
+def _run_case(case: Case, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """All runs of one model: what the file says of it. Draws its pictures."""
     from .models import starting_latents
 
-    pipe = case.build().to(device, dtype)
-    start = starting_latents(case.latents_shape).to(device, dtype)
+    pipe = case.build().to(device, DTYPES[args.dtype])
+    start, small = (starting_latents(shape).to(pipe.device, pipe.dtype) for shape in (case.latents_shape, case.small))
     rows: list[Row] = []
     latents: dict[str, Tensor] = {}
-    total_calls = calls = 0
-    for name in (*RUNS, *(f"route {route}" for route in routes)):
-        progress.begin(f"{case.title}, {name}")
+    for name in RUNS:
         row = Row(name, note=_too_little_memory(case, device) if name == MATH else "")
+        rows.append(row)
         if not row.note:
             try:
                 with _attention(pipe, name):
-                    calls = _warm_up(case, pipe, device, dtype)
-                    latents[name] = _measure(case, pipe, start, row, progress)
-            except UnsupportedAttention as error:
-                row = Row(name, note=f"not run: {'; '.join(error.reasons)}")
+                    _generate(case, pipe, small, **case.warm_up)  # so that no run includes one-time costs
+                    latents[name] = _measure(case, pipe, start, row)
             except (RuntimeError, MemoryError) as error:
-                row = Row(name, note=_out_of_memory(error))
-        if not row.note:
-            total_calls = max(total_calls, calls)
-            _compare(row, latents, calls, total_calls)
-        rows.append(row)
-        progress.end(row.note or f"{row.seconds:.1f} s")
-    with _attention(pipe, OURS):  # the decoder has attention too
-        return rows, {name: case.decode(pipe, latents[name]) for name in latents if name != MATH}
+                row.note = _out_of_memory(error)
+        if name in latents and STOCK in latents and name != STOCK:
+            row.difference = (latents[name].double() - latents[STOCK].double()).abs().max().item()
+        print(f"{case.title}, {name}: {row.note or f'{row.seconds:.1f} s'}", flush=True)
+    if STOCK in latents and OURS in latents:
+        stock, ours = (case.decode(pipe, latents[name]) for name in (STOCK, OURS))
+        _draw(case, stock, ours, args.out)
+    fields = ("name", "title", "model", "tokens", "num_heads", "head_dim")
+    return {**{field: getattr(case, field) for field in fields}, "rows": [asdict(row) for row in rows]}
 
 
 @contextmanager
@@ -168,81 +149,33 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
     around: AbstractContextManager = sdpa_kernel(SDPBackend.MATH) if name == MATH else nullcontext()
     if name == SLICED:
         around = patch_ffn(getattr(pipe, "unet", None) or pipe.transformer, budget_mib=_FFN_BUDGET_MIB)
-    if name not in (STOCK, MATH):
+    if name in (OURS, SLICED):
         from ...diffusers import PascalAttnProcessor
 
-        if name in (OURS, SLICED):
-            pipe.set_attn_processor(PascalAttnProcessor())
-        else:
-            config = AttentionConfig(route=name.removeprefix("route "))
-            pipe.set_attn_processor(PascalAttnProcessor(config))
+        route = "tiled" if pipe.device.type == "cpu" else "auto"
+        pipe.set_attn_processor(PascalAttnProcessor(AttentionConfig(route=route)))
     with around:
         yield
 
 
-def _warm_up(case: Case, pipe: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """One tiny generation, so that no run includes one-time costs. Returns its attention calls in the denoiser."""
-    from .models import starting_latents
-
-    arguments, shape = case.warm_up
-    denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    calls, depth = 0, 0
-
-    def entered(*_: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def left(*_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-
-    def counted(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        nonlocal calls
-        calls += depth > 0
-        return TORCH_SDPA(*args, **kwargs)
-
-    hooks = [denoiser.register_forward_pre_hook(entered), denoiser.register_forward_hook(left)]
-    try:
-        with SdpaMode(counted):
-            latents = starting_latents(shape).to(device, dtype)
-            pipe(**{**case.arguments, **arguments}, latents=latents, output_type="latent")
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+def _generate(case: Case, pipe: Any, latents: Tensor, **changed: Any) -> Tensor:
+    arguments = {**case.arguments, **changed, "latents": latents.clone(), "output_type": "latent"}
+    return pipe(generator=torch.Generator().manual_seed(0), **arguments)[0]
 
 
-def _measure(case: Case, pipe: Any, start: Tensor, row: Row, progress: Progress) -> Tensor:
+def _measure(case: Case, pipe: Any, start: Tensor, row: Row) -> Tensor:
     """One generation: its figures into ``row``, its latents returned. Following each storage costs some microseconds
     per operator, far below the noise on a CPU; on CUDA the allocator's statistics are read and nothing is followed."""
-
-    def step_done(pipe: Any, step: int, timestep: Any, values: dict) -> dict:
-        progress.step()
-        return values
-
     gc.collect()
-    arguments = {**case.arguments, "latents": start.clone(), "output_type": "latent", "callback_on_step_end": step_done}
     is_cuda = start.device.type == "cuda"
     with record() as report, PeakMemory(start.device, follow=not is_cuda) as peak:
         began = time.perf_counter()
-        latents = pipe(generator=torch.Generator().manual_seed(0), **arguments)[0]
+        latents = _generate(case, pipe, start)
         if is_cuda:
             torch.cuda.synchronize(start.device)
         row.seconds = time.perf_counter() - began
-    row.peak_bytes = peak.peak_bytes
-    row.launches = None if is_cuda else peak.launches
-    row.calls = report.routes() or None
+    row.peak_bytes, row.calls = peak.peak_bytes, report.routes() or None
     return latents
-
-
-def _compare(row: Row, latents: dict[str, Tensor], calls: int, total_calls: int) -> None:
-    """The largest difference between this run's latents and the stock ones, and the number of its attention calls."""
-    if STOCK in latents and row.name != STOCK:
-        row.difference = (latents[row.name].double() - latents[STOCK].double()).abs().max().item()
-    if row.name in (STOCK, MATH):
-        row.calls = {"math" if row.name == MATH else "torch's choice": calls}
-    elif row.calls is not None and sum(row.calls.values()) < total_calls:
-        row.calls["not reached"] = total_calls - sum(row.calls.values())
 
 
 def _too_little_memory(case: Case, device: torch.device) -> str:
@@ -256,18 +189,13 @@ def _too_little_memory(case: Case, device: torch.device) -> str:
 
 def _out_of_memory(error: BaseException) -> str:
     """The note of a run that ran out of memory; any other error is raised again."""
-    text = str(error)
-    is_known = any(words in text.lower() for words in ("out of memory", "allocate memory", "not enough memory"))
+    is_known = any(words in str(error).lower() for words in ("out of memory", "allocate memory", "not enough memory"))
     if not is_known and not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         raise error
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    found = re.search(r"tried to allocate ([\d.]+) (bytes|MiB|GiB)", text, re.IGNORECASE)
-    if not found:
-        return "out of memory"
-    gib = float(found[1]) * {"bytes": 1, "MiB": MIB, "GiB": GIB}[found[2]] / GIB
-    return f"out of memory: tried to allocate {gib:,.2f} GiB"
+    return "out of memory"
 
 
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
@@ -275,11 +203,6 @@ def _heading(device: torch.device, args: argparse.Namespace) -> str:
     threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     steps = f"{args.steps} step{'s' if args.steps > 1 else ''}"
     return f"{device_info(device).name}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
-
-
-def _document(case: Case, rows: list[Row]) -> dict[str, Any]:
-    fields = ("name", "title", "model", "tokens", "num_heads", "head_dim")
-    return {**{field: getattr(case, field) for field in fields}, "rows": [asdict(row) for row in rows]}
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -294,9 +217,8 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def taken_away(peaks: dict[str, int | None]) -> str:
-    """What each step took away of the peak memory, in one sentence; "" where a run did not take place."""
-    before, ours, sliced = (peaks.get(name) for name in (MATH, OURS, SLICED))
-    stock = peaks.get(STOCK)
+    """The peak memory that each step takes away, in one sentence; "" where a run did not take place."""
+    stock, before, ours, sliced = (peaks.get(name) for name in RUNS)
     if before is None or ours is None or sliced is None or stock is None:
         return ""
     fused = "torch has a fused kernel here" if stock < 2 * ours else "this device falls back to torch math"
@@ -318,37 +240,21 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _write_pictures(case: Case, pictures: dict[str, list[Any]], out: Path) -> None:
-    for name, ending in ((STOCK, "stock"), (OURS, "pascal")):
-        frames = pictures.get(name, [])
-        if len(frames) > 1:
-            charts.write_gif(out / f"{case.name}_{ending}.gif", frames)
-        elif frames:
-            charts.write_png(out / f"{case.name}_{ending}.png", frames[0])
-    if STOCK not in pictures or OURS not in pictures:
-        return
+def _draw(case: Case, stock: list[Any], ours: list[Any], out: Path) -> None:
+    """The pictures of both and their difference: a row each if there are several frames, else side by side."""
     factor = 100
-    differences = [
-        charts.difference_picture(first, second, factor=factor)
-        for first, second in zip(pictures[OURS], pictures[STOCK])
-    ]
-    shown = {**pictures, f"|{OURS} − stock| × {factor} (black: equal)": differences}
-    title = f"{case.title}, random weights"
-    if len(differences) > 1:
-        title += f", the first {len(differences)} frames shown"
-        rows = [[(label if i == 0 else "", frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
-    else:
-        cells = [(label, frames[0]) for label, frames in shown.items()]
-        columns = 3 if len(cells) == 3 else 2
-        rows = [cells[i : i + columns] for i in range(0, len(cells), columns)]
-    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=title)
+    differences = [charts.difference_picture(*pair, factor=factor) for pair in zip(ours, stock)]
+    shown = {STOCK: stock, OURS: ours, f"|{OURS} − stock| × {factor} (black: equal)": differences}
+    rows = [[(label * (i == 0), frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
+    if len(stock) == 1:
+        rows = [[cell for row in rows for cell in row]]
+    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=f"{case.title}, random weights")
 
 
 def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
-    packages = ("torch", "diffusers", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     report = {
-        "command": getattr(args, "command_line", "pascal-attn demo"),
+        "command": args.command_line,
         "device": device_info(device).name,
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
@@ -359,17 +265,10 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
     panels = []
     for case in documents:
         for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak memory", "MiB", "peak_bytes", MIB)):
-            bars = [
-                charts.Bar(row["name"], None if row[key] is None else row[key] / scale, row["note"])
-                for row in case["rows"]
-            ]
+            bars = [charts.Bar(row["name"], row[key] and row[key] / scale, row["note"]) for row in case["rows"]]
             panels.append((f"{case['title']}, {case['tokens']:,} tokens: {what}", unit, bars))
-    charts.bar_chart(
-        args.out / "chart.png",
-        panels,
-        title="The same generation, by different attentions",
-        footer=_heading(device, args),
-    )
+    title = "The same generation, by different attentions"
+    charts.bar_chart(args.out / "chart.png", panels, title=title, footer=_heading(device, args))
     print(f"Pictures, chart.png and results.json are in {args.out}/")
 
 

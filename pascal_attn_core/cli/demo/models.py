@@ -28,7 +28,8 @@ class Case:
         build: makes the pipeline, on the CPU in float32.
         arguments: keywords of its call, ``latents`` and the device aside.
         latents_shape: shape of the starting latents.
-        warm_up: keywords that turn the call into a very small one with the same attention layers, and its latents.
+        warm_up: keywords that turn the call into a very small one with the same attention layers.
+        small: shape of its latents.
         decode: pipeline, latents -> pictures as uint8 arrays [height, width, 3], in the order of time.
     """
 
@@ -41,7 +42,8 @@ class Case:
     build: Callable[[], Any]
     arguments: dict[str, Any]
     latents_shape: tuple[int, ...]
-    warm_up: tuple[dict[str, Any], tuple[int, ...]]
+    warm_up: dict[str, Any]
+    small: tuple[int, ...]
     decode: Callable[[Any, Tensor], list[Any]]
 
     @property
@@ -70,7 +72,8 @@ def image_case(*, quick: bool = False, steps: int = 2) -> Case:
             "guidance_scale": 1.0,
         },
         latents_shape=(1, 4, latents, latents),
-        warm_up=({"height": 128, "width": 128}, (1, 4, 16, 16)),
+        warm_up={"height": 128, "width": 128},
+        small=(1, 4, 16, 16),
         decode=_decode_image,
     )
 
@@ -97,7 +100,8 @@ def video_case(*, quick: bool = False, steps: int = 2) -> Case:
             "max_sequence_length": _TOKENS_OF_PROMPT,
         },
         latents_shape=(1, 16, time, height // 8, width // 8),
-        warm_up=({"height": 64, "width": 64, "num_frames": 5}, (1, 16, 2, 8, 8)),
+        warm_up={"height": 64, "width": 64, "num_frames": 5},
+        small=(1, 16, 2, 8, 8),
         decode=_decode_video,
     )
 

@@ -16,7 +16,8 @@ from ...device import device_info
 from ...selftest.cases import ALL_ROUTES, in_one_line
 from ..bench.candidates import BASELINE, route_candidates
 from ..bench.clock import Clock
-from ..bench.measure import Settings, needed_operations, race
+from ..bench.contest import Settings
+from ..bench.measure import needed_operations, race
 from ..bench.shapes import SHAPES, Shape
 
 MODELS = ("sd15", "sdxl", "flux", "wan", "gqa", "decode", "vae")
@@ -62,7 +63,7 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
             speed[shape.dtype] = product_speed(device, shape.dtype, clock)
         candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
         fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
-        settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64, products=False)
+        settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
         try:
             results = [asdict(result) for result in race(fitted.make(device), candidates, clock, settings)]

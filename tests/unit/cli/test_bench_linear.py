@@ -11,6 +11,7 @@ import torch
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
 from pascal_attn_core.cli.bench.clock import Clock
+from pascal_attn_core.cli.bench.contest import Settings
 from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, eager, own_layers, race_layer
 from pascal_attn_core.int8 import int8_linear, quantize_rows
 
@@ -23,7 +24,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_way_is_timed_and_its_error_measured() -> None:
-    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Clock(torch.device("cpu"), 1), 2, 10.0)}
+    figures = {f.name: f for f in race_layer(TINY, Clock(torch.device("cpu"), 1), Settings(rounds=2))}
     assert set(figures) == {
         *("float32", "float16", "bfloat16", "int8", "int8 by float", "int8, rotated by 64", "int8 eager")
     }
@@ -32,8 +33,6 @@ def test_every_way_is_timed_and_its_error_measured() -> None:
     assert figures["float32"].error < 1e-6 < figures["float16"].error < figures["bfloat16"].error < 0.01
     assert 0.004 < figures["int8 by float"].error < figures["int8"].error < 0.02
     assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
-    assert figures["float32"].weight_bytes == 4 * 48 * 64
-    assert figures["int8"].weight_bytes == 48 * 64 + 4 * 48
     assert figures["int8"].ran == "int_mm"
     # The whole matrix of 32-bit sums and its float copies against one slice of them.
     assert figures["int8 eager"].extra_bytes > 0
@@ -49,8 +48,8 @@ def test_a_way_that_fails_is_told_in_its_cell(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("no int8 here\nand more")
 
     monkeypatch.setattr(linear, "eager", broken)
-    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Clock(torch.device("cpu"), 1), 1, 1.0)}
-    assert figures["int8 eager"].note == "no int8 here"
+    figures = {f.name: f for f in race_layer(TINY, Clock(torch.device("cpu"), 1), Settings(rounds=1))}
+    assert figures["int8 eager"].note == "RuntimeError: no int8 here"
     assert figures["int8 eager"].seconds is None
     assert figures["int8"].seconds is not None
 
@@ -60,7 +59,7 @@ def test_the_listed_layers_are_those_of_real_models() -> None:
     assert len({layer.name for layer in LAYERS}) == len(LAYERS)
     assert all(layer.columns % 4 == 0 for layer in LAYERS)
     assert [layer.name for layer in choose_layers("flux-ff*,llm-decode")] == ["flux-ff-in", "flux-ff-out", "llm-decode"]
-    assert choose_layers(None) == choose_layers("quick")
+    assert len(choose_layers("quick")) == 6
     assert choose_layers("all") == list(LAYERS)
 
 
@@ -88,12 +87,12 @@ def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shapes", "sd3"], "must name layers of sdxl-attn"),
+        (["--shapes", "sd3"], "layer must be one of [all, quick, sdxl-attn"),
         (["--backward"], "--linear does not take --backward"),
-        (["--png", "a.png", "--dtype", "float16"], "--linear does not take --png, --dtype"),
-        (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must be like M=4096,K=640,N=2560 with --linear, got 'B=1,Hq=1"),
-        (["--shape", "M=4,K=0,N=8"], "--shape must be like"),
-        (["--shape", "M=4,K=8,N=8,N=9"], "--shape must be like"),
+        (["--causal", "--dtype", "float16"], "--linear does not take --dtype, --causal"),
+        (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must name each of ['M', 'K', 'N'] as in"),
+        (["--shape", "M=4,K=0,N=8"], "K in --shape must be a whole number"),
+        (["--shape", "M=4,K=8,N=8,N=9"], "once as in"),
         (["--rounds", "0"], "rounds"),
     ],
 )

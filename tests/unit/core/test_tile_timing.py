@@ -343,7 +343,7 @@ def test_threads_that_ask_together_time_once(tmp_path: Path) -> None:
 
 def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([200.0, 150.0, 9.0])
-    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    monkeypatch.setattr(timing_table, "milliseconds", lambda attempt, device: next(given))
     attempts: list[Callable[[], Any]] = [list, list, list]
     cpu = torch.device("cpu")
     assert timing_table.least_times(attempts, cpu, rounds=6, seconds=0.3) == [200.0, 150.0, float("inf")]
@@ -351,7 +351,7 @@ def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_least_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([9.0, 2.0, 3.0, 7.0, 4.0, 5.0])
-    monkeypatch.setattr(timing_table, "_milliseconds", lambda attempt, device: next(given))
+    monkeypatch.setattr(timing_table, "milliseconds", lambda attempt, device: next(given))
     assert timing_table.least_times([list, list], torch.device("cpu"), rounds=3, seconds=1.0) == [3.0, 2.0]
 
 

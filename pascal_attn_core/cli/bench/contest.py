@@ -1,0 +1,223 @@
+"""Times attempts at the same work in turns, and measures the memory and the error of each."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ...config import UnsupportedAttention
+from ...observe.memory import Measurement, measure
+from ...observe.report import record
+from .clock import Clock
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure, and what.
+
+    Attributes:
+        rounds: timed rounds at most; each round calls every entrant once.
+        seconds: an entrant gets fewer rounds once they would take it longer than this.
+        error_rows: query rows compared with the float64 reference, all heads; None = all rows.
+        backward: time forward and backward together.
+    """
+
+    rounds: int = 5
+    seconds: float = 10.0
+    error_rows: int | None = 256
+    backward: bool = False
+
+
+@dataclass
+class Result:
+    """The result of one entrant. None = not known; ``note`` says why.
+
+    Attributes:
+        seconds: the median over rounds; times: every round.
+        ratio: the median over rounds of its time divided by the first entrant's time in the same round.
+        extra_bytes: peak memory besides inputs and outputs.
+        flops: floating point operations per second that the work needs.
+        launches: operators that compute something.
+        error: difference to float64, relative to the reference.
+        ran: the routes taken, or the kernel that torch picked.
+    """
+
+    name: str
+    seconds: float | None = None
+    times: list[float] = field(default_factory=list)
+    ratio: float | None = None
+    extra_bytes: int | None = None
+    flops: float | None = None
+    launches: int | None = None
+    error: float | None = None
+    ran: str = ""
+    note: str = ""
+
+
+class Work(NamedTuple):
+    """The work to time, and the same work with a result that can be judged."""
+
+    run: Callable[[], Any]
+    checked: Callable[[], Any]
+
+
+class Entrant(NamedTuple):
+    """One attempt: ``prepare`` makes its work outside of the time measured; a ``note`` says why it is left out."""
+
+    name: str
+    prepare: Callable[[], Work]
+    ran: str = ""
+    note: str = ""
+
+
+@dataclass
+class _Lane:
+    """One entrant on its way through the rounds."""
+
+    result: Result
+    run: Callable[[], Any]
+    rounds: int = 0
+    calls: int = 1
+
+
+def silent(text: str) -> None:
+    """Show no progress."""
+
+
+def compete(
+    entrants: Sequence[Entrant],
+    error_of: Callable[[Any], float],
+    operations: int,
+    clock: Clock,
+    settings: Settings,
+    progress: Callable[[str], None] = silent,
+) -> list[Result]:
+    """The result of each entrant, in their order; the first is the unit of the ratios.
+
+    Args:
+        error_of: the error of what the checked work returns.
+        operations: that the work needs.
+        progress: called with the current step, for a status line, and with "" at the end.
+    """
+    results, lanes = [], []
+    for entrant in entrants:
+        progress(entrant.name)
+        result = Result(entrant.name, ran=entrant.ran, note=entrant.note)
+        results.append(result)
+        if not result.note:
+            lanes += _enter(result, entrant.prepare, error_of, clock, settings)
+    _run_rounds(lanes, clock, progress)
+    progress("")
+    for result in results:
+        if result.times:
+            result.seconds = statistics.median(result.times)
+            result.flops = operations / result.seconds
+            result.ratio = _ratio(result.times, results[0].times)
+    return results
+
+
+def _enter(
+    result: Result,
+    prepare: Callable[[], Work],
+    error_of: Callable[[Any], float],
+    clock: Clock,
+    settings: Settings,
+) -> list[_Lane]:
+    """The first two calls: a plain one, which decides how many follow, and one that is measured and checked."""
+    try:
+        work = prepare()
+        with record() as report:
+            lane = _lane(result, work.run, clock, settings)
+        result.error = error_of(_measured(result, work.checked, clock.device))
+    except UnsupportedAttention as error:
+        result.note, result.times = "; ".join(error.reasons), []
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        result.note, result.times = "out of memory", []
+    except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
+        result.note, result.times = _in_one_line(error), []
+    else:
+        result.ran = result.ran or "+".join(report.routes())
+        return [lane]
+    return []
+
+
+def _lane(result: Result, run: Callable[[], Any], clock: Clock, settings: Settings) -> _Lane:
+    first = clock.seconds(run)
+    if first < 1.0:  # the very first call may load or compile something
+        first = min(first, clock.seconds(run))
+    calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
+    rounds = min(settings.rounds, int(settings.seconds / (first * calls)))
+    if not rounds:
+        result.times, result.note = [first], "first call only"
+    return _Lane(result, run, rounds, calls)
+
+
+def _run_rounds(lanes: list[_Lane], clock: Clock, progress: Callable[[str], None]) -> None:
+    last = max((lane.rounds for lane in lanes), default=0)
+    for number in range(last):
+        progress(f"round {number + 1} of {last}")
+        shift = number % len(lanes)  # no entrant always runs after the same one
+        for lane in lanes[shift:] + lanes[:shift]:
+            if number < lane.rounds:
+                lane.result.times.append(clock.seconds(lane.run, lane.calls))
+
+
+def _ratio(times: list[float], others: list[float]) -> float | None:
+    """Taken within each round, so that a clock that drifts cancels out."""
+    ratios = [mine / theirs for mine, theirs in zip(times, others)]
+    return statistics.median(ratios) if ratios else None
+
+
+def _measured(result: Result, step: Callable[[], Any], device: torch.device) -> Any:
+    """What one more call returns; its memory and operators go into ``result``."""
+    try:
+        found, scratch = _measure(step, device)
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        out = step()  # it runs, but not while its operators are watched
+        result.note = f"memory not measured: {_in_one_line(error)}"
+        return out
+    result.extra_bytes, result.launches = max(found.extra_bytes, scratch), found.launches
+    return found.out
+
+
+def _in_one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:90]
+
+
+def _measure(step: Callable[[], Any], device: torch.device) -> tuple[Measurement, int]:
+    """Memory and operators of one call, and the extra bytes that the allocator saw: on a CPU the two differ by what a
+    kernel takes and frees inside itself."""
+
+    def call(_: Tensor) -> Any:
+        return step()
+
+    probe = torch.empty(0, device=device)  # gives measure() the device
+    if device.type != "cpu":
+        return measure(call, probe), 0
+    os.putenv("KINETO_LOG_LEVEL", "6")  # some builds of the profiler write two lines to stderr at every start
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        found = measure(call, probe)
+    return found, _allocator_peak(trace) - (found.peak_bytes - found.extra_bytes)
+
+
+def _allocator_peak(trace: Any) -> int:
+    try:
+        events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    except AttributeError:  # not public; without it scratch memory inside kernels is not seen
+        return 0
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
