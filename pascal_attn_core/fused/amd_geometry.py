@@ -26,7 +26,9 @@ What the host does for a variant with an ``arch``:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from .tables import read_tables
 
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030")
 # Architectures with the instructions of one of ARCHS.
@@ -157,286 +159,22 @@ class AmdGeometry:
         }
 
 
-Table = dict[int, AmdGeometry]
+_READ = read_tables("amd", AmdGeometry)
 
 
-def _g(
-    rows: int,
-    cols: int,
-    tx: int,
-    ty: int,
-    depth: int,
-    staged: int,
-    parts: int,
-    waves: int,
-    pairs: int = 0,
-    keep: bool = False,
-    ahead: bool = True,
-    blocks: int = 2,
-) -> AmdGeometry:
-    blocks = 1 if waves == 1 and blocks == 2 else blocks
-    return AmdGeometry(rows, cols, tx, ty, depth, staged, parts, waves, pairs, keep, ahead, blocks)
+def _tables(*families: str) -> dict[str, dict[int, AmdGeometry]]:
+    """The tables of these families, which come before a colon in their names."""
+    return {
+        name: table
+        for family, name, table in ((*full.split(":"), table) for full, table in _READ.items())
+        if family in families
+    }
 
 
-# The first of the geometries, from the most work per byte of shared memory down, that the compiler makes without
-# scratch for every variant that takes it (tools/amd.py). Waves of 64 lanes share 256 registers of a lane on a SIMD:
-# 4 x 8 sums per thread and two waves; those of 32 share 1,024: CUDA's 8 x 8 and four. "tight": with a mask, or padded.
-# gfx906, float16 pairs.
-_VEGA20_PAIRS = {
-    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
-    40: _g(128, 64, 8, 32, 40, 32, 2, 2, 2, True),
-    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
-    64: _g(128, 64, 8, 32, 32, 32, 2, 2, 2, True),
-    72: _g(128, 64, 8, 32, 24, 8, 2, 2, 2, True),
-    80: _g(64, 128, 16, 16, 40, 32, 2, 2, 2, True),
-    96: _g(64, 128, 16, 16, 32, 32, 2, 2, 2, True),
-    112: _g(64, 128, 16, 16, 16, 16, 2, 2, 2, True),
-    128: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True),
-    160: _g(64, 64, 16, 16, 40, 8, 1, 2, 2),
-    192: _g(64, 128, 16, 16, 32, 32, 1, 1, 2, True),
-    256: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
-    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
-}
-# Of kind RANGES, where the tiles of the forward kernel take a register too many.
-_VEGA20_RANGES = {128: replace(_VEGA20_PAIRS[128], staged=8)}
-_VEGA20_PAIRS_TIGHT = {
-    32: _g(128, 64, 8, 32, 32, 32, 1, 2, 2, True),
-    40: _g(128, 64, 8, 32, 40, 32, 2, 2, 2, True),
-    48: _g(128, 64, 8, 32, 24, 16, 1, 2, 2, True),
-    64: _g(128, 64, 8, 32, 16, 16, 2, 2, 2, True),
-    72: _g(128, 64, 8, 32, 24, 16, 2, 2, 2, True, ahead=False),
-    80: _g(64, 128, 16, 16, 40, 32, 2, 2, 2, True),
-    96: _g(64, 128, 16, 16, 32, 16, 2, 2, 2, True),
-    112: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
-    128: _g(64, 128, 16, 16, 16, 8, 2, 2, 2, True),
-    160: _g(64, 64, 16, 16, 40, 8, 1, 2, 2),
-    192: _g(64, 128, 16, 16, 32, 16, 1, 1, 2, True),
-    256: _g(64, 128, 16, 16, 32, 8, 1, 1, 2, True),
-    512: _g(64, 64, 16, 16, 32, 8, 1, 1, 2),
-}
-_VEGA20_FLOAT32 = {
-    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
-    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
-    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-    72: _g(128, 64, 8, 32, 12, 8, 2, 2, ahead=False),
-    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
-    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
-    **dict.fromkeys((112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False)),
-    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
-    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
-    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
-}
-_VEGA20_HALF = {
-    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 32, 16, 16, 2, 2)),
-    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
-    72: _g(128, 64, 8, 32, 12, 8, 2, 2),
-    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
-    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 16, 16, 16, 2, 2)),
-    160: _g(64, 128, 16, 16, 20, 8, 2, 2, ahead=False),
-    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
-    512: _g(64, 64, 16, 16, 16, 8, 1, 1),
-}
-# gfx900.
-_VEGA10_FLOAT32 = {
-    32: _g(128, 64, 8, 32, 16, 16, 2, 2),
-    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
-    48: _g(128, 64, 8, 32, 8, 16, 2, 2),
-    64: _g(64, 128, 16, 16, 16, 16, 2, 2),
-    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
-    80: _g(64, 128, 16, 16, 16, 8, 2, 2),
-    96: _g(64, 128, 16, 16, 16, 16, 2, 2, ahead=False),
-    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 16, 1, 2)),
-    160: _g(64, 64, 16, 16, 20, 4, 1, 2),
-    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
-    512: _g(64, 64, 16, 16, 16, 8, 1, 1, ahead=False),
-}
-_VEGA10_HALF = {
-    **dict.fromkeys((32, 48), _g(128, 64, 8, 32, 16, 16, 2, 2)),
-    40: _g(128, 64, 8, 32, 20, 16, 2, 2),
-    64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-    72: _g(128, 64, 8, 32, 8, 8, 2, 2, ahead=False),
-    80: _g(64, 128, 16, 16, 20, 16, 2, 2),
-    96: _g(64, 128, 16, 16, 16, 16, 2, 2),
-    112: _g(64, 128, 16, 16, 16, 8, 2, 2),
-    128: _g(64, 128, 16, 16, 16, 8, 2, 2, ahead=False),
-    160: _g(64, 64, 16, 16, 20, 8, 1, 2),
-    **dict.fromkeys((192, 256), _g(64, 128, 16, 16, 16, 16, 1, 1)),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 1),
-}
-_VEGA10_TIGHT = {
-    **dict.fromkeys((32, 40), _g(128, 64, 8, 32, 8, 8, 2, 2)),
-    48: _g(128, 64, 8, 32, 8, 8, 2, 2, ahead=False),
-    64: _g(64, 128, 16, 16, 8, 8, 2, 2),
-    72: _g(128, 64, 8, 32, 12, 16, 1, 1),
-    80: _g(64, 128, 16, 16, 8, 16, 2, 2, ahead=False),
-    96: _g(64, 64, 16, 16, 16, 16, 1, 2),
-    **dict.fromkeys((112, 128), _g(64, 64, 16, 16, 16, 8, 1, 2)),
-    160: _g(64, 64, 16, 16, 20, 4, 1, 2, ahead=False),
-    192: _g(64, 128, 16, 16, 16, 16, 1, 1),
-    256: _g(64, 128, 16, 16, 16, 8, 1, 1),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 1, ahead=False),
-}
-# gfx1010, gfx1012 and gfx1030.
-_RDNA_PAIRS = {
-    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
-    40: _g(128, 64, 8, 16, 40, 32, 2, 4, 2, True),
-    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
-    64: _g(128, 64, 8, 16, 32, 32, 2, 4, 2, True),
-    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
-    80: _g(64, 128, 16, 8, 40, 32, 2, 4, 2, True),
-    96: _g(64, 128, 16, 8, 32, 32, 2, 4, 2, True),
-    112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
-    128: _g(64, 128, 16, 8, 32, 16, 2, 4, 2, True),
-    160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
-    192: _g(64, 128, 16, 16, 32, 32, 1, 4, 2, True),
-    256: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
-    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
-}
-_RDNA_PAIRS_TIGHT = {
-    32: _g(128, 64, 8, 16, 32, 32, 1, 4, 2, True),
-    40: _g(128, 64, 8, 16, 40, 32, 2, 4, 2, True),
-    48: _g(128, 64, 8, 16, 24, 16, 1, 4, 2, True),
-    64: _g(128, 64, 8, 16, 32, 16, 2, 4, 2, True),
-    72: _g(128, 64, 8, 16, 24, 16, 2, 4, 2, True),
-    80: _g(64, 128, 16, 8, 40, 32, 2, 4, 2, True),
-    96: _g(64, 128, 16, 8, 32, 16, 2, 4, 2, True),
-    112: _g(64, 128, 16, 8, 16, 16, 2, 4, 2, True),
-    128: _g(64, 128, 16, 8, 32, 16, 1, 4, 2),
-    160: _g(64, 128, 16, 16, 40, 32, 1, 4, 2, True),
-    192: _g(64, 128, 16, 16, 32, 16, 1, 4, 2, True),
-    256: _g(64, 128, 16, 16, 32, 8, 1, 4, 2, True),
-    512: _g(64, 64, 16, 16, 32, 16, 1, 4, 2),
-}
-_RDNA = {
-    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
-    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
-    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
-    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
-    **dict.fromkeys((96, 112, 128), _g(64, 128, 16, 8, 16, 16, 2, 4)),
-    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
-    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
-    256: _g(64, 128, 16, 16, 16, 8, 2, 4),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
-}
-_RDNA_TIGHT = {
-    **dict.fromkeys((32, 48, 64), _g(128, 64, 8, 16, 16, 16, 2, 4)),
-    40: _g(128, 64, 8, 16, 20, 16, 2, 4),
-    72: _g(128, 64, 8, 16, 12, 16, 2, 4),
-    80: _g(64, 128, 16, 8, 20, 16, 2, 4),
-    **dict.fromkeys((96, 112), _g(64, 128, 16, 8, 16, 16, 2, 4)),
-    128: _g(64, 128, 16, 8, 16, 8, 2, 4),
-    160: _g(64, 128, 16, 16, 20, 16, 1, 4),
-    192: _g(64, 128, 16, 16, 16, 16, 1, 4),
-    256: _g(64, 128, 16, 16, 16, 8, 1, 4),
-    512: _g(64, 64, 16, 16, 16, 4, 1, 4),
-}
-# Few query rows: small tiles, many of them.
-_SPLIT_VEGA = {
-    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, blocks=4)),
-    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, blocks=4)),
-    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 8, 8, 1, 2, ahead=False, blocks=4)),
-    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, blocks=4)),
-    512: _g(32, 64, 16, 8, 16, 4, 1, 1, ahead=False, blocks=2),
-}
-_SPLIT_VEGA_PAIRS = {
-    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 1, 2, blocks=4)),
-    **dict.fromkeys((32, 48, 64, 80, 96), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, blocks=4)),
-    **dict.fromkeys((112, 128), _g(16, 64, 16, 4, 16, 16, 1, 2, 2, ahead=False, blocks=4)),
-    160: _g(16, 64, 16, 4, 8, 4, 1, 2, 2, ahead=False, blocks=4),
-    **dict.fromkeys((192, 256), _g(16, 64, 16, 4, 16, 8, 1, 1, 2, blocks=4)),
-    512: _g(32, 64, 16, 8, 16, 4, 1, 1, 2, ahead=False, blocks=2),
-}
-_SPLIT_RDNA = {
-    **dict.fromkeys((40, 72), _g(32, 64, 8, 8, 8, 16, 1, 4, blocks=4)),
-    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), _g(16, 64, 16, 4, 16, 16, 1, 4, blocks=4)),
-    **dict.fromkeys((160, 192, 256), _g(16, 64, 16, 4, 16, 8, 1, 4, blocks=4)),
-    512: _g(32, 64, 16, 8, 16, 4, 1, 4),
-}
-_SPLIT_RDNA_PAIRS = {dim: replace(geometry, pairs=2) for dim, geometry in _SPLIT_RDNA.items()}
-_GRAD_QUERY = {
-    **dict.fromkeys((32, 48, 64), AmdGeometry(64, 64, 16, 16, parts=1)),
-    **dict.fromkeys((80, 96), AmdGeometry(64, 64, 16, 16, parts=1, waves=1, blocks=1)),
-    **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, depth=8, waves=1)),
-    **dict.fromkeys((112, 128, 160, 192, 256), AmdGeometry(64, 64, 16, 16, staged=8, parts=1, waves=1, blocks=1)),
-}
-_GRAD_KEY_VALUE = {
-    **_GRAD_QUERY,
-    256: AmdGeometry(64, 64, 16, 16, staged=4, parts=1, waves=1, blocks=1),
-}
-
-
-# float16 pairs.
-_GRAD_PAIRS = {
-    **dict.fromkeys((32, 64), AmdGeometry(64, 64, 16, 16, 32, 32, 1, 2, 2, ahead=True)),
-    48: AmdGeometry(64, 64, 16, 16, 16, 32, 1, 2, 2, ahead=True),
-    **dict.fromkeys((40, 72), AmdGeometry(64, 64, 8, 16, 8, 16, 2, 1, 2, ahead=True)),
-    **dict.fromkeys((80, 112), AmdGeometry(64, 64, 16, 16, 16, 16, 1, 1, 2, ahead=True, blocks=1)),
-    **dict.fromkeys((96, 128), AmdGeometry(64, 64, 16, 16, 32, 16, 1, 1, 2, ahead=True, blocks=1)),
-    **dict.fromkeys((160, 192, 256), AmdGeometry(64, 64, 16, 16, 32, 8, 1, 1, 2, ahead=True, blocks=1)),
-}
-
-
-def _with_waves(table: Table, waves: int) -> Table:
-    return {dim: replace(geometry, waves=waves) for dim, geometry in table.items()}
-
-
-def _in_chunks_of(depth: int, table: Table, *head_dims: int) -> Table:
-    return {dim: replace(table[dim], depth=depth) for dim in head_dims}
-
-
-_RDNA_KEY_VALUE = _with_waves(_GRAD_KEY_VALUE | _in_chunks_of(8, _GRAD_KEY_VALUE, 128, 160), 4)
-_RDNA_KEY_VALUE_TIGHT = _RDNA_KEY_VALUE | _in_chunks_of(8, _RDNA_KEY_VALUE, 96) | _in_chunks_of(4, _RDNA_KEY_VALUE, 40)
-_RDNA_TABLES = {
-    "forward": {**_RDNA, 112: replace(_RDNA[112], ahead=False)},
-    "forward float32": _RDNA,
-    "forward tight": {
-        **_RDNA_TIGHT,
-        **{dim: replace(_RDNA_TIGHT[dim], ahead=False) for dim in (96, 112)},
-        256: _RDNA[256],
-    },
-    "forward tight float32": _RDNA_TIGHT,
-    "forward pairs": _RDNA_PAIRS,
-    "forward tight pairs": _RDNA_PAIRS_TIGHT,
-    "split": _SPLIT_RDNA,
-    "split pairs": _SPLIT_RDNA_PAIRS,
-    "grad_query": _with_waves(_GRAD_QUERY | _in_chunks_of(8, _GRAD_QUERY, 160, 192, 256), 4),
-    "grad_key_value": _RDNA_KEY_VALUE,
-    "grad_key_value float32": _RDNA_KEY_VALUE_TIGHT,
-    "grad_key_value tight": _RDNA_KEY_VALUE_TIGHT,
-    "grad_query pairs": _with_waves(_GRAD_PAIRS, 4),
-    "grad_key_value pairs": _with_waves(_GRAD_PAIRS, 4),
-    "grad_key_value tight pairs": _with_waves(_GRAD_PAIRS, 4),
-}
-_VEGA_TABLES = {
-    "forward tight": _VEGA10_TIGHT,
-    "split": _SPLIT_VEGA,
-    "split float32": {**_SPLIT_VEGA, 96: replace(_SPLIT_VEGA[96], ahead=False)},
-    "grad_query": _GRAD_QUERY,
-    "grad_query tight": _with_waves(_GRAD_QUERY, 1),
-    "grad_key_value": _GRAD_KEY_VALUE,
-    "grad_key_value tight": _with_waves(_GRAD_KEY_VALUE, 1),
-}
-TABLES: dict[str, dict[str, Table]] = {
-    "gfx900": {**_VEGA_TABLES, "forward": _VEGA10_HALF, "forward float32": _VEGA10_FLOAT32},
-    "gfx906": {
-        **_VEGA_TABLES,
-        "forward": _VEGA20_HALF,
-        "forward float32": _VEGA20_FLOAT32,
-        "forward tight float32": {
-            **_VEGA10_TIGHT,
-            64: _g(128, 64, 8, 32, 16, 16, 2, 2, ahead=False),
-            128: _g(64, 128, 16, 16, 8, 8, 2, 2, ahead=False),
-        },
-        "forward pairs": _VEGA20_PAIRS,
-        "split pairs": _SPLIT_VEGA_PAIRS,
-        "forward tight pairs": _VEGA20_PAIRS_TIGHT,
-        "grad_query pairs": _GRAD_PAIRS
-        | {dim: replace(_GRAD_PAIRS[dim], waves=2, blocks=2) for dim in (80, 96, 112, 128)},
-        "grad_query tight pairs": _with_waves(_GRAD_PAIRS, 1),
-        "grad_key_value pairs": _GRAD_PAIRS,
-        "grad_key_value tight pairs": _with_waves(_GRAD_PAIRS, 1),
-    },
-    **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _RDNA_TABLES),
+TABLES = {
+    "gfx900": _tables("vega", "gfx900"),
+    "gfx906": _tables("vega", "gfx906"),
+    **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _tables("rdna")),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
 RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see last_rows.py
@@ -455,7 +193,7 @@ def blocks_of_unit(arch: str, geometry: AmdGeometry) -> int:
 
 
 def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> AmdGeometry:
-    """Of the kernel of a kind on an architecture.
+    """The tiles of the kernel of a kind on an architecture.
 
     Raises:
         KeyError: there is none of this kind or head_dim.
@@ -463,14 +201,15 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
     if kind == RANGES:
         if not has_ranges(head_dim, dtype, mask, padded=padded):
             raise KeyError(f"{kind}, {head_dim}, {dtype}, {mask}")
-        if base(arch) == "gfx906" and head_dim in _VEGA20_RANGES:
-            return _VEGA20_RANGES[head_dim]
+        own = TABLES[base(arch)].get(RANGES, {})
+        if head_dim in own:
+            return own[head_dim]
         kind = "forward"
     tables = TABLES[base(arch)]
     is_tight = padded or mask != "none" or kind == "capped"
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
-    if is_tight and f"{kind} tight" in tables:
-        kind = f"{kind} tight"
+    if is_tight and f"{kind}-tight" in tables:
+        kind = f"{kind}-tight"
     if dtype == "float16" and has_dots(arch):
         dtype = "pairs"
-    return tables.get(f"{kind} {dtype}", tables[kind])[head_dim]
+    return tables.get(f"{kind}-{dtype}", tables[kind])[head_dim]

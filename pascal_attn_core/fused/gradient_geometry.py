@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .tables import read_tables
+
 
 @dataclass(frozen=True)
 class GradientGeometry:
@@ -61,90 +63,31 @@ def _pitch(pieces: int) -> int:
     return 16 * pieces
 
 
-def _whole(head_dim: int, tiles: int, cols: int = 32) -> GradientGeometry:
-    return GradientGeometry(tiles, (head_dim // 8, head_dim // 8), cols=cols)
-
-
-# Two tiles of 16 rows per warp, so that each block that is read serves two products, as far as there are registers.
-_QUERY = {
-    **{dim: _whole(dim, 2, 64) for dim in (32, 48, 64)},
-    80: _whole(80, 2),
-    96: GradientGeometry(2, (12, 6)),
-    128: _whole(128, 1),
-}
-_KEY_VALUE = {
-    **{dim: _whole(dim, 2, 64) for dim in (32, 48)},
-    64: GradientGeometry(2, (4, 2)),
-    **{dim: _whole(dim, 1, 64) for dim in (80, 96)},
-    128: GradientGeometry(1, (12, 6)),
-}
-GRADIENT_HEAD_DIMS = tuple(_QUERY)
-# A lane holds twice as many operands of the rows: most are read from shared memory, which gives twice as much.
-_VOLTA_QUERY = {
-    64: GradientGeometry(2, (2, 2), at_once=32),
-    **dict.fromkeys((96, 128), GradientGeometry(1, (8, 8), at_once=32)),
-}
-_VOLTA_QUERY_TIGHT = {**_VOLTA_QUERY, 64: GradientGeometry(2, (4, 0), at_once=32)}
-_VOLTA_KEY_VALUE = {
-    64: GradientGeometry(2, (0, 2)),
-    96: GradientGeometry(1, (8, 4), at_once=32),
-    128: GradientGeometry(1, (4, 4), cols=16),
-}
-_VOLTA_KEY_VALUE_FLOAT_PADDED = {**_VOLTA_KEY_VALUE, 64: GradientGeometry(2, (0, 0))}
-_VOLTA_KEY_VALUE_CAPPED = {**_VOLTA_KEY_VALUE, 96: GradientGeometry(1, (4, 4), at_once=32)}
-VOLTA_GRADIENT_HEAD_DIMS = tuple(_VOLTA_QUERY)
-# Columns behind head_dim, masks, and sequences whose lengths lie in memory take registers, and of a mask a block reads
-# no more words than it has threads.
-_QUERY_TIGHT = {**_QUERY, **{dim: _whole(dim, 2) for dim in (32, 48, 64)}, 96: _whole(96, 1, 64)}
-_KEY_VALUE_TIGHT = {**_KEY_VALUE, **{dim: _whole(dim, 2) for dim in (32, 48)}}
-_QUERY_CAPPED = {**_QUERY_TIGHT, 80: _whole(80, 1)}
-_KEY_VALUE_PADDED = {**_KEY_VALUE_TIGHT, 128: GradientGeometry(1, (8, 6), cols=16)}
-_KEY_VALUE_BOOL = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4), cols=16)}
-_KEY_VALUE_BOOL_PADDED = {**_KEY_VALUE_BOOL, 128: GradientGeometry(1, (8, 10))}
-_KEY_VALUE_FLOAT = {
-    **_KEY_VALUE_TIGHT,
-    64: GradientGeometry(2, (4, 4)),
-    128: GradientGeometry(1, (10, 6), cols=16),
-}
-_KEY_VALUE_PACKED = {**_KEY_VALUE_TIGHT, 64: GradientGeometry(2, (4, 4))}
-_KEY_VALUE_PACKED_FLOAT = {**_KEY_VALUE_FLOAT, 64: _whole(64, 1)}
-_KEY_VALUE_CAPPED = {
-    **_KEY_VALUE_TIGHT,
-    64: _whole(64, 1),
-    96: GradientGeometry(1, (12, 10)),
-    128: GradientGeometry(1, (6, 4), cols=16),
-}
-GRADIENT_TABLES = (
-    *(_VOLTA_QUERY, _VOLTA_QUERY_TIGHT),
-    *(_VOLTA_KEY_VALUE, _VOLTA_KEY_VALUE_FLOAT_PADDED, _VOLTA_KEY_VALUE_CAPPED),
-    *(_QUERY, _QUERY_TIGHT, _QUERY_CAPPED, _KEY_VALUE, _KEY_VALUE_PADDED, _KEY_VALUE_BOOL, _KEY_VALUE_BOOL_PADDED),
-    *(_KEY_VALUE_FLOAT, _KEY_VALUE_PACKED, _KEY_VALUE_PACKED_FLOAT, _KEY_VALUE_CAPPED),
-)
+GRADIENT_TABLES = read_tables("gradient", GradientGeometry)
+GRADIENT_HEAD_DIMS = tuple(GRADIENT_TABLES["query"])
+VOLTA_GRADIENT_HEAD_DIMS = tuple(GRADIENT_TABLES["volta-query"])
 
 
 def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
-    """Of the kernel of this kind, whose name has ``grad`` in it."""
-    packed, capped = kind.endswith("packed"), "capped" in kind
-    is_tight = padded or packed or capped or mask != "none"
-    if kind.startswith("volta"):
-        if "key_value" not in kind:
-            return (_VOLTA_QUERY_TIGHT if is_tight else _VOLTA_QUERY)[head_dim]
-        if capped:
-            return _VOLTA_KEY_VALUE_CAPPED[head_dim]
-        return (_VOLTA_KEY_VALUE_FLOAT_PADDED if padded and mask == "float" else _VOLTA_KEY_VALUE)[head_dim]
-    if "key_value" not in kind:
-        return (_QUERY_CAPPED if capped else _QUERY_TIGHT if is_tight else _QUERY)[head_dim]
-    if capped:
-        return _KEY_VALUE_CAPPED[head_dim]
-    if packed:
-        return (_KEY_VALUE_PACKED if mask == "none" else _KEY_VALUE_PACKED_FLOAT)[head_dim]
-    if mask == "float":
-        return _KEY_VALUE_FLOAT[head_dim]
-    if mask == "bool":
-        return (_KEY_VALUE_BOOL_PADDED if padded else _KEY_VALUE_BOOL)[head_dim]
-    return (_KEY_VALUE_PADDED if padded else _KEY_VALUE)[head_dim]
+    """The tiles of the kernel of this kind, whose name has ``grad`` in it."""
+    of_keys, is_packed, is_capped = "key_value" in kind, kind.endswith("packed"), "capped" in kind
+    is_volta = kind.startswith("volta")
+    suffixes: tuple[str, ...] = ()
+    if not of_keys:
+        is_tight = padded or is_packed or is_capped or mask != "none"
+        suffixes = ("capped",) if is_capped and not is_volta else ("tight",) if is_tight else ()
+    elif is_capped:
+        suffixes = ("capped",)
+    elif is_volta:
+        suffixes = ("float", "padded") if padded and mask == "float" else ()
+    elif is_packed:
+        suffixes = ("packed",) if mask == "none" else ("packed", "float")
+    elif mask != "none" or padded:
+        suffixes = (*((mask,) if mask != "none" else ()), *(("padded",) if padded and mask != "float" else ()))
+    name = "-".join((*(("volta",) if is_volta else ()), "key_value" if of_keys else "query", *suffixes))
+    return GRADIENT_TABLES[name][head_dim]
 
 
 def gradient_head_dims(kind: str) -> tuple[int, ...]:
-    """That there are kernels of this kind for."""
+    """The head_dims that there are kernels of this kind for."""
     return VOLTA_GRADIENT_HEAD_DIMS if kind.startswith("volta") else GRADIENT_HEAD_DIMS

@@ -16,6 +16,7 @@ from .compilation import Compilation
 from .even import MOST_PIECES
 from .gradient_geometry import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
 from .linear_source import LinearVariant
+from .tables import read_tables
 from .tensor_geometry import (
     EVEN_HEAD_DIM,
     FLOAT_MASK_HEAD_DIM,
@@ -201,103 +202,9 @@ class Geometry:
 
 
 AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
-_WIDE = Geometry(128, 64, 8, 16, staged=32, ahead=True)
-_HIGH = Geometry(64, 128, 16, 8, ahead=True)
-# The most work per byte of shared memory that fits the registers, and what masks and padding leave room for.
-_FORWARD = {
-    32: replace(_WIDE, depth=32),
-    40: replace(_WIDE, depth=40),
-    48: _WIDE,
-    64: _WIDE,
-    72: Geometry(128, 64, 8, 16, depth=8, ahead=True),
-    80: Geometry(128, 64, 8, 16, depth=8, ahead=True),
-    96: _HIGH,
-    112: _HIGH,
-    128: _HIGH,
-    160: Geometry(64, 64, 16, 8, staged=8, parts=1, ahead=True),
-    192: Geometry(64, 64, 16, 8, staged=8, parts=1, ahead=True),
-    256: Geometry(64, 128, 16, 16, staged=8, blocks=1, ahead=True),
-    512: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1, ahead=True),
-}
-_FORWARD_MASKED = {
-    **_FORWARD,
-    **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=32, ahead=True) for dim in (32, 40)},
-    **dict.fromkeys((48, 64, 80, 96), _HIGH),
-    72: Geometry(64, 64, 8, 16, depth=8, ahead=True),
-}
-# Columns behind head_dim, and float32 masks under float32 tensors, take the most registers.
-_FORWARD_TIGHT = {
-    **_FORWARD_MASKED,
-    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(64, 64, 16, 8, parts=1, ahead=True)),
-}
-# Few query rows: small tiles, many of them.
-_SPLIT = {
-    **dict.fromkeys((32, 48, 64, 80, 96, 112, 128), Geometry(16, 64, 16, 4, parts=1, blocks=6)),
-    **dict.fromkeys((40, 72), Geometry(32, 64, 8, 8, depth=8, parts=1, blocks=4)),
-    **dict.fromkeys((160, 192, 256), Geometry(16, 64, 16, 4, staged=8, parts=1, blocks=4)),
-    512: Geometry(32, 64, 16, 8, staged=4, parts=1, blocks=2),
-}
-_GRAD_QUERY_MASKED = {
-    **dict.fromkeys((32, 48, 64, 80, 96), Geometry(64, 64, 16, 8, parts=1)),
-    **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
-    **dict.fromkeys((112, 128), Geometry(64, 64, 16, 8, depth=8, staged=8, parts=1)),
-    **dict.fromkeys((160, 192, 256), Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1)),
-}
-_GRAD_QUERY_TIGHT = {**_GRAD_QUERY_MASKED, **dict.fromkeys((112, 128), _GRAD_QUERY_MASKED[160])}
-_GRAD_KEY_VALUE_MASKED = {
-    **dict.fromkeys((32, 48, 64, 80), Geometry(64, 64, 16, 8, parts=1)),
-    96: Geometry(64, 64, 16, 8, depth=8, parts=1),
-    **dict.fromkeys((40, 72), Geometry(64, 64, 8, 16, depth=8)),
-    **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, blocks=1)),
-    **dict.fromkeys((160, 192), Geometry(32, 64, 16, 8, staged=8, parts=1)),
-    256: Geometry(64, 64, 16, 16, staged=8, parts=1, blocks=1),
-}
-_GRAD_KEY_VALUE_TIGHT = {
-    **_GRAD_KEY_VALUE_MASKED,
-    **dict.fromkeys((80, 96), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
-    256: Geometry(64, 64, 16, 16, staged=4, parts=1, blocks=1),
-}
-# Without masks and padding there are registers for factors that are read ahead, and for large chunks: up to head_dim 64
-# one holds all columns, and one all rows, which saves most barriers.
-_LARGE_CHUNKS = {
-    **{dim: Geometry(64, 64, 8, 16, depth=dim, staged=64, parts=1) for dim in (32, 40, 48)},
-    64: Geometry(64, 64, 16, 8, depth=64, staged=64, parts=1),
-    72: Geometry(64, 64, 8, 16, depth=24, parts=1),
-}
-
-
-def _ahead(table: dict[int, Geometry]) -> dict[int, Geometry]:
-    return {dim: replace(geometry, ahead=True) for dim, geometry in table.items()}
-
-
-_GRAD_QUERY = _ahead({**_GRAD_QUERY_MASKED, **_LARGE_CHUNKS})
-_GRAD_KEY_VALUE = _ahead({**_GRAD_KEY_VALUE_MASKED, **_LARGE_CHUNKS})
-# With the sums of a tile's part of dQ on top.
-_GRAD_ALL = {
-    **_LARGE_CHUNKS,
-    **dict.fromkeys((80, 96), Geometry(64, 64, 16, 8, parts=1)),
-    **dict.fromkeys((112, 128), Geometry(64, 128, 16, 16, parts=1, blocks=1)),
-    **dict.fromkeys((160, 192), Geometry(64, 64, 16, 16, parts=1, blocks=1)),
-}
-_GRAD_ALL_TIGHT = {
-    **_GRAD_ALL,
-    **dict.fromkeys((32, 40, 48, 72), Geometry(64, 64, 8, 16, depth=8, parts=1)),
-    64: Geometry(64, 64, 16, 8, parts=1),
-    **dict.fromkeys((80, 96), _GRAD_ALL[128]),
-    112: _GRAD_ALL[160],
-}
-# In large chunks bfloat16 spills on sm_75.
-_GRAD_ALL_BFLOAT16 = {**_GRAD_ALL, 64: _GRAD_ALL_TIGHT[64]}
-HEAD_DIMS = tuple(_FORWARD)
-GRAD_ALL_HEAD_DIMS = tuple(_GRAD_ALL)
-# Like masked calls; a chunk of 16 words holds 64 elements of a row.
-_INT8 = {dim: replace(geometry, depth=16) for dim, geometry in _FORWARD_TIGHT.items()}
-_TABLES = (
-    *(_FORWARD, _FORWARD_MASKED, _FORWARD_TIGHT, _SPLIT, _INT8),
-    *(_GRAD_QUERY, _GRAD_QUERY_MASKED, _GRAD_QUERY_TIGHT),
-    *(_GRAD_KEY_VALUE, _GRAD_KEY_VALUE_MASKED, _GRAD_KEY_VALUE_TIGHT),
-    *(_GRAD_ALL, _GRAD_ALL_BFLOAT16, _GRAD_ALL_TIGHT),
-)
+_TABLES = read_tables("plain", Geometry)
+HEAD_DIMS = tuple(_TABLES["forward"])
+GRAD_ALL_HEAD_DIMS = tuple(_TABLES["grad_all"])
 
 
 @dataclass(frozen=True)
@@ -397,27 +304,23 @@ class Variant(Compilation):
         kind = _KINDS[self.kind]
         return not self.arch and kind.least <= capability < kind.below
 
-    @property
-    def _is_masked(self) -> bool:
-        return self.padded or self.mask != "none"
-
     def _table(self) -> dict[int, Geometry]:
         """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
-        wide, float32 = self.head_dim >= 112, self.dtype == "float32"
-        if self.kind == "grad_query":
-            tight = float32 and self.padded and self.mask == "float"
-            return _GRAD_QUERY_TIGHT if tight else _GRAD_QUERY_MASKED if self._is_masked else _GRAD_QUERY
+        wide, float32, is_masked = self.head_dim >= 112, self.dtype == "float32", self.padded or self.mask != "none"
+        tight_mask = (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
+        if self.kind in ("int8", "split", "capped_split"):
+            return _TABLES[self.kind.removeprefix("capped_")]
         if self.kind == "grad_all":
-            return _GRAD_ALL_TIGHT if self._is_masked else _GRAD_ALL_BFLOAT16 if self.dtype == "bfloat16" else _GRAD_ALL
-        if self.kind == "grad_key_value":
-            tight = self._is_masked if float32 else self.padded and self.mask == "float"
-            return _GRAD_KEY_VALUE_TIGHT if tight else _GRAD_KEY_VALUE_MASKED if self._is_masked else _GRAD_KEY_VALUE
-        if self.kind != "forward":
-            return _SPLIT if self.is_small else _INT8 if self.kind == "int8" else _FORWARD_TIGHT
-        tight = (
-            self.padded or (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
-        )
-        return _FORWARD_TIGHT if tight else _FORWARD if self.mask == "none" else _FORWARD_MASKED
+            suffix = "-tight" if is_masked else "-bfloat16" if self.dtype == "bfloat16" else ""
+            return _TABLES[f"grad_all{suffix}"]
+        tight = {
+            "forward": self.padded or tight_mask,
+            "capped": True,
+            "grad_query": float32 and self.padded and self.mask == "float",
+            "grad_key_value": is_masked if float32 else self.padded and self.mask == "float",
+        }[self.kind]
+        suffix = "-tight" if tight else "-masked" if is_masked else ""
+        return _TABLES[f"{self.kind.replace('capped', 'forward')}{suffix}"]
 
     @property
     def flush_tiles(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .tables import read_tables
+
 
 @dataclass(frozen=True)
 class TensorGeometry:
@@ -68,137 +70,23 @@ def _pitch(pieces: int) -> int:
     return 16 * pieces
 
 
-# Two tiles of 16 rows per warp, so that each block of K or V that is read serves two products. What ptxas makes of one
-# geometry or another is no smooth function: these are the fastest by tools/tensor_model.py of those that do not spill.
-_PAIR_OF_BLOCKS = TensorGeometry(warps=4, cols=32, blocks=2)
-_TURING = {
-    32: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=4),
-    40: replace(_PAIR_OF_BLOCKS, cols=64, counters=True, integer_packed=4),
-    64: TensorGeometry(in_registers=4, counters=True, integer_packed=3),
-    80: replace(_PAIR_OF_BLOCKS, integer_packed=2),
-    96: replace(_PAIR_OF_BLOCKS, in_registers=9, integer_packed=4),
-    128: TensorGeometry(cols=32, in_registers=9, counters=True, integer_packed=3),
-    256: TensorGeometry(tiles=1, cols=32, integer_packed=3),
-}
-TENSOR_HEAD_DIMS = tuple(_TURING)
+TENSOR_TABLES = read_tables("tensor", TensorGeometry)
+TENSOR_HEAD_DIMS = tuple(TENSOR_TABLES["tensor"])
+VOLTA_HEAD_DIMS = tuple(TENSOR_TABLES["volta"])
 FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
 EVEN_HEAD_DIM = 128  # up to which the blocks of a launch can be listed, without such masks
-# Masks take registers.
-_TURING_BOOL = {
-    **_TURING,
-    40: TensorGeometry(in_registers=4, counters=True, integer_packed=4),
-    64: replace(_TURING[64], in_registers=6),
-    80: replace(_PAIR_OF_BLOCKS, in_registers=9, counters=True, integer_packed=3),
-    96: replace(_PAIR_OF_BLOCKS, counters=True, integer_packed=4),
-    128: TensorGeometry(cols=32, in_registers=10, integer_packed=4),
-    256: replace(_TURING[256], integer_packed=4),
-}
-_TURING_FLOAT = {
-    32: TensorGeometry(counters=True, integer_packed=3),
-    40: TensorGeometry(counters=True, integer_packed=4),
-    64: TensorGeometry(counters=True),
-    80: _PAIR_OF_BLOCKS,
-    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=3),
-    128: TensorGeometry(cols=32, in_registers=8),
-}
-_TURING_PADDED = {**_TURING, 96: _TURING_FLOAT[96], 128: TensorGeometry(cols=32, in_registers=9)}
-_TURING_PACKED = {**_TURING_PADDED, 80: _PAIR_OF_BLOCKS, 128: TensorGeometry(cols=32, in_registers=8)}
-_TURING_PACKED_PADDED = {**_TURING_PACKED, 128: TensorGeometry(cols=32, in_registers=9)}
-_TURING_SMALL = {
-    **dict.fromkeys((32, 40, 64, 80, 96, 128), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
-    256: TensorGeometry(tiles=1, cols=32),
-}
-# Where the geometry with counters spills without them.
-_TURING_BARRIER = {
-    96: TensorGeometry(cols=32, in_registers=3, integer_packed=3),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=3),
-}
-# Blocks that are listed know their tile from memory, not from uniform registers: the fastest of those that then do not
-# spill.
-_TURING_EVEN = {
-    32: replace(_PAIR_OF_BLOCKS, cols=64, integer_packed=4),
-    40: replace(_PAIR_OF_BLOCKS, cols=64, in_registers=4, counters=True, integer_packed=4),
-    64: _TURING[64],
-    80: replace(_PAIR_OF_BLOCKS, integer_packed=4, bounds=True),
-    96: replace(_PAIR_OF_BLOCKS, in_registers=9, integer_packed=3),
-    128: TensorGeometry(cols=32, in_registers=11, counters=True, integer_packed=4, bounds=True),
-}
-_TURING_EVEN_PADDED = {
-    32: _TURING_EVEN[32],
-    40: replace(_TURING_EVEN[40], integer_packed=3),
-    64: TensorGeometry(in_registers=3, counters=True, integer_packed=4),
-    80: replace(_PAIR_OF_BLOCKS, integer_packed=4),
-    96: TensorGeometry(cols=32, in_registers=6, counters=True, integer_packed=2),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4, bounds=True),
-}
-_TURING_EVEN_BOOL = {
-    32: _TURING_BOOL[32],
-    40: _TURING_BOOL[40],
-    64: TensorGeometry(in_registers=5, counters=True, integer_packed=4),
-    80: replace(_TURING_BOOL[80], integer_packed=4),
-    96: replace(_TURING_BOOL[96], bounds=True),
-    128: TensorGeometry(cols=32, in_registers=11, integer_packed=4),
-}
-_TURING_EVEN_BOOL_PADDED = {
-    **_TURING_EVEN_BOOL,
-    96: TensorGeometry(cols=32, in_registers=4, counters=True, integer_packed=2, bounds=True),
-}
-_VOLTA = {
-    32: TensorGeometry(integer_packed=2),
-    64: TensorGeometry(in_registers=3, integer_packed=2),
-    80: TensorGeometry(in_registers=1, integer_packed=2),
-    96: TensorGeometry(in_registers=2, integer_packed=4),
-    128: TensorGeometry(cols=32, in_registers=1, integer_packed=2),
-}
-VOLTA_HEAD_DIMS = tuple(_VOLTA)
-_VOLTA_TIGHT = {
-    32: TensorGeometry(cols=32, integer_packed=2),
-    64: TensorGeometry(cols=32, in_registers=4, integer_packed=2),
-    80: TensorGeometry(cols=32, in_registers=4, integer_packed=2),
-    96: TensorGeometry(cols=32, in_registers=2, integer_packed=2),
-    128: TensorGeometry(cols=32, in_registers=1),
-}
-_VOLTA_EVEN = {**_VOLTA, 96: TensorGeometry(in_registers=1, integer_packed=2)}
-_VOLTA_EVEN_BOOL = {**_VOLTA_TIGHT, 128: TensorGeometry(cols=32, in_registers=1, integer_packed=2)}
-_VOLTA_FLOAT = {**_VOLTA_TIGHT, 128: TensorGeometry(tiles=1, cols=32, in_registers=8)}
-_VOLTA_SMALL = {
-    **dict.fromkeys((32, 64, 80, 96), TensorGeometry(warps=4, tiles=1, cols=32, blocks=2)),
-    128: TensorGeometry(warps=4, tiles=1, cols=32, in_registers=8, blocks=2),
-}
-TENSOR_TABLES = {
-    "tensor": _TURING,
-    "tensor bool": _TURING_BOOL,
-    "tensor float": _TURING_FLOAT,
-    "tensor padded": _TURING_PADDED,
-    "tensor packed": _TURING_PACKED,
-    "tensor packed float": {**_TURING_FLOAT, 80: _PAIR_OF_BLOCKS},
-    "tensor packed padded": _TURING_PACKED_PADDED,
-    "tensor small": _TURING_SMALL,
-    "tensor even": _TURING_EVEN,
-    "tensor even padded": _TURING_EVEN_PADDED,
-    "tensor even bool": _TURING_EVEN_BOOL,
-    "tensor even bool padded": _TURING_EVEN_BOOL_PADDED,
-    "tensor barrier": _TURING_BARRIER,
-    "volta": _VOLTA,
-    **dict.fromkeys(("volta bool", "volta padded", "volta packed"), _VOLTA_TIGHT),
-    **dict.fromkeys(("volta float", "volta packed float"), _VOLTA_FLOAT),
-    "volta small": _VOLTA_SMALL,
-    "volta even": _VOLTA_EVEN,
-    "volta even padded": _VOLTA_TIGHT,
-    "volta even bool": _VOLTA_EVEN_BOOL,
-}
 
 
 def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> TensorGeometry:
-    """Of the kernel of this kind, one of those that are named after a generation."""
+    """The tiles of the kernel of this kind, one of those that are named after a generation."""
     generation, _, suffix = kind.partition("_")
     if suffix == "barrier":
         own = tensor_geometry(generation, head_dim, mask, padded=padded)
-        return _TURING_BARRIER.get(head_dim) or replace(own, counters=False)
+        return TENSOR_TABLES["tensor-barrier"].get(head_dim) or replace(own, counters=False)
     last = ("padded" if padded else "") if mask == "none" else mask
-    both = f"{mask} padded" if padded else last
+    both = f"{mask}-padded" if padded else last
     names = (
-        " ".join(filter(None, words))
+        "-".join(filter(None, words))
         for words in ((generation, suffix, both), (generation, suffix, last), (generation, suffix), (generation, last))
     )
     return next((TENSOR_TABLES[name] for name in names if name in TENSOR_TABLES), TENSOR_TABLES[generation])[head_dim]

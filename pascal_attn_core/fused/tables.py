@@ -1,0 +1,38 @@
+"""Reads the tables of tile sizes, ``geometry/*.txt``: a geometry for each kind of kernel and head_dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+FOLDER = Path(__file__).parent / "geometry"
+Geometry = TypeVar("Geometry")
+
+
+def read_tables(name: str, make: Callable[..., Geometry]) -> dict[str, dict[int, Geometry]]:
+    """The tables of one file by name, and in each the geometries by head_dim, ascending.
+
+    The first line names the columns: head_dims, then the arguments of ``make``. A line in brackets begins a table and
+    names it; several names stand for equal tables. ``#`` begins a comment.
+    """
+    lines = (line.split("#")[0].strip() for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines())
+    (_, *columns), *rest = map(str.split, filter(None, lines))
+    tables: dict[str, dict[int, Geometry]] = {}
+    names: list[str] = []
+    for words in rest:
+        if words[0].startswith("["):
+            names = [word.strip("[],") for word in words]
+            tables.update((table, {}) for table in names)
+            continue
+        geometry = make(**dict(zip(columns, map(_value, words[1:]))))
+        for table in names:
+            tables[table].update(dict.fromkeys(map(int, words[0].split(",")), geometry))
+    return {table: dict(sorted(found.items())) for table, found in tables.items()}
+
+
+def _value(word: str) -> Any:
+    """``"yes"`` and ``"no"``, a number, or numbers as ``"4/2"``."""
+    if word in ("yes", "no"):
+        return word == "yes"
+    return tuple(map(int, word.split("/"))) if "/" in word else int(word)
