@@ -67,8 +67,8 @@ class GoodTrials(Trials):
 class FasterThanTorch(Timings):
     """A card on which the fused kernel was timed at half of the time of torch's."""
 
-    def _timed(self, *_: Any) -> float:
-        return 0.5
+    def _timed(self, *_: Any) -> dict[str, float]:
+        return {"fused": 1.0, "torch": 2.0}
 
     def save(self) -> None:
         """Nothing that was really timed."""

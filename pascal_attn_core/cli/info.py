@@ -29,7 +29,7 @@ from ..observe.machine import (
 from ..observe.wheels import judge
 from ..routes import why_not
 from ..routes.tile_timing import TileTimings
-from ..routes.timing import PlainTimings, Timings
+from ..routes.timing import Timings
 from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
 from . import second_card
@@ -91,8 +91,8 @@ def gather() -> Info:
         machine,
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
-        timed={str(kind): ratio for kind, ratio in runtime.part(Timings).known.items() if ratio is not None},
-        timed_plain={str(kind): ratio for kind, ratio in runtime.part(PlainTimings).known.items() if ratio is not None},
+        timed=runtime.part(Timings).ratios("torch"),
+        timed_plain=runtime.part(Timings).ratios("plain"),
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
         int8=way_on(runtime.device) if runs else None,
     )

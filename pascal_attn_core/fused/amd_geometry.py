@@ -164,11 +164,8 @@ _READ = read_tables("amd", AmdGeometry)
 
 def _tables(*families: str) -> dict[str, dict[int, AmdGeometry]]:
     """The tables of these families, which come before a colon in their names."""
-    return {
-        name: table
-        for family, name, table in ((*full.split(":"), table) for full, table in _READ.items())
-        if family in families
-    }
+    named = ((full.partition(":"), table) for full, table in _READ.items())
+    return {name: table for (family, _, name), table in named if family in families}
 
 
 TABLES = {

@@ -11,8 +11,7 @@ The first that can run; where the first two both can, the one that was faster wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..device import MIB
 from ..fused.kernels import Kernels, KernelUnavailable
 from ..fused.linear import LinearCall, QuantizedWeight, linear_digest, run_linear, why_not
-from ..routes.timing_table import TimingTable, power_of_two
+from ..routes.timing_table import Contest, power_of_two
 from ..runtime import Runtime, runtime_of
 from .quantize import Int8Matrix, quantize_rows
 
@@ -137,37 +136,27 @@ class LinearKind(NamedTuple):
     rotation: int
 
 
-class LinearTimings(TimingTable[LinearKind, float]):
-    """The time of our kernel in units of torch._int_mm's, for each kind of call. Made by
-    ``runtime.part(LinearTimings)``."""
+class LinearTimings(Contest[LinearKind]):
+    """The times of our kernel and of torch._int_mm, for each kind of call. Made by ``runtime.part(LinearTimings)``."""
 
-    section, file_kind = "int8_linear_over_int_mm", "int8-linear"
+    file_kind, kind_type = "int8-linear", LinearKind
 
     def ratio(self, call: LinearCall) -> float | None:
-        """None = not known."""
+        """The time of our kernel in units of torch._int_mm's; None = not known."""
         (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
         dtype = str(call.x.dtype).removeprefix("torch.")
         kind = LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
-        return self.find(kind, functools.partial(self._measure, call))
+        found = self.find(kind, lambda: self._measure(kind, call))
+        return found["kernel"] / found["int_mm"] if found else None
 
-    def _measure(self, call: LinearCall) -> float:
+    def _measure(self, kind: LinearKind, call: LinearCall) -> dict[str, float] | None:
         call = call._replace(out=torch.empty_like(call.out))
         with torch.no_grad():
-            ours, its = self.clock([functools.partial(_RUN[name], call) for name in ("kernel", "int_mm")], self.device)
-        return ours / its
+            return self.timed(kind, {name: functools.partial(_RUN[name], call) for name in ("kernel", "int_mm")})
 
     def conditions(self) -> dict[str, str]:
         arch = self.runtime.part(Kernels).arch
         return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": linear_digest()}
-
-    def kind_of(self, fields: Mapping[str, Any]) -> LinearKind:
-        return LinearKind(**fields)
-
-    def row(self, found: float) -> dict[str, Any]:
-        return {"ratio": round(found, 4)}
-
-    def found_in(self, row: Mapping[str, Any]) -> float:
-        return float(row["ratio"])
 
 
 def _kernel_by_int_mm(call: LinearCall) -> float:

@@ -22,7 +22,7 @@ from ..fused.trial import Trials
 from ..runtime import runtime_of
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
-from .timing import PlainTimings, Timings
+from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute
 
 _DP4A = (6, 1)
@@ -80,7 +80,7 @@ class FusedRoute(Route):
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
         if request.runtime.info.kind != "hip":
             return Choice(self, why, plan, torch_stores=True)
-        ratio = request.runtime.part(PlainTimings).fused_over_plain(self, request.call)
+        ratio = request.runtime.part(Timings).fused_over_plain(self, request.call)
         if ratio is None:
             return Choice(self, why, plan, torch_stores=True)
         timed = f"timed on this card at {ratio:.2f} of the time of torch's math attention"

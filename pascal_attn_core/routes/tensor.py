@@ -17,7 +17,7 @@ from ..runtime import runtime_of
 from ..tiled.gradients import sinks_gradient
 from .fused import FusedRoute, takes_device, why_untried
 from .route import Choice, Request
-from .timing import TensorTimings, Times
+from .timing import Times, Timings
 from .torch_kernel import TorchForm, TorchRoute
 
 
@@ -77,9 +77,9 @@ class TensorRoute(FusedRoute):
         return times is not None and times.are_longer(with_torch=False, with_plain=plain_takes_it)
 
     def times(self, request: Request) -> Times | None:
-        """What others take for calls like this one, in units of this route's time: see :meth:`.TensorTimings.of`."""
-        timings = request.runtime.part(TensorTimings)
-        return timings.of(self, self.plain, request.call, request.budget_bytes, with_barrier)
+        """What others take for calls like this one, in units of this route's time: see :meth:`.Timings.over_tensor`."""
+        timings = request.runtime.part(Timings)
+        return timings.over_tensor(self, self.plain, request.call, request.budget_bytes, with_barrier)
 
     def fastest(self, call: AttentionCall, plan: Plan, times: Times) -> Plan:
         """The plan, with a barrier where that was timed as faster, by more than what listed blocks save."""

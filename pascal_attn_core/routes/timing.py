@@ -7,7 +7,7 @@ machine decides the same way every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
 from ..own_thread import in_backward
 from .route import Request, Route
-from .timing_table import TimingTable, log, power_of_two
+from .timing_table import Attempt, Contest, log, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -45,6 +45,8 @@ class Kind(NamedTuple):
         rows: query rows of all heads and batches together.
         mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
         is_causal, gradients: whether the call is causal, and has gradients.
+        against: what ours is timed against: ``"torch"``, ``"plain"`` (torch storing all scores), or, of our kernel on
+            tensor cores, everything: ``"tensor"``.
     """
 
     variant: str
@@ -57,6 +59,7 @@ class Kind(NamedTuple):
     mask_rows: int
     is_causal: bool
     gradients: bool
+    against: str = "torch"
 
     def __str__(self) -> str:
         masks = ("", ", one mask row", ", a mask row per query")[self.mask_rows]
@@ -65,7 +68,7 @@ class Kind(NamedTuple):
         return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{groups}{masks}{words}"
 
     @staticmethod
-    def of(call: AttentionCall) -> Kind:
+    def of(call: AttentionCall, against: str = "torch") -> Kind:
         """The kind of a call that the fused kernel takes."""
         mask = call.attn_mask
         q_tokens = min(_TOKENS, power_of_two(call.seq_len_q))
@@ -82,124 +85,12 @@ class Kind(NamedTuple):
             0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
             call.is_causal,
             call.needs_grad,
+            against,
         )
 
 
-class _Ratios(TimingTable[Kind, float]):
-    """What our kernel takes in units of another's time, for each kind of call."""
-
-    def conditions(self) -> dict[str, str]:
-        info = self.info
-        arch = self.runtime.part(Kernels).variant_arch
-        kernels = kernels_digest(arch)
-        return {"card": info.name, "arch": arch or info.arch, "torch": torch.__version__, "kernels": kernels}
-
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        return Kind(**fields)
-
-    def row(self, found: float) -> dict[str, Any]:
-        return {"ratio": round(found, 4)}
-
-    def found_in(self, row: Mapping[str, Any]) -> float:
-        return float(row["ratio"])
-
-
-class Timings(_Ratios):
-    """Our kernel's time in units of torch's for each kind of call. Made by ``runtime.part(Timings)``."""
-
-    section = "fused_over_torch"
-
-    def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """How long our kernel takes, in units of torch's time, for calls of this kind on this device.
-
-        Both are timed at the first such call, which takes some milliseconds, and never again on this machine with the
-        same card, torch and kernels; in a backward pass not before the next call outside of it.
-
-        Args:
-            ours: the fused route.
-            call: one that the fused route takes, and torch's kernel as it is or rewritten.
-            budget_bytes: extra memory that torch's route may use.
-        Returns:
-            The ratio, or None: see :meth:`.timing_table.TimingTable.find`. Torch may refuse the timed call.
-        """
-        kind = Kind.of(call)
-        if kind not in self.known and in_backward():
-            call = _without_numbers(call)  # kept until the pass is over
-        return self.find(kind, lambda: self._timed(kind, ours, call, budget_bytes), may_wait=True)
-
-    def _timed(self, kind: Kind, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        device = call.query.device
-        with torch.set_grad_enabled(kind.gradients):
-            sample = sample_call(call, kind)
-            form, ours_on_it = find_form(sample, budget_bytes), _by(ours, sample)
-            if not isinstance(form, TorchForm) or ours_on_it is None:
-                return None
-            attempts: list[Callable[[], Tensor]] = [ours_on_it, lambda: run_form(sample, form)]
-            our_time, its_time = self.clock([_with_gradients(sample, attempt) for attempt in attempts], device)
-        log.info("timed once on %s: fused %.2f ms, torch %.2f ms for %s", device, our_time, its_time, kind)
-        return our_time / its_time
-
-
-class PlainTimings(_Ratios):
-    """Our kernel's time in units of that of torch's function where torch has no fused kernel, and stores all scores,
-    for each kind of call. Made by ``runtime.part(PlainTimings)``."""
-
-    section = "fused_over_plain"
-    file_kind = "timings-plain"
-
-    def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
-        """As :meth:`Timings.fused_over_torch`, for calls that torch has no fused kernel for. The timed call has no more
-        scores than fit _PLAIN_BYTES."""
-        kind = Kind.of(call)
-        kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
-        if kind not in self.known and in_backward():
-            call = _without_numbers(call)
-        return self.find(kind, lambda: self._timed(kind, ours, call), may_wait=True)
-
-    def _timed(self, kind: Kind, ours: Route, call: AttentionCall) -> float | None:
-        with torch.set_grad_enabled(kind.gradients):
-            sample = sample_call(call, kind)
-            ours_on_it = _by(ours, sample)
-            if ours_on_it is None:
-                return None
-            plain = _torchs(_with_gradients(sample, lambda: _plainly(sample)))
-            try:
-                our_time, its_time = self.clock([_with_gradients(sample, ours_on_it), plain], call.query.device)
-            except _TorchFailed as failure:
-                log.info("torch's math fails on %s for %s: %s", self.device, kind, failure.__cause__)
-                return None
-        log.info("timed once on %s: fused %.2f ms, torch's math %.2f ms for %s", self.device, our_time, its_time, kind)
-        return our_time / its_time
-
-
-class _TorchFailed(Exception):
-    """torch could not compute a call that was to be timed; its error is the cause."""
-
-
-def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """An attempt of torch's, whose errors are not ours; a lack of memory is what it was."""
-
-    def run() -> Any:
-        try:
-            return attempt()
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise _TorchFailed from error
-
-    return run
-
-
-def _plainly(sample: AttentionCall) -> Tensor:
-    """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
-    assert not isinstance(sample.attn_mask, LazyMask)
-    key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
-    is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
-    return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
-
-
 class Times(NamedTuple):
-    """Of one kind of call, in units of the time of our kernel on tensor cores.
+    """Times for one kind of call, in units of the time of our kernel on tensor cores.
 
     Attributes:
         torch: of torch's kernel; None where it takes no such call.
@@ -232,14 +123,42 @@ class Times(NamedTuple):
         return " and ".join(f"{self.best / time:.2f} of the time of {name}" for name, time in known.items() if time)
 
 
-class TensorTimings(TimingTable[Kind, Times]):
-    """What our kernel on tensor cores is compared with, for each kind of call. Made by
-    ``runtime.part(TensorTimings)``."""
+class Timings(Contest[Kind]):
+    """Our kernels timed against each other and against torch's. Made by ``runtime.part(Timings)``.
 
-    section = "over_tensor"
-    file_kind = "timings-tensor"
+    Everything is timed at the first call of a kind, which takes some milliseconds, and never again on this machine with
+    the same card, torch and kernels; in a backward pass not before the next call outside of it. All answers may be
+    None: see :meth:`.timing_table.TimingTable.find`; torch may refuse the timed call.
+    """
 
-    def of(
+    kind_type = Kind
+
+    def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
+        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device.
+
+        Args:
+            ours: the fused route.
+            call: one that the fused route takes, and torch's kernel as it is or rewritten.
+            budget_bytes: extra memory that torch's route may use.
+        """
+
+        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
+            return _if_all(fused=_by(ours, sample), torch=_by_torch(sample, budget_bytes))
+
+        return _ratio(self._times(Kind.of(call), call, attempts))
+
+    def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
+        """As :meth:`fused_over_torch`, for calls that torch has no fused kernel for, and stores all scores of. The
+        timed call has no more scores than fit _PLAIN_BYTES."""
+        kind = Kind.of(call, "plain")
+        kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
+
+        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
+            return _if_all(fused=_by(ours, sample), torch=_torchs(_with_gradients(sample, lambda: _plainly(sample))))
+
+        return _ratio(self._times(kind, call, attempts))
+
+    def over_tensor(
         self,
         ours: Route,
         plain: Route,
@@ -247,62 +166,97 @@ class TensorTimings(TimingTable[Kind, Times]):
         budget_bytes: int,
         other_plan: Callable[[AttentionCall, Any], Any],
     ) -> Times | None:
-        """The times for calls of this kind on this device: as :meth:`Timings.fused_over_torch`, from one timing.
+        """The times of others in units of the time of our kernel on tensor cores, from one timing of all.
 
         Args:
             ours: the route on tensor cores, which takes the call; plain: the one on plain cores.
             other_plan: call and plan of ours -> the same with a barrier, or None.
         """
-        kind = Kind.of(call)
+
+        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
+            plan = ours.plan(Request(sample, _CONFIG))
+            if isinstance(plan, list):
+                return {}
+            other = other_plan(sample, plan)
+            found = {
+                "tensor": _by(ours, sample, plan),
+                "plain": _by(plain, sample),
+                "torch": _by_torch(sample, budget_bytes),
+                "barrier": None if other is None else _by(ours, sample, other),
+            }
+            return {name: attempt for name, attempt in found.items() if attempt is not None}
+
+        found = self._times(Kind.of(call, "tensor"), call, attempts)
+        if found is None:
+            return None
+        return Times(*(found[name] / found["tensor"] if name in found else None for name in Times._fields))
+
+    def ratios(self, against: str) -> dict[str, float]:
+        """What is known of :meth:`fused_over_torch`, or ``"plain"``, in words."""
+        found = {str(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
+        return {words: ratio for words, ratio in found.items() if ratio is not None}
+
+    def _times(
+        self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
+    ) -> dict[str, float] | None:
+        """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.TimingTable.find`."""
         if kind not in self.known and in_backward():
-            call = _without_numbers(call)
-        return self.find(kind, lambda: self._timed(kind, ours, plain, call, budget_bytes, other_plan), may_wait=True)
+            call = _without_numbers(call)  # kept until the pass is over
+        return self.find(kind, lambda: self._timed(kind, call, attempts), may_wait=True)
 
     def _timed(
-        self,
-        kind: Kind,
-        ours: Route,
-        plain: Route,
-        call: AttentionCall,
-        budget_bytes: int,
-        other_plan: Callable[[AttentionCall, Any], Any],
-    ) -> Times | None:
-        device = call.query.device
+        self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
+    ) -> dict[str, float] | None:
         with torch.set_grad_enabled(kind.gradients):
-            sample = sample_call(call, kind)
-            plan, form = ours.plan(Request(sample, _CONFIG)), find_form(sample, budget_bytes)
-            if isinstance(plan, list):
+            try:
+                return self.timed(kind, attempts(sample_call(call, kind)))
+            except _TorchFailed as failure:
+                log.info("torch's math fails on %s for %s: %s", self.device, kind, failure.__cause__)
                 return None
-            other = other_plan(sample, plan)
-            attempts = [
-                _by(ours, sample),
-                _by(plain, sample),
-                (lambda: run_form(sample, form)) if isinstance(form, TorchForm) else None,
-                None if other is None else _by(ours, sample, other),
-            ]
-            there = [attempt for attempt in attempts if attempt is not None]
-            times = iter(self.clock([_with_gradients(sample, attempt) for attempt in there], device))
-            own, on_plain, by_torch, barrier = (None if attempt is None else next(times) for attempt in attempts)
-        assert own is not None
-        log.info("timed once on %s: on tensor cores %.2f ms (with a barrier %s ms), plain %s ms, torch %s ms for %s",
-                 device, own, barrier, on_plain, by_torch, kind)  # fmt: skip
-        return Times(*(None if time is None else time / own for time in (by_torch, on_plain, barrier)))
 
     def conditions(self) -> dict[str, str]:
-        info = self.info
-        return {"card": info.name, "arch": info.arch, "torch": torch.__version__, "kernels": kernels_digest()}
-
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        return Kind(**fields)
-
-    def row(self, found: Times) -> dict[str, Any]:
-        return {name: None if time is None else round(time, 4) for name, time in found._asdict().items()}
-
-    def found_in(self, row: Mapping[str, Any]) -> Times:
-        return Times(*(None if row[name] is None else float(row[name]) for name in Times._fields))
+        arch = self.runtime.part(Kernels).variant_arch
+        digest = kernels_digest(arch)
+        return {"card": self.info.name, "arch": arch or self.info.arch, "torch": torch.__version__, "kernels": digest}
 
 
-def _by(route: Route, sample: AttentionCall, plan: Any = None) -> Callable[[], Tensor] | None:
+def _ratio(times: dict[str, float] | None) -> float | None:
+    return times["fused"] / times["torch"] if times else None
+
+
+def _if_all(**attempts: Attempt | None) -> dict[str, Attempt]:
+    """The attempts, or none if one of them cannot be made."""
+    found = {name: attempt for name, attempt in attempts.items() if attempt is not None}
+    return found if len(found) == len(attempts) else {}
+
+
+class _TorchFailed(Exception):
+    """torch could not compute a call that was to be timed; its error is the cause."""
+
+
+def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
+    """An attempt of torch's, whose errors are not ours; a lack of memory is what it was."""
+
+    def run() -> Any:
+        try:
+            return attempt()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _TorchFailed from error
+
+    return run
+
+
+def _plainly(sample: AttentionCall) -> Tensor:
+    """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
+    assert not isinstance(sample.attn_mask, LazyMask)
+    key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
+    is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
+    return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
+
+
+def _by(route: Route, sample: AttentionCall, plan: Any = None) -> Attempt | None:
     """A sample by one of our routes (plan: as it takes it), or None where it does not."""
     plan = route.plan(Request(sample, _CONFIG)) if plan is None else plan
     if isinstance(plan, list):
@@ -313,7 +267,13 @@ def _by(route: Route, sample: AttentionCall, plan: Any = None) -> Callable[[], T
             return route.with_gradients(sample, _CONFIG, plan)[0]
         return route.forward(sample, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
 
-    return attempt
+    return _with_gradients(sample, attempt)
+
+
+def _by_torch(sample: AttentionCall, budget_bytes: int) -> Attempt | None:
+    """A sample by torch's kernel, or None where it does not take it."""
+    form = find_form(sample, budget_bytes)
+    return _with_gradients(sample, lambda: run_form(sample, form)) if isinstance(form, TorchForm) else None
 
 
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:

@@ -171,6 +171,36 @@ class TimingTable(Generic[Kind, Found]):
         raise NotImplementedError
 
 
+class Contest(TimingTable[Kind, dict[str, float]]):
+    """What each of some attempts at the same small work takes, in milliseconds by the attempt's name, for each kind of
+    call.
+
+    Attributes:
+        kind_type: the class of the kinds.
+    """
+
+    section = "milliseconds"
+    kind_type: type[Any]
+
+    def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> dict[str, float] | None:
+        """Time them in turn; None if there are none."""
+        if not attempts:
+            return None
+        found = dict(zip(attempts, self.clock(list(attempts.values()), self.device)))
+        words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
+        log.info("timed once on %s: %s for %s", self.device, words, kind)
+        return found
+
+    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
+        return self.kind_type(**fields)
+
+    def row(self, found: dict[str, float]) -> dict[str, Any]:
+        return {"times": {name: float(f"{time:.5g}") for name, time in found.items()}}
+
+    def found_in(self, row: Mapping[str, Any]) -> dict[str, float]:
+        return {name: float(time) for name, time in dict(row["times"]).items()}
+
+
 def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
     """Median milliseconds of each, timed in turn, after one run of each that warms up. ``seconds``: see :func:`_turns`;
     inf for an attempt that had no time. Where there was none for a whole round, the warming runs count."""

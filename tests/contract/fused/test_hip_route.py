@@ -27,7 +27,7 @@ from pascal_attn_core.fused.source import Variant
 from pascal_attn_core.fused.trial import Job, Trials
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing, torch_kernel
-from pascal_attn_core.routes.timing import PlainTimings
+from pascal_attn_core.routes.timing import Timings
 from pascal_attn_core.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -167,7 +167,7 @@ def test_it_is_taken_where_it_is_faster_than_torchs_math(
         assert asked == [2]
     with fresh_card(HipStandIn(RADEON_VII, execute), clock, lambda: tmp_path):
         assert explain(*_inputs(), config=AUTO).startswith(f"route {route}")
-        (found,) = runtime_of(CPU).part(PlainTimings).known.values()
+        (found,) = runtime_of(CPU).part(Timings).ratios("plain").values()
         assert (found, asked) == (ours / 2, [2])  # from the disk
 
 
@@ -182,7 +182,7 @@ def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
         inputs = _inputs()
         out = sdpa(*inputs, config=AUTO)
         assert report.routes() == {"fused": 1}
-        assert list(runtime_of(CPU).part(PlainTimings).known.values()) == [None]
+        assert list(runtime_of(CPU).part(Timings).known.values()) == [None]
     torch.testing.assert_close(out, reference_sdpa(*inputs)[0], atol=1e-4, rtol=1e-4)
 
 
@@ -190,7 +190,7 @@ def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
     query = torch.randn(1, 32, 2048, 64)
     with fresh_card(HipStandIn(RADEON_VII), always_faster, kind=UncheckedKernels):
         explain(query, query, query, config=AUTO)
-        (kind,) = runtime_of(CPU).part(PlainTimings).known
+        (kind,) = runtime_of(CPU).part(Timings).known
     assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
 
 

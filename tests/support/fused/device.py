@@ -25,8 +25,8 @@ from pascal_attn_core.fused.launches import Launch
 from pascal_attn_core.fused.linear import LinearTrials
 from pascal_attn_core.fused.trial import Trials
 from pascal_attn_core.routes.route import Route
-from pascal_attn_core.routes.timing import PlainTimings, TensorTimings, Times, Timings
-from pascal_attn_core.routes.timing_table import Clock, TimingTable
+from pascal_attn_core.routes.timing import Times, Timings
+from pascal_attn_core.routes.timing_table import Clock
 from pascal_attn_core.runtime import Runtime, using
 
 from .driver import Compiler, StandIn
@@ -109,22 +109,17 @@ class TrustedLinear(LinearTrials):
 
 
 class Timed(Timings):
-    """A card for which ``ratio`` is known for every kind of call; None = it was never timed."""
+    """A card for which ``ratio`` and ``times`` are known for every kind of call; None = it was never timed."""
 
     ratio: float | None = None
+    times: Times | None = None
     asked: list[AttentionCall]
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         self.asked = [*getattr(self, "asked", []), call]
         return self.ratio
 
-
-class TensorTimed(TensorTimings):
-    """A card for which ``times`` are known for every kind of call; None = it was never timed."""
-
-    times: Times | None = None
-
-    def of(self, *given: Any) -> Times | None:
+    def over_tensor(self, *given: Any) -> Times | None:
         return self.times
 
 
@@ -146,22 +141,13 @@ def emulated_card(
     """
 
     def timings(runtime: Runtime) -> Timings:
-        made = Timed(runtime)
-        made.ratio = ratio
-        return made
-
-    def tensor_timings(runtime: Runtime) -> TensorTimings:
-        made = TensorTimed(runtime)
-        made.times = times
+        made = Timed(runtime, folder=lambda: None, is_on=False)
+        made.ratio, made.times = ratio, times
         return made
 
     stand_in = HipStandIn if info.kind == "hip" else StandIn
 
-    def plain_timings(runtime: Runtime) -> PlainTimings:
-        return PlainTimings(runtime, folder=lambda: None, is_on=False)
-
-    parts = {Timings: timings, TensorTimings: tensor_timings, PlainTimings: plain_timings}
-    with _card(stand_in(info, execute) if GXX else None, kind, parts, **options) as kernels:
+    with _card(stand_in(info, execute) if GXX else None, kind, {Timings: timings}, **options) as kernels:
         yield kernels
 
 
@@ -183,11 +169,10 @@ def fresh_card(
         options: of :class:`Kernels`.
     """
 
-    def timed(table: type[TimingTable[Any, Any]]) -> Callable[[Runtime], Any]:
-        return lambda runtime: table(runtime, clock=timing or passing_time, folder=folder, is_on=True)
+    def timings(runtime: Runtime) -> Timings:
+        return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
-    parts = {table: timed(table) for table in (Timings, TensorTimings, PlainTimings)}
-    with _card(driver, kind or CardKernels, parts, folder=folder, **options) as kernels:
+    with _card(driver, kind or CardKernels, {Timings: timings}, folder=folder, **options) as kernels:
         yield kernels
 
 

@@ -155,7 +155,7 @@ def test_what_another_process_wrote_meanwhile_stands(folder: Path) -> None:
     assert _ask(slow) == 0.75
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"fused_over_torch": 3}', '{"fused_over_torch": [{"kind": {}}]}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"milliseconds": 3}', '{"milliseconds": [{"kind": {}}]}'])
 def test_a_damaged_file_is_written_again(folder: Path, content: str) -> None:
     clock = Clock(3.0, 4.0)
     folder.mkdir()
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_written_again(folder: Path, content: str) -> None:
     file.write_text(content)
     assert _ask(_timings(folder, clock)) == 0.75
     assert clock.runs == 1
-    assert json.loads(file.read_text())["fused_over_torch"][0]["ratio"] == 0.75
+    assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error
         assert _ask(timings) is None
     assert runs == [1]
     timings.save()
-    assert json.loads(next(folder.iterdir()).read_text())["fused_over_torch"] == []
+    assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
 
 
 def test_a_kernel_that_is_not_available_is_not_timed(folder: Path) -> None:

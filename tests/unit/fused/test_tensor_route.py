@@ -23,7 +23,7 @@ from pascal_attn_core.fused.gpu_runtime import DriverError
 from pascal_attn_core.fused.kernels import Kernels
 from pascal_attn_core.fused.plan import tensor_plan
 from pascal_attn_core.fused.source import Variant, all_variants, source
-from pascal_attn_core.routes.timing import TensorTimings, Times
+from pascal_attn_core.routes.timing import Times, Timings
 from pascal_attn_core.runtime import runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
@@ -122,7 +122,7 @@ def test_gradients_are_timed_with_the_forward_pass() -> None:
     with fresh_card(StandIn(T4), times) as kernels:
         kernels.largest_error = lambda variant: 0.0
         assert _route(leaf) == "fused-tensor"
-        kinds = runtime_of(leaf.device).part(TensorTimings).known
+        kinds = runtime_of(leaf.device).part(Timings).known
     assert seen == [True]
     assert [kind.gradients for kind in kinds] == [True]
 
