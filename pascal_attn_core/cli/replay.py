@@ -17,7 +17,7 @@ from ..config import AttentionConfig
 from ..observe.report import mask_kind
 from . import CommandError, check_numbers
 from .bench.candidates import BASELINE, Candidate, route_candidates
-from .bench.clock import Clock, quiet_torch
+from .bench.clock import Clock, device_named, quiet_torch
 from .bench.contest import Result, Settings
 from .bench.measure import race
 from .bench.report import COLUMNS, result_row, versions
@@ -71,9 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _read(options: argparse.Namespace) -> tuple[torch.device, list[Candidate]]:
     check_numbers(options, "rounds", "seconds", "threads", "rows")
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-        return device, route_candidates(AttentionConfig(budget_mib=options.budget_mib))
+        return device_named(options.device), route_candidates(AttentionConfig(budget_mib=options.budget_mib))
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
 

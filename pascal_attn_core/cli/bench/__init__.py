@@ -19,7 +19,7 @@ from ...storage import write_object
 from .. import CommandError, check_numbers
 from ..tables import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates
-from .clock import Clock, quiet_torch
+from .clock import Clock, device_named, quiet_torch
 from .contest import Result, Settings
 from .measure import race
 from .report import COLUMNS, geometric_means, result_row, versions
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     check_numbers(options, "rounds", "seconds", "threads")
     settings = Settings(options.rounds, options.seconds, backward=options.backward)
     try:
-        clock = Clock(_device(options), options.threads)
+        clock = Clock(device_named(options.device), options.threads)
         entries = _layers(options, clock, settings) if options.linear else _calls(options, clock, settings)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
@@ -155,12 +155,6 @@ def _plot(path: Path, budget_mib: float | None) -> int:
     draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0
-
-
-def _device(options: argparse.Namespace) -> torch.device:
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.empty(0, device=device)
-    return device
 
 
 def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:

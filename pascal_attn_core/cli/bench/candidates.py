@@ -93,25 +93,30 @@ def torch_kernel(call: CapturedCall) -> str:
 
 
 def _torch_fused(call: CapturedCall) -> Attend:
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, call.attn_mask, **_options(call))
+    return _bound(F.scaled_dot_product_attention, call)
 
 
 def _torch_backend(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
     def prepare(call: CapturedCall) -> Attend:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(query, key, value, call.attn_mask, **_options(call))
+        attend = _bound(F.scaled_dot_product_attention, call)
 
-        return attend
+        def attend_by_it(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return attend(query, key, value)
+
+        return attend_by_it
 
     return prepare
 
 
 def _ours(name: str, config: AttentionConfig) -> Candidate:
-    def prepare(call: CapturedCall) -> Attend:
-        return lambda q, k, v: sdpa(q, k, v, call.attn_mask, config=config, **_options(call))
+    return Candidate(name, lambda call: _bound(sdpa, call, config=config))
 
-    return Candidate(name, prepare)
+
+def _bound(attend: Callable[..., Tensor], call: CapturedCall, **more: Any) -> Attend:
+    """The function with the mask and the options of a call."""
+    mask, options = call.attn_mask, {**_options(call), **more}
+    return lambda query, key, value: attend(query, key, value, mask, **options)
 
 
 def _options(call: CapturedCall) -> dict[str, Any]:

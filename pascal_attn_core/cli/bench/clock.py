@@ -1,4 +1,4 @@
-"""The clock of ``pascal-attn bench``."""
+"""The device and the clock of commands that time something."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from typing import Any
 import torch
 
 from ...routes.timing_table import milliseconds
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of ``--device``; None = cuda if there is one, else cpu.
+
+    Raises:
+        RuntimeError, AssertionError: torch cannot use it.
+    """
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.empty(0, device=device)
+    return device
 
 
 class Clock:

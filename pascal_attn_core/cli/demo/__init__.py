@@ -26,6 +26,7 @@ from ...device import MIB, device_info
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
+from ..bench.clock import device_named
 from ..tables import print_table
 
 if TYPE_CHECKING:
@@ -108,11 +109,9 @@ def _checked(args: argparse.Namespace) -> torch.device:
     if args.steps < 1:
         raise CommandError(f"--steps must be at least 1, got {args.steps}")
     try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        return device_named(args.device)
     except (RuntimeError, AssertionError) as error:
         raise CommandError(f"--device must be a device that torch can use, got {args.device}: {error}") from error
-    return device
 
 
 def _run_case(case: Case, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -159,8 +158,9 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
 
 
 def _generate(case: Case, pipe: Any, latents: Tensor, **changed: Any) -> Tensor:
-    arguments = {**case.arguments, **changed, "latents": latents.clone(), "output_type": "latent"}
-    return pipe(generator=torch.Generator().manual_seed(0), **arguments)[0]
+    arguments = {**case.arguments, **changed, "latents": latents.clone()}
+    arguments["prompt_embeds"] = arguments["prompt_embeds"].to(latents)
+    return pipe(generator=torch.Generator().manual_seed(0), output_type="latent", **arguments)[0]
 
 
 def _measure(case: Case, pipe: Any, start: Tensor, row: Row) -> Tensor:

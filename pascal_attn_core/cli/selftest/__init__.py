@@ -14,7 +14,7 @@ import torch
 from ...observe.machine import ClockWatch
 from ...selftest import Selftest, check, describe, document
 from .. import CommandError, check_numbers
-from ..bench.clock import quiet_torch
+from ..bench.clock import device_named, quiet_torch
 from .speed import call_costs, run_speed
 
 SECONDS = 60.0
@@ -45,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
         raise CommandError(f"--json must name a file in a folder that exists, got {options.json}")
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = device_named(options.device)
     except (RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
     with quiet_torch(options.threads):
