@@ -290,6 +290,28 @@ def test_medians_are_taken_in_turn_after_a_run_that_is_not_timed(monkeypatch: py
     assert "".join(order) == "abababab"
 
 
+def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool):
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            streams.append(stream)
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: object) -> float:
+            return 8.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    runs: list[int] = []
+    assert timing_table.milliseconds(lambda: runs.append(1), torch.device("cuda", 1), calls=4) == 2.0
+    assert (streams, len(runs)) == (["cuda:1", "cuda:1"], 4)
+
+
 def test_run_form_is_what_the_route_torch_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[AttentionCall] = []
     monkeypatch.setattr(timing, "run_form", lambda call, form: seen.append(call) or run_form(call, form))

@@ -1,0 +1,30 @@
+"""The tables of tile sizes as they are read from their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pascal_attn_core.fused import tables
+from pascal_attn_core.fused.source import Geometry
+from pascal_attn_core.fused.tables import read_tables
+
+
+def test_a_line_is_a_geometry_for_each_of_its_head_dims_in_each_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "# why\nhead_dims rows cols tx ty ahead\n[one, two]\n64,32 8 16 2 4 yes  # both\n[three]\n40 9 16 2 4 no\n"
+    (tmp_path / "some.txt").write_text(text)
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    first = Geometry(8, 16, 2, 4, ahead=True)
+    found = read_tables("some", Geometry)
+    assert found == {"one": {32: first, 64: first}, "two": {32: first, 64: first}, "three": {40: Geometry(9, 16, 2, 4)}}
+    assert list(found["one"]) == [32, 64]
+
+
+def test_a_column_that_a_geometry_does_not_have_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some.txt").write_text("head_dims rows width\n[one]\n32 8 16\n")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    with pytest.raises(TypeError, match="width"):
+        read_tables("some", Geometry)
