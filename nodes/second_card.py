@@ -24,8 +24,8 @@ class PascalSecondCard:
 
     DESCRIPTION = (
         "Another card in the same computer computes a share of the attention: some heads of each large call are copied "
-        "to it and the results copied back while the first card computes the rest. The model stays where it is, so the "
-        "second card needs only a few hundred MiB. It may be slower than the first: its share is found by timing once. "
+        "to it and the results copied back while the first card computes the rest. The model stays where it is: the "
+        "second card needs memory for those heads only. It may be slower than the first: its share is found by timing. "
         "For large images and videos, at any cfg. The result is bit for bit the same when both cards are of the same "
         "kind. With one card, or when the second one fails, everything is computed on the first."
     )

@@ -75,7 +75,7 @@ class DeviceShare:
     """What one device did of a call that several share, or of many such calls.
 
     Attributes:
-        units, of: its key/value heads, or blocks of query rows, and how many there were.
+        units, of: its key/value heads, and how many there were.
         copy_ms: in copies from and to the first device.
         run_ms: in computation; 0 for the first device, whose time is that of the call.
     """
@@ -102,6 +102,12 @@ class TiledStats:
     budget_halvings: int = 0
     devices: dict[str, DeviceShare] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+
+    def add_blocks(self, other: TiledStats) -> None:
+        """Add what another part of the same call has counted."""
+        self.blocks += other.blocks
+        self.bounded_blocks += other.bounded_blocks
+        self.budget_halvings += other.budget_halvings
 
 
 @dataclass(eq=False)

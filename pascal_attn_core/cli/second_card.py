@@ -1,16 +1,18 @@
-"""``pascal-attn second-card``: what a second card would gain, per model and pair of cards, by the arithmetic of
-:mod:`pascal_attn_core.several.pace`. Nothing is measured."""
+"""``pascal-attn second-card``: what a second card would gain, per model and pair of cards, from the cards' float32 peak
+and the rate of the link between them. Nothing is measured."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any, NamedTuple
 
-from ..device import DeviceInfo
+from ..device import MIB, DeviceInfo
 from ..observe.machine import Machine, device_names, look_around
 from ..observe.together import REACHED, Link
-from ..several.pace import LINK_BYTES, PEAK_SHARE, START_MS, Load, modelled_gain
+from ..routes.several import WORTH, Speed, divided
 from . import CommandError
+
+PEAK_SHARE = 0.55  # of a card's float32 peak that attention reaches
 
 
 class Model(NamedTuple):
@@ -21,10 +23,14 @@ class Model(NamedTuple):
     tokens: int
     head_dim: int
 
-    def load(self) -> Load:
-        """Of one head."""
-        row = self.tokens * self.head_dim * 4
-        return Load(4.0 * self.tokens * self.tokens * self.head_dim, 3 * row, row)
+    def gain(self, home: DeviceInfo, away: DeviceInfo, link: float) -> float:
+        """How many times as fast the attention is on two cards as on the first, with a link of so many bytes per
+        second; 1.0 where it would not be shared."""
+        flops = 4.0 * self.head_dim * MIB / PEAK_SHARE
+        speed = Speed(1e3 * flops / home.fp32_flops, 1e3 * flops / away.fp32_flops, 1e3 * MIB / link)
+        crossing = 4 * self.tokens * self.head_dim * 4
+        _, ratio = divided(self.heads, self.tokens**2 / MIB, crossing / MIB, (speed,))
+        return 1 / ratio if ratio <= WORTH else 1.0
 
 
 MODELS = (
@@ -99,10 +105,7 @@ def table(pairs: Any = PAIRS) -> str:
     heads = [f"{second} beside {first}, PCIe {link.generation}.0 x{link.width}" for first, second, link in pairs]
     lines = ["| attention of (model) | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for model in MODELS:
-        gains = [
-            modelled_gain(model.heads, model.load(), CARDS[first], CARDS[second], link.bytes_per_second)
-            for first, second, link in pairs
-        ]
+        gains = [model.gain(CARDS[first], CARDS[second], link.bytes_per_second) for first, second, link in pairs]
         lines.append(f"| {model.name} | " + " | ".join(f"{gain:.2f}" for gain in gains) + " |")
     lines += ["", assumptions()]
     return "\n".join(lines)
@@ -112,20 +115,17 @@ def assumptions() -> str:
     """What the figures rest on, as a sentence."""
     return (
         f"Calculated, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
-        f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s each way for PCIe 3.0 x8), {START_MS} "
-        "ms per call."
+        f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s for PCIe 3.0 x8)."
     )
 
 
 def own_gains(machine: Machine) -> list[tuple[str, list[tuple[str, float]]]]:
-    """For each other card of this machine beside the first: (the pair, the gain per model)."""
+    """For each other card of this machine beside the first, where both are known: (the pair, the gain per model)."""
     found = []
     for number, card in enumerate(machine.devices[1:], start=1):
-        links = [link for link in (*machine.links[:1], *machine.links[number : number + 1]) if link is not None]
-        rates = [link.bytes_per_second for link in links if link.bytes_per_second]
-        rate = min(rates, default=LINK_BYTES)
-        gains = [
-            (model.name, modelled_gain(model.heads, model.load(), machine.devices[0], card, rate)) for model in MODELS
-        ]
-        found.append((f"{card.name} (cuda:{number}) beside {machine.devices[0].name} (cuda:0)", gains))
+        home, links = machine.devices[0], (*machine.links[:1], *machine.links[number : number + 1])
+        rates = [link.bytes_per_second for link in links if link is not None and link.bytes_per_second]
+        if home.fp32_flops and card.fp32_flops:
+            gains = [(model.name, model.gain(home, card, min(rates, default=X8.bytes_per_second))) for model in MODELS]
+            found.append((f"{card.name} (cuda:{number}) beside {home.name} (cuda:0)", gains))
     return found

@@ -90,9 +90,7 @@ class FusedRoute(Route):
         return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
-        """The last rows of every head are the same in any number of heads, but not in some of the rows."""
-        has_other_rows = plan.last is not None and call.num_kv_heads == 1
-        return ["the fused kernel cuts its keys to fill the device"] if plan.splits or has_other_rows else plan
+        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan
 
     def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
         plan = request.plan(self)

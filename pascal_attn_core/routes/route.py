@@ -109,8 +109,8 @@ class Route:
         return False
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
-        """What parts of a call (some of its heads, or of its query rows) must know so that each row comes out with the
-        bits that it has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
+        """What parts of a call (some of its key/value heads) must know so that each row comes out with the bits that it
+        has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
 
         Args:
             plan: of the whole call.

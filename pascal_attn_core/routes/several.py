@@ -2,40 +2,47 @@
 
 It is asked before the routes of :data:`.run.ROUTES` where a configuration names several devices, and leaves the
 computation to them: the route that the whole call would take on the first device takes each part, on whichever device,
-with the tiles of the whole, so that the result has the same bits. Whatever goes wrong on another device, its part is
-computed at home.
+with the tiles of the whole, so that the result has the same bits. Where anything goes wrong on another device, the
+whole call is computed on the first one, and the other is left alone for a while.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, distinct, empty_output
+from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, check_call, distinct, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..device import device_info
+from ..device import MIB, device_info
 from ..lazy_mask import LazyMask
-from ..observe.progress import this_thread
-from ..runtime import runtime_of
-from ..several.cut import HEADS, Part, Seam, seam_of
-from ..several.errand import Errand, Piece
-from ..several.helpers import Helper, Helpers, is_out_of_memory
-from ..several.pace import PIECES, WORTH, Load, best_counts, cut_pieces, modelled, shared_ms
+from ..runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
-from .share_timing import ShareTimings
 from .short import AsItIs
-from .tiled import WholeTiles
+from .timing_table import TimingTable
 
+log = logging.getLogger("pascal_attn")
 ON_ONE_DEVICE = "; on one device: "  # between why a route was taken and why the call was not shared
-MOST_PIECE_BYTES = 256 << 20  # of a piece's inputs: as much pinned memory is taken, a few times over
-_process = os.getpid()  # one that was forked later has no CUDA, nor our threads
+PAUSE_SECONDS = 30.0  # in which a device is left alone that has failed, or has calls of its own
+WORTH = 0.95  # of the time on the first device: a call that would take longer stays there
+_TOKENS, _ROWS = 1024, {"cpu": 1 << 12, "cuda": 1 << 16}  # of the call that is timed; _ROWS of all its heads together
+_CONFIG = AttentionConfig()
+_process = os.getpid()  # one that was forked later has no CUDA
+
+Tensors = Sequence[Tensor | None]
+Cuttable = tuple[Tensor | None, int]  # a tensor, and which dimension its heads are in, if it has them
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,41 +50,45 @@ class Shared:
     """How a call is shared out. It holds no tensor.
 
     Attributes:
-        route: that computes the parts; shared: what it must know for that.
-        config: of the parts: that of the call, without other devices.
-        counts: units of each of ``devices``.
+        route: the route that computes the parts; shared: what it must know for that.
+        config: the config of the parts: that of the call, without other devices.
+        home: the first device; helpers: the others.
+        counts: key/value heads of each device, the first one's first.
         why: one sentence.
     """
 
     route: Route
     shared: Any
     config: AttentionConfig
-    seam: Seam
-    devices: tuple[torch.device, ...]
+    home: torch.device
+    helpers: tuple[Helper, ...]
     counts: tuple[int, ...]
-    piece_bytes: int
     why: str
 
-    @property
-    def names(self) -> list[str]:
-        """Of the devices; one that is there twice has a number."""
-        return names_of(self.devices)
+    def plan_part(self, own: AttentionCall, with_lse: bool) -> Any:
+        """The route's plan for a part, on whichever device.
 
-    def parts(self) -> list[Part]:
-        """One per device; home has the first units."""
-        parts, first = [], 0
-        for count in self.counts:
-            parts.append(Part(self.seam, first, first + count))
-            first += count
-        return parts
+        Raises:
+            RouteUnavailable: the route cannot take it there.
+        """
+        plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
+        if isinstance(plan, list):
+            raise RouteUnavailable("; ".join(plan))
+        return plan
 
-    def pieces_of(self, part: Part) -> list[Part]:
-        most = max(1, MOST_PIECE_BYTES // max(1, self.piece_bytes))
-        pieces, first = [], part.first
-        for count in cut_pieces(part.size, max(PIECES, -(-part.size // most))):
-            pieces.append(Part(self.seam, first, first + count))
-            first += count
-        return pieces
+    def parts(self) -> tuple[range, dict[Helper, range]]:
+        """Numbers of the key/value heads of the first device, and of the others that have some."""
+        ends = itertools.accumulate(self.counts)
+        own, *others = (range(end - count, end) for end, count in zip(ends, self.counts))
+        return own, {helper: heads for helper, heads in zip(self.helpers, others) if heads}
+
+    def note(self, stats: TiledStats, spent: Mapping[Helper, tuple[float, float]]) -> None:
+        """Write down the heads and milliseconds of the devices that have done their parts; the first did the rest."""
+        names, total = names_of([self.home, *(helper.device for helper in self.helpers)]), sum(self.counts)
+        counts = [count if helper in spent else 0 for helper, count in zip(self.helpers, self.counts[1:])]
+        times = [(0.0, 0.0), *(spent.get(helper, (0.0, 0.0)) for helper in self.helpers)]
+        for name, count, each in zip(names, [total - sum(counts), *counts], times):
+            stats.devices.setdefault(name, DeviceShare()).add(DeviceShare(count, total, *each))
 
 
 class SeveralRoute(Route):
@@ -93,54 +104,12 @@ class SeveralRoute(Route):
 
     def claim(self, request: Request) -> Choice:
         """The call on several devices, or else on the first alone, with the reason."""
-        alone = self._alone(request)
-        found = self._shared(request, alone)
+        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "may_time": request.may_time}
+        alone = self.choose(request.call, _alone(request.config), **flags)
+        found = _shared(request, alone)
         if isinstance(found, str):
             return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
         return Choice(self, found.why, found, torch_stores=alone.torch_stores)
-
-    def plan(self, request: Request) -> Shared | list[str]:
-        found = self._shared(request, self._alone(request))
-        return [found] if isinstance(found, str) else found
-
-    def _alone(self, request: Request) -> Choice:
-        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "may_time": request.may_time}
-        return self.choose(request.call, _alone(request.config), **flags)
-
-    def _shared(self, request: Request, alone: Choice) -> Shared | str:
-        """How the call is shared out, or why it is not."""
-        call, config = request.call, _alone(request.config)
-        devices = tuple(device_named(name) for name in request.config.devices)
-        why = _why_alone(call, request, devices)
-        if why:
-            return why
-        if isinstance(alone.by, (AsItIs, MathRoute)):
-            return "its score matrix is small"
-        shared = alone.by.for_parts(call, config, alone.plan)
-        if isinstance(shared, list):
-            return shared[0]
-        seam = seam_of(call, shared.forward.q_block if isinstance(shared, WholeTiles) else None)
-        if seam.count < 2:
-            return f"there is nothing to split: one key/value head, and at most {seam.step} queries"
-        if call.needs_grad:
-            probe = Part(seam, 0, 1)
-            if seam.kind != HEADS or any(probe.inputs(call)[i] is given for i, given in enumerate(_inputs(call)[:3])):
-                return "gradients of inputs that all parts share would have to be summed across devices"
-            if alone.by.is_differentiable and call.query.is_cuda and call.query.device in devices[1:]:
-                return "autograd runs one thread per device"
-        found = _counts(call, alone.by, request, devices, seam)
-        if isinstance(found, str):
-            return found
-        counts, why = found
-        own = Part(seam, 0, counts[0]).of_call(call)
-        how = alone.by.plan_part(Request(own, config, request.with_lse), shared)
-        if isinstance(how, list):
-            return how[0]
-        places = ", ".join(f"{count} on {name}" for name, count in zip(names_of(devices), counts) if count)
-        words = f"of {seam.words} {places} ({why}); each part by {alone.route}: {alone.why}"
-        return Shared(alone.by, shared, config, seam, devices, counts, _load(call, seam).in_bytes, words)
-
-    # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -157,37 +126,29 @@ class SeveralRoute(Route):
             RouteUnavailable: the route of the parts cannot take the whole call on the first device either.
         """
         stats = TiledStats() if stats is None else stats
-        route, lse, log_sum = plan.route, None, None
-        has_rows = (with_lse or for_grad) and not route.is_differentiable
+        has_rows = (with_lse or for_grad) and not plan.route.is_differentiable
+        wanted = {"with_lse": with_lse, "for_grad": for_grad}
+        out, lse, log_sum = empty_output(call), None, None
+        if has_rows:
+            lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
+            log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+        counted: list[TiledStats] = []
 
-        def alone() -> Results:
-            own = route.plan(Request(call, plan.config, has_rows))
-            if isinstance(own, list):
-                raise RouteUnavailable("; ".join(own))
-            return route.forward(call, plan.config, own, with_lse=with_lse, for_grad=for_grad, stats=stats)
+        def compute(heads: range, tensors: Tensors) -> Results:
+            own, its_stats = _part(call, heads, tensors), TiledStats()
+            counted.append(its_stats)
+            how = plan.plan_part(own, has_rows)
+            return plan.route.forward(own, plan.config, how, **wanted, stats=its_stats)
 
-        def compute(part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-            own = part.of_call(call, _with_mask(call, tensors))
-            how = _plan_part(route, Request(own, plan.config, has_rows), plan.shared)
-            counted = TiledStats()
-            results = route.forward(own, plan.config, how, with_lse=with_lse, for_grad=for_grad, stats=counted)
-            _add(stats, counted)
-            return [t for t in results[:3] if t is not None]
-
-        def make_targets() -> list[Tensor]:
-            nonlocal lse, log_sum
-            out = empty_output(call)
-            if has_rows:
-                lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
-                log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
-            return [t for t in (out, lse, log_sum) if t is not None]
-
-        def views(part: Part, targets: Sequence[Tensor]) -> list[Tensor]:
-            return [part.per_query(call, t, -3 if i == 0 else -2) for i, t in enumerate(targets)]
-
-        errand = _Work(call, plan, _inputs(call), lambda part: _given(part.inputs(call)), make_targets, views, compute)
-        targets = errand.run(stats)
-        return alone() if targets is None else Results(targets[0], lse, log_sum)
+        if _is_shared(call, plan, [], [(out, -3), (lse, -2), (log_sum, -2)], compute, stats):
+            for each in counted:
+                stats.add_blocks(each)
+            return Results(out, lse, log_sum)
+        del out, lse, log_sum  # memory may be short
+        how = plan.route.plan(Request(call, plan.config, has_rows))
+        if isinstance(how, list):
+            raise RouteUnavailable("; ".join(how))
+        return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
         self,
@@ -201,167 +162,173 @@ class SeveralRoute(Route):
         wants_mask: bool,
         wants_sinks: bool,
     ) -> Gradients:
-        route = plan.route
-        whole = Results(saved.out, saved.lse, saved.log_sum)
-        grad_out = grad_out.expand(saved.out.shape)
+        route, with_lse = plan.route, saved.lse is not None
         grad_lse = None if grad_lse is None else grad_lse.expand(saved.out.shape[:-1])
-        rows = [grad_out, whole.out, *(t for t in (whole.lse, whole.log_sum, grad_lse) if t is not None)]
-        num_inputs = len(_inputs(call))
-        with_lse = whole.lse is not None
+        rows: list[Cuttable] = [(grad_out.expand(saved.out.shape), -3), (saved.out, -3)]
+        rows += [(saved.lse, -2), (saved.log_sum, -2), (grad_lse, -2)]
 
-        def sources(part: Part) -> list[Tensor]:
-            per_row = [part.per_query(call, t, -3 if i < 2 else -2) for i, t in enumerate(rows)]
-            return [*_given(part.inputs(call)), *per_row]
+        def go_back(own: AttentionCall, how: Any, grad: Any, out: Any, *others: Tensor | None) -> Gradients:
+            lse, log_sum, of_lse = (None if t is None else t.contiguous() for t in others)
+            kept, wants = Results(out, lse, log_sum), {"wants_mask": False, "wants_sinks": False}
+            return route.backward(own, plan.config, how, grad, kept, grad_lse=of_lse, **wants)
 
-        def go_back(own: AttentionCall, how: Any, tensors: Sequence[Tensor]) -> Gradients:
-            left = iter(tensors)
-            grad, out = next(left), next(left)
-            lse, log_sum, of_lse = (
-                None if t is None else next(left).contiguous() for t in (whole.lse, whole.log_sum, grad_lse)
-            )
-            kept = Results(out, lse, log_sum)
-            return route.backward(
-                own, plan.config, how, grad, kept, grad_lse=of_lse, wants_mask=False, wants_sinks=False
-            )
+        def compute(heads: range, tensors: Tensors) -> Gradients:
+            own = _part(call, heads, tensors)
+            return go_back(own, plan.plan_part(own, with_lse), *tensors[4:])
 
-        def compute(part: Part, tensors: Sequence[Tensor]) -> list[Tensor]:
-            own = part.of_call(call, _with_mask(call, tensors[:num_inputs]))
-            how = _plan_part(route, Request(own, plan.config, with_lse), plan.shared)
-            return list(go_back(own, how, tensors[num_inputs:])[:3])
-
-        def make_targets() -> list[Tensor]:
-            return [torch.empty_like(t) for t in (call.query, call.key, call.value)]
-
-        def views(part: Part, targets: Sequence[Tensor]) -> list[Tensor]:
-            return [part.per_query(call, targets[0]), *(part.per_key(call, t) for t in targets[1:])]
-
-        errand = _Work(call, plan, [*_inputs(call), *rows], sources, make_targets, views, compute)
-        targets = errand.run(TiledStats())
-        if targets is not None:
-            return Gradients(*targets)
-        how = route.plan_part(Request(call, plan.config, with_lse), plan.shared)
-        return go_back(call, plan.shared if isinstance(how, list) else how, rows)  # a route may have a way out itself
+        grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
+        if _is_shared(call, plan, rows, [(grad, -3) for grad in grads], compute, TiledStats()):
+            return Gradients(*grads)
+        del grads
+        how = route.plan(Request(call, plan.config, with_lse))  # where it has none, the route may have a way out itself
+        return go_back(call, plan.shared if isinstance(how, list) else how, *(t for t, _ in rows))
 
 
-@dataclass(eq=False)
-class _Work:
-    """One pass over a call, shared out.
+def _is_shared(
+    call: AttentionCall,
+    plan: Shared,
+    rows: Sequence[Cuttable],
+    targets: Sequence[Cuttable],
+    compute: Callable[[range, Tensors], Tensors],
+    stats: TiledStats,
+) -> bool:
+    """Whether all devices have computed their parts of a call, the results of which are then in ``targets``. If not,
+    the reason is in ``stats``, and the whole call is to be computed on the first device.
 
-    Attributes:
-        given: the tensors of the whole; ``sources(part)``: the same for a part, in this order.
-        make_targets: allocates the results of the whole; ``views(part, targets)``: a part's places in them.
-        compute: from a part and its tensors, on whichever device, what goes into its views.
+    Args:
+        rows: what is needed besides the inputs.
+        compute: from some key/value heads, and what belongs to them in the inputs and in ``rows``, on whichever device,
+            what goes into ``targets``.
     """
+    sources = [*((tensor, -3) for tensor in _inputs(call)), *rows]
 
-    call: AttentionCall
-    plan: Shared
-    given: Sequence[Tensor]
-    sources: Callable[[Part], list[Tensor]]
-    make_targets: Callable[[], list[Tensor]]
-    views: Callable[[Part, Sequence[Tensor]], list[Tensor]]
-    compute: Callable[[Part, Sequence[Tensor]], list[Tensor]]
+    def of(heads: range, given: Sequence[Cuttable]) -> list[Tensor | None]:
+        return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
 
-    def run(self, stats: TiledStats) -> list[Tensor] | None:
-        """The results of the whole; None where no other device can work now, or memory at home does not suffice for
-        this way of computing it."""
-        home, *others = self.plan.parts()
-        taken: list[tuple[int, Helper, Part]] = []
-        left: list[Part] = []
-        for number, (device, part) in enumerate(zip(self.plan.devices[1:], others)):
-            if part.size:
-                helper = runtime_of(self.plan.devices[0]).part(Helpers).of(device, number)
-                why = helper.take()
-                if why:
-                    stats.remarks.append(why)
-                    left.append(part)
-                else:
-                    taken.append((number + 1, helper, part))
+    own, work = plan.parts()
+    errands: dict[Helper, Future[tuple[float, float]]] = {}
+    why = next(filter(None, (helper.why_not() for helper in work)), "")
+    if not why:
         try:
-            return self._run(home, taken, left, stats) if taken else None
-        except RouteUnavailable as error:
-            stats.remarks.append(f"{error}: computed undivided")
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            stats.remarks.append(f"{self.plan.devices[0]} has too little memory for the parts: computed undivided")
-        finally:
-            for _, helper, _ in taken:
-                helper.give_back()
-        return None
+            with ThreadPoolExecutor(len(work), "pascal_attn other device") as pool:  # its end waits for them
+                for helper, heads in work.items():
+                    given = of(heads, sources), of(heads, targets), functools.partial(compute, heads)
+                    errands[helper] = helper.start(pool, *given)
+                _fill(of(own, targets), compute(own, of(own, sources)))
+        except (RouteUnavailable, MemoryError, torch.OutOfMemoryError) as error:
+            why = f"{plan.home} could not compute its part ({_first_line(error)}): the call was computed undivided"
+        for helper, errand in errands.items():
+            fault = errand.exception()
+            why = helper.failed(fault) if isinstance(fault, Exception) else why
+    plan.note(stats, {} if why else {helper: errand.result() for helper, errand in errands.items()})
+    stats.remarks += [why] if why else []
+    return not why
 
-    def _run(
-        self, home: Part, taken: Sequence[tuple[int, Helper, Part]], left: list[Part], stats: TiledStats
-    ) -> list[Tensor]:
-        targets = self.make_targets()
-        errands: list[tuple[int, Helper, Errand, list[Part]]] = []
+
+# ---- the other devices -----------------------------------------------------------------------------------------------
+
+
+class Helper:
+    """One other device, for several threads at once; their parts are computed one behind the other."""
+
+    def __init__(self, home: torch.device, device: torch.device):
+        self.home, self.device = home, device
+        self._why, self._until = "", 0.0
+
+    @functools.cached_property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """One for what crosses the link on the first device, one for all that this device does; none on a CPU."""
+        return () if self.device.type == "cpu" else (torch.cuda.Stream(self.home), torch.cuda.Stream(self.device))
+
+    def why_not(self) -> str:
+        """Why the device is left alone now, "" if it is not."""
+        return self._why if time.monotonic() < self._until else ""
+
+    def leave_alone(self, why: str) -> None:
+        """Give the device nothing for PAUSE_SECONDS."""
+        self._why, self._until = why, time.monotonic() + PAUSE_SECONDS
+
+    def failed(self, error: Exception) -> str:
+        """Leave the device alone after an error there, and say so once in the log; returns the sentence."""
+        is_short = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        what = f"{self.device} " + ("ran out of memory" if is_short else f"failed ({_first_line(error)})")
+        sentence = f"{what}: the call was computed on {self.home}"
+        if not self._why.startswith(what):
+            log.warning("%s", sentence)
+        self.leave_alone(f"{what} a moment ago")
+        return sentence
+
+    def start(
+        self, pool: ThreadPoolExecutor, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors]
+    ) -> Future[tuple[float, float]]:
+        """Begin :meth:`run` in a thread of the pool."""
         try:
-            for number, helper, part in taken:
-                pieces = self.plan.pieces_of(part)
-                try:
-                    errand = self._errand(helper, pieces, targets)
-                    errand.start()
-                except Exception as error:  # no streams, no thread
-                    stats.remarks.append(helper.failed(error))
-                    left += pieces
-                else:
-                    errands.append((number, helper, errand, pieces))
-            self._at_home(home, targets)
-            checkpoint = this_thread.checkpoint
-            for _, _, errand, _ in errands:
-                errand.join(None if checkpoint is None else functools.partial(checkpoint, 1, 1))
-        finally:
-            for _, _, errand, _ in errands:
-                errand.cancel()
-        names, count = self.plan.names, self.plan.seam.count
-        at_home = stats.devices.setdefault(names[0], DeviceShare())
-        at_home.add(DeviceShare(count, count))
-        for number, helper, errand, pieces in errands:
-            share = self._share(helper, errand, pieces, stats)
-            stats.devices.setdefault(names[number], DeviceShare()).add(share)
-            at_home.units -= share.units
-            left += pieces[errand.finished :]
-        for part in left:
-            self._at_home(part, targets)
-        return targets
+            self.follow_caller()
+            return pool.submit(self.run, sources, targets, compute, torch.is_inference_mode_enabled())
+        except RuntimeError as error:  # the device has no stream for it, or the system no thread
+            failed: Future[tuple[float, float]] = Future()
+            failed.set_exception(error)
+            return failed
 
-    def _errand(self, helper: Helper, pieces: Sequence[Part], targets: Sequence[Tensor]) -> Errand:
-        """What is the same for all pieces crosses once."""
-        first = self.sources(pieces[0])
-        is_common = [part is whole for part, whole in zip(first, self.given)]
+    def follow_caller(self) -> None:
+        """Let what comes next run after all that this thread has put into the first device's current stream so far."""
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self.home))
 
-        def piece(part: Part) -> Piece:
-            def compute(common: Sequence[Tensor], own: Sequence[Tensor]) -> Sequence[Tensor]:
-                shared, others = iter(common), iter(own)
-                return self.compute(part, [next(shared if whole else others) for whole in is_common])
+    def run(
+        self, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors], in_inference: bool = False
+    ) -> tuple[float, float]:
+        """Copy ``sources`` to the device, compute, copy the results into ``targets``, and wait until all is done, also
+        where it fails: nothing reads or writes the caller's tensors any more.
 
-            own = [t for t, whole in zip(self.sources(part), is_common) if not whole]
-            return Piece(own, self.views(part, targets), compute)
+        Returns:
+            Milliseconds in copies, and in computation.
+        """
+        with torch.inference_mode(in_inference), torch.no_grad(), self._in_its_streams():
+            moments = [self._moment()]
+            there = [None if t is None else _copied(t, self.device) for t in sources]
+            moments.append(self._moment())
+            results = compute(there)
+            moments.append(self._moment())
+            _fill(targets, results)
+            moments.append(self._moment())
+        copies, run, back = map(_milliseconds, moments, moments[1:])
+        return copies + back, run
 
-        common = [t for t, whole in zip(self.given, is_common) if whole]
-        return Errand(helper.lanes(), [t.detach() for t in common], [piece(part) for part in pieces])
+    @contextmanager
+    def _in_its_streams(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.callback(stream.synchronize)  # raises what has gone wrong on the device meanwhile
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
-    def _at_home(self, part: Part, targets: Sequence[Tensor]) -> None:
-        results = self.compute(part, self.sources(part))
-        for view, result in zip(self.views(part, targets), results, strict=True):
-            view.copy_(result)
-
-    def _share(self, helper: Helper, errand: Errand, pieces: Sequence[Part], stats: TiledStats) -> DeviceShare:
-        """What a device has done; what went wrong there is remembered."""
-        error = errand.error
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        if isinstance(error, RouteUnavailable):
-            sentence = f"{helper.device} cannot take its part: {error}"
-            helper.lost = sentence
-            helper.tell(sentence)
-            stats.remarks.append(sentence)
-        elif error is not None:
-            stats.remarks.append(helper.failed(error))
-        done = sum(part.size for part in pieces[: errand.finished])
-        return DeviceShare(done, self.plan.seam.count, errand.copy_ms, errand.run_ms)
+    def _moment(self) -> Any:
+        """A point in the work of the device; of the host, for a CPU."""
+        *_, stream = (None, *self.streams)
+        return stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
 
 
-# ---- whether, and how much ------------------------------------------------------------------------------------------
+class Helpers:
+    """The other devices of one device; a part of its :class:`~pascal_attn_core.runtime.Runtime`."""
+
+    def __init__(self, runtime: Runtime):
+        self.home = runtime.device
+        self._known: dict[tuple[torch.device, int], Helper] = {}
+
+    def of(self, device: torch.device, number: int = 0) -> Helper:
+        """The helper of a device; ``number`` is its place among the others, as one may be there several times."""
+        return self._known.setdefault((device, number), Helper(self.home, device))
+
+
+def seen_on(device: torch.device, devices: Sequence[torch.device]) -> None:
+    """A call runs whose tensors are on ``device``: if that is one of the others, it is left alone for a while."""
+    if device != devices[0] and device in devices and device.type == devices[0].type and not _missing(devices[:1]):
+        helper = runtime_of(devices[0]).part(Helpers).of(device, list(devices).index(device) - 1)
+        helper.leave_alone(f"{device} computes attention of its own, as in ComfyUI's work split over several cards")
+
+
+# ---- whether, and how much -------------------------------------------------------------------------------------------
 
 
 def device_named(name: str) -> torch.device:
@@ -372,12 +339,8 @@ def device_named(name: str) -> torch.device:
 
 def names_of(devices: Sequence[torch.device]) -> list[str]:
     """``["cuda:0", "cuda:1"]``, ``["cpu", "cpu #2"]``."""
-    counts: dict[torch.device, int] = {}
-    names = []
-    for device in devices:
-        counts[device] = counts.get(device, 0) + 1
-        names.append(str(device) if counts[device] == 1 else f"{device} #{counts[device]}")
-    return names
+    counts = [devices[: i + 1].count(device) for i, device in enumerate(devices)]
+    return [str(device) if count == 1 else f"{device} #{count}" for device, count in zip(devices, counts)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -390,10 +353,31 @@ def _missing(devices: Sequence[torch.device]) -> list[torch.device]:
     return [device for device in devices if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()]
 
 
-def seen_on(device: torch.device, devices: Sequence[torch.device]) -> None:
-    """A call runs whose tensors are on ``device``: if that is one of the others, it is busy for a while."""
-    if device != devices[0] and device in devices and device.type == devices[0].type and not _missing(devices[:1]):
-        runtime_of(devices[0]).part(Helpers).of(device, list(devices).index(device) - 1).is_busy()
+def _shared(request: Request, alone: Choice) -> Shared | str:
+    """How a call is shared out, or why it is not."""
+    call, config = request.call, _alone(request.config)
+    devices = tuple(device_named(name) for name in request.config.devices)
+    why = _why_alone(call, request, devices)
+    if why:
+        return why
+    if isinstance(alone.by, (AsItIs, MathRoute)):
+        return "its score matrix is small"
+    shared = alone.by.for_parts(call, config, alone.plan)
+    if isinstance(shared, list):
+        return shared[0]
+    if call.needs_grad:
+        if any(_of_heads(t, range(1), call.num_kv_heads) is t for t in (call.query, call.key, call.value)):
+            return "gradients of inputs that all parts share would have to be summed across devices"
+        if alone.by.is_differentiable and call.query.is_cuda and call.query.device in devices[1:]:
+            return "autograd runs one thread per device"
+    helpers = tuple(runtime_of(devices[0]).part(Helpers).of(other, i) for i, other in enumerate(devices[1:]))
+    found = _counts(request, alone.by, helpers)
+    if isinstance(found, str):
+        return found
+    counts, grounds = found
+    places = ", ".join(f"{count} on {name}" for name, count in zip(names_of(devices), counts) if count)
+    words = f"of {call.num_kv_heads} key/value heads {places} ({grounds}); each part by {alone.route}: {alone.why}"
+    return Shared(alone.by, shared, config, devices[0], helpers, counts, words)
 
 
 def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.device, ...]) -> str:
@@ -404,8 +388,10 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         return f"its tensors are on {device}, and only calls on {devices[0]} are shared"
     if min(call.seq_len_q, call.seq_len_kv) < least:
         return f"it has fewer than {least} queries or keys"
+    kinds = {other.type for other in devices}
     checks = (
         (call.is_empty, "it is empty"),
+        (call.num_kv_heads < 2, "it has one key/value head"),
         (bool(call.dropout_p), "it has dropout"),
         (isinstance(call.attn_mask, LazyMask), "its mask is a rule, not a tensor"),
         (call.sinks is not None, "it has attention sinks"),
@@ -414,95 +400,177 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (torch._C._are_functorch_transforms_active(), "transforms of torch.func are active"),
         (torch._C._get_tracing_state() is not None, "it is being traced"),
         (os.getpid() != _process, "this process was forked"),
-        (
-            len({other.type for other in devices}) > 1 or device.type not in ("cpu", "cuda"),
-            "devices of these kinds cannot share a call",
-        ),
+        (kinds not in ({"cpu"}, {"cuda"}), "devices of these kinds cannot share a call"),
     )
     for holds, why in checks:
         if holds:
             return why
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"
-        missing = _missing(devices)
-        if missing:
-            return f"there is no device {missing[0]}"
-    helpers = runtime_of(devices[0]).part(Helpers)
-    lost = [helpers.of(other, number).lost for number, other in enumerate(devices[1:])]
-    return lost[0] if all(lost) else ""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    missing = _missing(devices)
+    return f"there is no device {missing[0]}" if missing else ""
 
 
-def _load(call: AttentionCall, seam: Seam) -> Load:
-    """What a unit is made of. A mask counts as cut where it is."""
-    part, size = Part(seam, 0, 1), call.query.element_size()
-    own, common = 0, 0
-    for mine, whole in zip(_given(part.inputs(call)), _inputs(call)):
-        num_bytes = distinct(mine).numel() * mine.element_size()
-        own, common = (own, common + num_bytes) if mine is whole else (own + num_bytes, common)
-    rows = call.batch_size * call.num_heads * call.seq_len_q // seam.count
-    flops = 2.0 * call.num_scores / seam.count * (call.head_dim + call.head_dim_v)
-    back = rows * call.head_dim_v * size
-    if call.needs_grad:
-        kv_rows = call.batch_size * call.num_kv_heads * call.seq_len_kv // seam.count
-        own += own + 2 * back
-        back += rows * call.head_dim * size + kv_rows * (call.head_dim + call.head_dim_v) * size
-        flops *= 3.5
-    return Load(flops, own, back, common)
+def _counts(request: Request, route: Route, helpers: Sequence[Helper]) -> tuple[tuple[int, ...], str] | str:
+    """(key/value heads of each device, on what grounds), or why one device is as good."""
+    call, home = request.call, helpers[0].home
+    able = [helper for helper in helpers if not helper.why_not()]
+    if not able:
+        return helpers[0].why_not()
+    speeds = request.runtime.part(Speeds)
+    found = (speeds.of(call, route, helper, may_time=request.may_time) for helper in able)
+    known = tuple(speed for speed in found if speed is not None)
+    if len(known) < len(able):
+        return "the devices were not timed, and cannot be now"
+    counts, ratio = divided(call.num_kv_heads, *_load(call), known)
+    if ratio > WORTH and speeds.is_on:
+        return f"timed or estimated at {ratio:.2f} of the time of {home} alone"
+    given = iter(counts[1:])
+    counts = (counts[0], *(next(given) if helper in able else 0 for helper in helpers))
+    return counts, f"timed: {ratio:.2f} of the time of {home} alone" if speeds.is_on else "nothing was timed"
 
 
-def _counts(
-    call: AttentionCall, route: Route, request: Request, devices: tuple[torch.device, ...], seam: Seam
-) -> tuple[tuple[int, ...], str] | str:
-    """(units of each device, on what grounds), or why one device is as good."""
-    runtime, load = runtime_of(devices[0]), _load(call, seam)
-    table, helpers = runtime.part(ShareTimings), runtime.part(Helpers)
-    others = [helpers.of(device, number) for number, device in enumerate(devices[1:])]
-    able = [helper for helper in others if not helper.lost]
-    if not table.is_on:
-        home_ms, paces = modelled(load, runtime.info, [device_info(helper.device) for helper in able])
-        alone_ms, grounds = home_ms, "from the cards' specifications, nothing was timed"
-    else:
-        timed = [table.of(call, route, helper, may_time=request.may_time) for helper in able]
-        known = [each.paces(call.num_scores // seam.count, load) for each in timed if each is not None]
-        if len(known) < len(timed):
-            return "the devices were not timed, and cannot be now"
-        alone_ms, home_ms, paces = known[0][0], known[0][1], tuple(pace for _, _, pace in known)
-        grounds = ""
-    found = best_counts(seam.count, home_ms, paces)
-    ratio = shared_ms(home_ms, paces, found) / max(1e-9, alone_ms * seam.count)
-    if found[0] == seam.count or (table.is_on and ratio > WORTH):
-        return f"timed or estimated at {ratio:.2f} of the time of {devices[0]} alone"
-    given = iter(found[1:])
-    counts = (found[0], *(0 if helper.lost else next(given) for helper in others))
-    return counts, grounds or f"timed: {ratio:.2f} of the time of {devices[0]} alone"
+@functools.lru_cache(maxsize=4096)
+def divided(heads: int, scores: float, mib: float, speeds: tuple[Speed, ...]) -> tuple[tuple[int, ...], float]:
+    """(heads of each device, the first one's first, such that the last is done as early as can be; that time in units
+    of the first device's for all heads). The first device keeps one head at least.
+
+    Args:
+        scores: of one head, in units of 2^20; mib: that cross for it, there and back.
+    """
+    paces = [scores * speeds[0].home, *(scores * speed.away + mib * speed.copies for speed in speeds)]
+    counts = [1] + [0] * len(speeds)
+    for _ in range(heads - 1):
+        ends = [(count + 1) * pace for count, pace in zip(counts, paces)]
+        counts[ends.index(min(ends))] += 1
+    last = max(count * pace for count, pace in zip(counts, paces))
+    return tuple(counts), last / (heads * paces[0]) if paces[0] else 1.0
+
+
+def _load(call: AttentionCall) -> tuple[float, float]:
+    """(2^20 scores of a head, MiB that cross for it) in the forward pass; the backward pass has more of both."""
+    copied = [distinct(tensor).numel() for tensor in _inputs(call) if tensor is not None]
+    num_bytes = (sum(copied) + math.prod(call.out_shape)) * call.query.element_size()
+    seen = 0.5 if call.is_causal else 1.0
+    return seen * call.num_scores / call.num_kv_heads / MIB, num_bytes / call.num_kv_heads / MIB
+
+
+class Speed(NamedTuple):
+    """Milliseconds of the first device and of another one for 2^20 scores, and of a MiB that crosses between them."""
+
+    home: float
+    away: float
+    copies: float
+
+
+class SpeedKind(NamedTuple):
+    """Calls for which the devices are taken to be equally fast: ``"cuda:1 Tesla P40"``, the route of the parts, the
+    dtype, head_dim."""
+
+    device: str
+    route: str
+    dtype: str
+    head_dim: int
+
+
+class Speeds(TimingTable[SpeedKind, Speed]):
+    """How fast the other devices of one device are; made by ``runtime.part(Speeds)``."""
+
+    section, file_kind = "several_devices", "shares"
+
+    def of(self, call: AttentionCall, route: Route, helper: Helper, *, may_time: bool) -> Speed | None:
+        """None where it was not timed, nor can be now; where nothing is ever timed, all devices are equally fast."""
+        if not self.is_on:
+            return Speed(1.0, 1.0, 0.0)
+        name, dtype = device_info(helper.device).name, str(call.query.dtype).removeprefix("torch.")
+        kind = SpeedKind(f"{helper.device} {name}", route.name, dtype, call.head_dim)
+        return self.find(kind, lambda: self._timed(call, route, helper)) if may_time else self.known.get(kind)
+
+    def _timed(self, call: AttentionCall, route: Route, helper: Helper) -> Speed:
+        try:
+            with torch.no_grad():
+                return self._clocked(call, route, helper)
+        except Exception as error:
+            raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
+
+    def _clocked(self, call: AttentionCall, route: Route, helper: Helper) -> Speed:
+        heads = max(1, min(_ROWS[self.device.type] // _TOKENS, call.batch_size * call.num_heads))
+        shape = (1, heads, _TOKENS, call.head_dim)
+        inputs = [torch.randn(shape, device=self.device).to(call.query.dtype) for _ in range(3)]
+        out = torch.empty_like(inputs[0])
+
+        def compute(tensors: Tensors) -> Tensors:
+            own = check_call(*tensors)  # type: ignore[arg-type]
+            plan = route.plan(Request(own, _CONFIG))
+            if isinstance(plan, list):
+                raise RouteUnavailable("; ".join(plan))
+            return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
+
+        def there_and_back(work: Callable[[Tensors], Tensors]) -> None:
+            helper.follow_caller()
+            helper.run(inputs, [out], work)
+
+        attempts = [lambda: compute(inputs), lambda: there_and_back(compute), lambda: there_and_back(lambda own: own)]
+        home, away, copies = self.clock(attempts, self.device)
+        scores, crossing = heads * _TOKENS**2 / MIB, 4 * out.numel() * out.element_size() / MIB
+        found = Speed(home / scores, max(0.0, away - copies) / scores, copies / crossing)
+        log.info("timed once on %s and %s: %s", self.device, helper.device, found)
+        return found
+
+    def conditions(self) -> dict[str, str]:
+        threads = str(torch.get_num_threads()) if self.device.type == "cpu" else ""
+        return {"card": self.info.name, "device": str(self.device), "torch": torch.__version__, "threads": threads}
+
+    def kind_of(self, fields: Mapping[str, Any]) -> SpeedKind:
+        return SpeedKind(**fields)
+
+    def row(self, found: Speed) -> dict[str, Any]:
+        return found._asdict()
+
+    def found_in(self, row: Mapping[str, Any]) -> Speed:
+        return Speed(*(float(row[name]) for name in Speed._fields))
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def _inputs(call: AttentionCall) -> list[Tensor]:
-    """Query, key, value, and the mask if there is one."""
+def _inputs(call: AttentionCall) -> list[Tensor | None]:
+    """Query, key, value and attn_mask."""
     assert not isinstance(call.attn_mask, LazyMask)
-    return _given([call.query, call.key, call.value, call.attn_mask])
+    return [call.query, call.key, call.value, call.attn_mask]
 
 
-def _with_mask(call: AttentionCall, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    return [*tensors, *[None] * (4 - len(tensors))]
+def _part(call: AttentionCall, heads: range, inputs: Tensors) -> AttentionCall:
+    """Some key/value heads of a call as a call of its own, the first four of ``inputs`` its query, key, value, mask."""
+    query, key, value, mask = inputs[:4]
+    sizes = {"num_heads": len(heads) * call.groups, "num_kv_heads": len(heads)}
+    return replace(call, query=query, key=key, value=value, attn_mask=mask, **sizes)  # type: ignore[arg-type]
 
 
-def _plan_part(route: Route, request: Request, shared: Any) -> Any:
-    plan = route.plan_part(request, shared)
-    if isinstance(plan, list):
-        raise RouteUnavailable("; ".join(plan))
-    return plan
+def _of_heads(tensor: Tensor | None, heads: range, num_kv_heads: int, dim: int = -3) -> Tensor | None:
+    """A view of what belongs to some key/value heads in a tensor that has key/value heads or query heads in dimension
+    ``dim``; the tensor itself where it has no such dimension, or one for all heads."""
+    if tensor is None or tensor.dim() < -dim or tensor.shape[dim] == 1:
+        return tensor
+    groups = tensor.shape[dim] // num_kv_heads
+    return tensor.narrow(dim, heads.start * groups, len(heads) * groups)
 
 
-def _add(stats: TiledStats, counted: TiledStats) -> None:
-    stats.blocks += counted.blocks
-    stats.bounded_blocks += counted.bounded_blocks
-    stats.budget_halvings += counted.budget_halvings
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device with the same order of dimensions; what repeats along one (stride 0) does so there too."""
+    once = distinct(tensor)
+    return torch.empty_like(once, device=device).copy_(once, non_blocking=True).expand(tensor.shape)
+
+
+def _fill(targets: Tensors, results: Tensors) -> None:
+    for target, result in zip(targets, results):
+        if target is not None and result is not None:
+            target.copy_(result, non_blocking=True)
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -71,27 +71,17 @@ class TiledRoute(Route):
     def for_parts(
         self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
     ) -> WholeTiles | list[str]:
-        mask = call.attn_mask
-        if call.num_kv_heads == 1 and (mask is not None or call.has_band):
-            return ["its query rows do not all see the same keys"]
+        mask, walks = call.attn_mask, runtime_of(call.query.device).part(Walks)
         if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
             return ["whether its float mask is padding is decided for all heads together"]
-        walks, tiles = runtime_of(call.query.device).part(Walks), []
         try:
             walk = walks.of(call, config, basis=plan)
-            back = walks.of(call, config, backward=True) if call.needs_grad else None
+            back = walks.of(call, config, backward=True).tiles if call.needs_grad else None
         except ValueError as error:  # raised again where the call is computed
             return [str(error)]
-        for each in (walk, back):
-            if each is None:
-                continue
-            if each.tiles.units > 1:
-                return ["several heads share a step of the tiles: the call is short"]
-            step = each.q_ranges[0][1]
-            if call.num_kv_heads == 1 and (call.seq_len_q % step or step != walk.q_ranges[0][1]):
-                return ["its query rows do not make blocks of one size"]
-            tiles.append(replace(each.tiles, q_block=step) if call.num_kv_heads == 1 else each.tiles)
-        return WholeTiles(tiles[0], tiles[1] if call.needs_grad else None, walk.may_bound)
+        if walk.tiles.units > 1 or (back is not None and back.units > 1):
+            return ["several heads share a step of the tiles: the call is short"]
+        return WholeTiles(walk.tiles, back, walk.may_bound)
 
     def plan_part(self, request: Request, shared: WholeTiles) -> WholeTiles:
         return shared

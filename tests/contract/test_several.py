@@ -16,17 +16,14 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.routes import choose
 from pascal_attn_core.runtime import Runtime, using
-from pascal_attn_core.several import cut
 
 SHARED_BY = ("auto", "torch", "tiled", "online", "small_tiles", "small_budget")
 # Why calls of the table stay on the first device. All others are shared.
 REASONS = (
     "it has fewer than 1 queries or keys",
     "it is empty",
-    "its query rows do not all see the same keys",
-    "its query rows do not make blocks of one size",
+    "it has one key/value head",
     "several heads share a step of the tiles: the call is short",
-    "there is nothing to split: one key/value head",
     "whether its float mask is padding is decided for all heads together",
     "gradients of inputs that all parts share would have to be summed across devices",
 )
@@ -111,41 +108,6 @@ def test_gradients_of_lse_flow_through() -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("route", ["torch", "tiled"])
-@pytest.mark.parametrize("heads", [1, 4])
-def test_one_key_value_head_is_cut_by_query_rows(route: str, heads: int) -> None:
-    query, key, value = torch.randn(1, heads, 4096, 16), torch.randn(1, 1, 700, 16), torch.randn(1, 1, 700, 16)
-    config = AttentionConfig(route=route)
-    with record() as report:
-        out = sdpa(query, key, value, config=shared(config, "cpu", "cpu"))
-    assert torch.equal(out, sdpa(query, key, value, config=config))
-    ((key_, _),) = report.calls.items()
-    assert key_.route == "several"
-    assert "query rows" in key_.why
-    mask = torch.rand(1, 1, 4096, 700) < 0.8
-    out = sdpa(query, key, value, mask, config=shared(config, "cpu", "cpu"))
-    assert torch.equal(out, sdpa(query, key, value, mask, config=config))
-
-
-@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
-@pytest.mark.parametrize("window", [None, (700, 20)])
-def test_rows_of_a_causal_call_know_where_the_diagonal_is(alignment: str, window: tuple[int, int] | None) -> None:
-    """The cut by rows itself, whichever route may take it."""
-    query, key, value = torch.randn(1, 2, 1700, 8), torch.randn(1, 1, 1900, 8), torch.randn(1, 1, 1900, 8)
-    call = check_call(query, key, value, is_causal=True, alignment=alignment, window=window, enable_gqa=True)
-    seam = cut.seam_of(call)
-    assert (seam.kind, seam.count) == (cut.ROWS, 3)
-    options = {"is_causal": True, "alignment": alignment, "window": window, "enable_gqa": True}
-    whole = sdpa(query.double(), key.double(), value.double(), **options)
-    for first in range(3):
-        own = cut.Part(seam, first, first + 1).of_call(call)
-        rows = slice(768 * first, min(768 * (first + 1), 1700))
-        assert own.offset == call.offset + rows.start
-        route = choose(own, AttentionConfig(route="tiled"))
-        out = route.by.forward(own, AttentionConfig(), None, with_lse=False, for_grad=False, stats=None).out
-        torch.testing.assert_close(out, whole[:, :, rows].float(), atol=1e-5, rtol=1e-5)
-
-
 # ---- what stays on the first device ----------------------------------------------------------------------------------
 
 
@@ -170,7 +132,7 @@ def test_explain_says_why_a_call_stays() -> None:
     assert _why(config, *inputs, lazy) == "its mask is a rule, not a tensor"
     assert _why(config, *inputs, bias) == "it needs the gradient of its mask"
     assert _why(config, *inputs, sinks=torch.zeros(4)) == "it has attention sinks"
-    assert _why(config, *(t[:, :1] for t in inputs)).startswith("there is nothing to split: one key/value head")
+    assert _why(config, *(t[:, :1] for t in inputs)) == "it has one key/value head"
     elsewhere = replace(config, devices=("cuda:0", "cuda:1"))
     assert _why(elsewhere, *inputs) == "its tensors are on cpu, and only calls on cuda:0 are shared"
     mixed = replace(config, devices=("cpu", "cuda:0"))

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
 from pascal_attn_core.observe.memory import PeakMemory
-from pascal_attn_core.routes.share_timing import ShareTimings
+from pascal_attn_core.routes.several import Helper, Speeds
 from pascal_attn_core.runtime import Runtime, runtime_of, using
-from pascal_attn_core.several import helpers
-from pascal_attn_core.several.errand import bring, take_back
-from pascal_attn_core.several.lanes import CudaLanes
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -36,14 +33,6 @@ def _helpers_of_its_own() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["direct", "pinned"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How copies cross; pinned memory works between any two."""
-    if request.param == "pinned":
-        monkeypatch.setattr(helpers, "lanes_between", lambda home, away: CudaLanes(home, away, is_direct=False))
-    return request.param
-
-
 def _inputs(layout: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     tensors = [torch.randn(2, 8, 2048, 64, device=HOME, dtype=dtype) for _ in range(3)]
     return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors] if layout == "tokens" else tensors
@@ -56,7 +45,7 @@ def _same_card(other: str) -> bool:
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
 @pytest.mark.parametrize("route", ["torch", "tiled"])
-def test_results_are_those_of_one_device(path: str, other: str, layout: str, route: str) -> None:
+def test_results_are_those_of_one_device(other: str, layout: str, route: str) -> None:
     alone = AttentionConfig(route=route)
     shared = replace(alone, devices=("cuda:0", other), share_from_tokens=1)
     inputs = _inputs(layout)
@@ -78,7 +67,7 @@ def test_results_are_those_of_one_device(path: str, other: str, layout: str, rou
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_many_calls_without_a_wait_between_them(path: str, other: str) -> None:
+def test_many_calls_without_a_wait_between_them(other: str) -> None:
     """Memory of one call is given out again in the next: nothing may still be in flight in it."""
     alone = AttentionConfig(route="torch")
     shared = replace(alone, devices=("cuda:0", other), share_from_tokens=1)
@@ -91,7 +80,7 @@ def test_many_calls_without_a_wait_between_them(path: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_gradients(path: str, other: str) -> None:
+def test_gradients(other: str) -> None:
     config = AttentionConfig(route="tiled", q_block=512, kv_block=512)
     leaves = [t.requires_grad_() for t in _inputs("heads")]
     found = []
@@ -103,7 +92,7 @@ def test_gradients(path: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_the_caller_may_use_a_stream_of_its_own(path: str, other: str) -> None:
+def test_the_caller_may_use_a_stream_of_its_own(other: str) -> None:
     shared = AttentionConfig(route="torch", devices=("cuda:0", other), share_from_tokens=1)
     inputs = _inputs("heads")
     expected = sdpa(*inputs, config=replace(shared, devices=()))
@@ -119,42 +108,27 @@ def test_the_caller_may_use_a_stream_of_its_own(path: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_copies_keep_every_layout(other: str, is_direct: bool) -> None:
-    away = torch.device(other)
-    if is_direct and away != HOME and not torch.cuda.can_device_access_peer(HOME, away):
-        pytest.skip("no peer access between the two cards")
-    lanes = CudaLanes(HOME, away, is_direct=is_direct)
-    whole = torch.randn(2, 6, 100, 32, device=HOME)
+def test_copies_keep_every_layout(other: str) -> None:
+    helper, whole = Helper(HOME, torch.device(other)), torch.randn(2, 6, 100, 32, device=HOME)
     for source in (whole, whole[:, 2:4], whole.transpose(1, 2), whole[:, :1].expand(-1, 6, -1, -1), whole[..., ::2]):
-        lanes.follow_caller()
-        with lanes.open():
-            brought = bring(lanes, [source])
-            lanes.wait(brought.mark)
-            assert brought.tensors[0].device == away
-            target = (
-                torch.zeros_like(whole)[:, : source.shape[1]] if source.shape[-1] == 32 else torch.empty_like(source)
-            )
-            if target.shape == source.shape:
-                torch.cuda.synchronize()
-                back = take_back(lanes, brought.tensors, [target])
-                lanes.wait(back.mark)
-                assert torch.equal(target, source)
-        lanes.drain()
-        assert lanes.spent()[0] >= 0
+        target = torch.zeros_like(source)
+        helper.follow_caller()
+        copies, _ = helper.run([source], [target], lambda tensors: tensors)
+        assert torch.equal(target, source)
+        assert copies > 0
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_shares_are_timed(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(HOME, parts={ShareTimings: lambda own: ShareTimings(own, folder=lambda: None, is_on=True)})
+def test_shares_are_timed(other: str) -> None:
+    runtime = Runtime(HOME, parts={Speeds: lambda own: Speeds(own, folder=lambda: None, is_on=True)})
     with using(runtime):
         config = AttentionConfig(devices=("cuda:0", other), share_from_tokens=1, math_limit_mib=0)
         inputs = _inputs("heads")
         out = sdpa(*inputs, config=config)
         torch.testing.assert_close(out, sdpa(*inputs, config=replace(config, devices=())), atol=1e-5, rtol=1e-4)
-        (timing,) = runtime_of(HOME).part(ShareTimings).known.values()
-        assert timing is not None
-        assert min(timing.home_ms, timing.away_ms, timing.in_ms, timing.back_ms, timing.start_ms) > 0
+        (speed,) = runtime_of(HOME).part(Speeds).known.values()
+        assert speed is not None
+        assert min(speed) > 0
 
 
 @needs_two

@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOME, AWAY, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+HOME, AWAY = torch.device("cuda", 0), torch.device("cuda", 1)
 _copy = torch.Tensor.copy_
 
 
 @dataclass(eq=False)
 class Copied:
-    """A copy: from where to where, in which stream, what is over when it begins, and the storages it touches."""
+    """A copy: in which stream, what is over when it begins, and the storages it touches."""
 
-    source: torch.device
-    target: torch.device
     stream: FakeStream
     before: set[Copied]
     reads: int
@@ -35,8 +33,12 @@ class FakeStream:
         self.cuda, self.device = cuda, torch.device(device)
         self.done: set[Copied] = set()  # over when the next thing in it begins
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.done |= event.done
+    def wait_stream(self, other: FakeStream) -> None:
+        self.done |= other.done
+
+    def record_event(self, event: FakeEvent) -> FakeEvent:
+        event.stream, event.done = self, set(self.done)
+        return event
 
     def synchronize(self) -> None:
         self.cuda.host |= self.done
@@ -47,12 +49,6 @@ class FakeEvent:
         self.cuda, self.timed = cuda, enable_timing
         self.stream: FakeStream | None = None
         self.done: set[Copied] = set()
-
-    def record(self, stream: FakeStream) -> None:
-        self.stream, self.done = stream, set(stream.done)
-
-    def synchronize(self) -> None:
-        self.cuda.host |= self.done
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.timed
@@ -108,16 +104,12 @@ class FakeCuda:
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``target.copy_(source)``."""
         to, of = self.place(target), self.place(source)
-        stream = self._current[of if of != HOST else to]
-        if HOST not in (to, of):
-            other = self._current[to]
-            stream.done |= other.done
-        copied = Copied(of, to, stream, stream.done | self.host, *_addresses(source, target))
+        stream = self._current[of]
+        stream.done |= self._current[to].done
+        copied = Copied(stream, stream.done | self.host, *_addresses(source, target))
         self.copies.append(copied)
         stream.done = stream.done | {copied}
-        if HOST not in (to, of):
-            self._current[to].done |= stream.done
-        assert non_blocking or HOST not in (to, of), "a copy from or to the host would wait"
+        self._current[to].done |= stream.done
         return _copy(target, source)
 
 
@@ -134,16 +126,8 @@ class FakeTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def _made(self, tensor: Tensor, device: torch.device) -> Tensor:
-        self.cuda.places[tensor.untyped_storage().data_ptr()] = device
-        self.cuda.kept.append(tensor)  # no address is given out twice
-        return tensor
-
-    def empty_like(self, tensor: Tensor, device: torch.device | str) -> Tensor:
-        if device == "meta":
-            return torch.empty_like(tensor, device="meta")
-        return self._made(torch.empty_like(tensor), torch.device(device))
-
-    def empty_strided(self, size: Any, stride: Any, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
-        assert (device, pin_memory) == ("cpu", True)
-        return self._made(torch.empty_strided(size, stride, dtype=dtype), HOST)
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        made = torch.empty_like(tensor)
+        self.cuda.places[made.untyped_storage().data_ptr()] = device
+        self.cuda.kept.append(made)  # no address is given out twice
+        return made

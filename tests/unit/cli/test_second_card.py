@@ -6,20 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from attn_support.several.lanes import ModelLanes
 
 from pascal_attn_core.cli import main, second_card
 from pascal_attn_core.cli.info import Info, describe, document
 from pascal_attn_core.cli.second_card import CARDS, MODELS, own_gains, table
-from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.observe import machine as machine_facts
 from pascal_attn_core.observe.machine import Machine, describe_facts
 from pascal_attn_core.observe.together import Link, parse_link
 from pascal_attn_core.observe.wheels import TorchBuild
-from pascal_attn_core.several.errand import Errand, Piece
-from pascal_attn_core.several.lanes import Lane
-from pascal_attn_core.several.pace import best_counts, cut_pieces, modelled, modelled_gain, shared_ms
 
 PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
 BUILD = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_61",))
@@ -47,19 +41,12 @@ def test_any_pair_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_more_bandwidth_a_faster_card_and_longer_calls_gain_more() -> None:
     home, slow, fast = CARDS["GTX 1080 Ti"], CARDS["GTX 1060 6GB"], CARDS["P40"]
-    gains = [modelled_gain(m.heads, m.load(), home, fast) for m in MODELS[1:]]
+    gains = [model.gain(home, fast, 6e9) for model in MODELS]
     assert gains == sorted(gains)
-    assert 1.7 < gains[0] < gains[-1] < 2.1
+    assert 1.4 < gains[0] < gains[-1] < 2
     flux = MODELS[1]
-    assert modelled_gain(24, flux.load(), home, slow) < modelled_gain(24, flux.load(), home, fast)
-    assert modelled_gain(24, flux.load(), home, fast, 1e9) < modelled_gain(24, flux.load(), home, fast, 12e9)
-    assert modelled_gain(24, flux.load(), home, fast, 1e6) == 1.0
-
-
-def test_a_card_that_is_not_known_counts_as_one_of_the_same_kind() -> None:
-    home_ms, paces = modelled(MODELS[0].load(), DeviceInfo("cuda", "one"), [DeviceInfo("cuda", "other")])
-    assert best_counts(10, home_ms, paces) == (5, 5)
-    assert shared_ms(home_ms, paces, (5, 5)) == 5 * home_ms
+    assert flux.gain(home, slow, 6e9) < flux.gain(home, fast, 6e9) < flux.gain(home, fast, 12e9)
+    assert flux.gain(home, fast, 1e6) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -121,28 +108,3 @@ def test_the_facts_of_two_cards_are_gathered(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.direct == ((0, 1),)
     assert machine_facts.look_around(asks_devices=False).links == ()
     assert ("--id", "GPU-1") in [command[-2:] for command in asked]
-
-
-def test_the_model_is_what_the_lanes_do() -> None:
-    """The time that the table rests on, against the modelled clock of an errand with the same copies and runs."""
-    model = MODELS[1]
-    home_ms, (pace,) = modelled(model.load(), CARDS["P40"], [CARDS["P40"]])
-    counts = best_counts(model.heads, home_ms, (pace,))
-    sizes = cut_pieces(counts[1])
-    left = iter([pace.run_ms * size for size in sizes])
-    spent = {Lane.RECEIVE: pace.in_ms, Lane.LAND: pace.back_ms}
-    lanes = ModelLanes(
-        is_direct=True,
-        copy_ms=lambda lane, num_bytes: num_bytes / 4 * spent.get(lane, 0.0),
-        run_ms=lambda: next(left),
-    )
-    source, target = torch.zeros(counts[1], 1), torch.zeros(counts[1], 1)
-    cuts = torch.split(torch.arange(counts[1]), sizes)
-    pieces = [
-        Piece([source[c[0] : c[-1] + 1]], [target[c[0] : c[-1] + 1]], lambda common, own: list(own)) for c in cuts
-    ]
-    errand = Errand(lanes, [], pieces)
-    errand.start()
-    errand.join()
-    last = lanes.of(Lane.LAND)[-1].ends + pace.start_ms
-    assert max(last, counts[0] * home_ms) == pytest.approx(shared_ms(home_ms, (pace,), counts))

@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     },
     {"device", "call", "stand_in"},
     {"runtime", "observe"},
-    {"tiled", "ffn", "several"},
+    {"tiled", "ffn"},
     {"fused", "plots"},
     {"routes"},
     {"attention"},

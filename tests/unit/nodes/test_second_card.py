@@ -93,14 +93,14 @@ def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypat
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
-    runtime, helpers = _core("runtime"), _core("several.helpers")
-    runtime.runtime_of(torch.device("cpu")).part(helpers.Helpers).of(torch.device("cpu")).is_busy()
+    runtime, several = _core("runtime"), _core("routes.several")
     engine = make_engine(route="torch")
     engine.share(("cpu", "cpu"), 128)
     engine.begin()
     _attend(engine)
-    run = engine.end()
-    assert run.notes == ["cpu computes attention of its own, as in ComfyUI's work split over several cards"]
+    runtime.runtime_of(torch.device("cpu")).part(several.Helpers).of(torch.device("cpu")).leave_alone("cpu is busy")
+    _attend(engine)
+    assert "cpu is busy" in engine.end().notes
 
 
 @pytest.mark.parametrize(

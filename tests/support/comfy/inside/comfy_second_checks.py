@@ -85,13 +85,12 @@ def clones_with_other_settings_do_not_share_them():
 def a_device_that_fails_changes_no_picture():
     model = with_second(with_patch(load_model("sd15")))
     expected, _ = latents(model)
-    errand = pack("core.several.errand")
 
-    def broken(lanes, sources):
+    def broken(tensor, device):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     core = pack("core.runtime")
-    with core.using(core.Runtime("cpu")), replaced(errand, "bring", broken):
+    with core.using(core.Runtime("cpu")), replaced(pack("core.routes.several"), "_copied", broken):
         out, (run,) = latents(model)
     assert torch.equal(out, expected)
     assert any("cpu failed (RuntimeError: CUDA error: unspecified launch failure)" in note for note in run.notes)
