@@ -9,18 +9,18 @@ from torch import nn
 
 from .comfy import host as _host
 from .comfy import inputs, others
+from .comfy import memory_required as _estimate_host
 from .comfy.host import KEY
 from .comfy.objects import Replacements, replace_functions
 from .comfy.others import AUTO, REPLACE, name_of, runs_first
-from .comfy.override import OVERRIDE, engine_of, make_override, previous_of
 from .comfy.prompt import where_only_weights_go
-from .comfy.replacements import named_attention
-from .comfy.scope import Scope, make_wrapper
 from .comfy.second import shared_over
 from .comfy.sites import by_name
 from .engine.engine import Engine, Settings
 from .engine.runs import PASSED
-from .estimate import host as _estimate_host
+from .patches.override import OVERRIDE, engine_of, make_override, previous_of
+from .patches.replacements import named_attention
+from .patches.scope import Scope, make_wrapper
 from .reporting.gain import status_line
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"

@@ -9,8 +9,9 @@ from torch import nn
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from .attention_patch import name_of_model
-from .comfy import ffn, host, inputs
-from .comfy.injection import install, network_of
+from .comfy import host, inputs
+from .patches import ffn
+from .patches.injection import install, network_of
 
 MIB = 1 << 20
 _SHARE = 32  # of the card's memory, for one feed-forward call

@@ -12,7 +12,7 @@ import torch
 
 from ..pascal_attn_core.flash_attn import install as stand_in
 from ..pascal_attn_core.observe.report import CallKey, record
-from ..pascal_attn_core.patching import Patch
+from ..pascal_attn_core.patching.patch import Patch
 from .comfy import host, inputs
 from .comfy.anything import ANY
 from .engine import runs

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..pascal_attn_core.int8.report import Int8Report
 from .attention_patch import name_of_model
-from .comfy import host, inputs, int8, kitchen
-from .comfy.injection import install, network_of
+from .comfy import comfy_kitchen, host, inputs
+from .patches import int8
+from .patches.injection import install, network_of
 
 
 class PascalInt8Linear:
@@ -61,7 +62,7 @@ class PascalInt8Linear:
                 "include": ("STRING", {"default": "", "tooltip": include, **more}),
                 "exclude": ("STRING", {"default": "", "tooltip": exclude, **more}),
                 "weights": (["host", "keep"], {"default": "host", "tooltip": weights, **more}),
-                "int8_files": (list(kitchen.CHOICES), {"default": "auto", "tooltip": files, **more}),
+                "int8_files": (list(comfy_kitchen.CHOICES), {"default": "auto", "tooltip": files, **more}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -85,7 +86,7 @@ class PascalInt8Linear:
         files = int8.Files(patched, int8_files)
         layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files, chosen)
         install(patched, layers)
-        kitchen.install(patched, files.served)
+        comfy_kitchen.install(patched, files.served)
         report = binding.report(network_of(patched))
         parts = [status(report, layers.subject, settings), files.text()]
         host.say("; ".join(filter(None, parts)), unique_id)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..pascal_attn_core.device import MIB, device_info
+from ..pascal_attn_core.machine.device import MIB, device_info
 from .attention_patch import name_of_model
 from .comfy import host as _host
 from .estimate.arithmetic import arithmetic, dtype_of

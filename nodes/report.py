@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..pascal_attn_core.observe.machine import complaints, look_around
+from ..pascal_attn_core.machine.facts import complaints, look_around
 from ..pascal_attn_core.selftest import Selftest, describe
 from ..pascal_attn_core.selftest import check as run_selftest
 from .comfy import host, inputs

@@ -11,10 +11,10 @@ from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .attention_patch import install, name_of_model
 from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
-from .comfy.override import OVERRIDE, engine_of, previous_of
 from .comfy.second import share_over, visible_cards
 from .engine import runs
 from .engine.engine import Engine, Settings
+from .patches.override import OVERRIDE, engine_of, previous_of
 
 _CALLBACK = f"{host.KEY}_second_card"
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from .comfy import host, inputs
 from .comfy.objects import Make, Replacements, replace_functions
-from .comfy.replacements import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
-from .comfy.scope import Scope
 from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
 from .engine.engine import Engine, Settings
 from .engine.watch import not_finite
+from .patches.replacements import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
+from .patches.scope import Scope
 
 _WHOLE = ("encode_token_weights", "generate")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..pascal_attn_core.device import device_info
-from ..pascal_attn_core.runtime import runtime_of
+from ..pascal_attn_core.machine.device import device_info
+from ..pascal_attn_core.machine.runtime import runtime_of
 from .comfy import host
 from .tiles.choice import Card, Shape, plan_for, sentence
 from .tiles.measure import AUTO, CannotMeasure, TileSizes

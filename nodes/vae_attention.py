@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, estimate_of, in_bands
 from .comfy.objects import Make, Replacements, replace_functions
-from .comfy.replacements import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
-from .comfy.scope import Scope
 from .comfy.sites import attributes, calls_directly, host_names
 from .engine.engine import Engine, Settings
 from .engine.watch import not_finite
+from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, estimate_of, in_bands
+from .patches.replacements import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
+from .patches.scope import Scope
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 

@@ -6,19 +6,21 @@
 Importing it changes nothing and does not initialise CUDA.
 """
 
-from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
 from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .call import AttentionOutput
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .ffn import patch_ffn
+from .ffn import (
+    host_hooks,  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
+    patch_ffn,
+)
 from .int8 import patch_linear_int8
 from .lazy_mask import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
-from .patching import Patch
+from .patching.patch import Patch
 from .vae import patch_vae
 from .version import __version__
 

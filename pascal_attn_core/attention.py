@@ -11,8 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .call import AttentionOutput, Options, Results, check_call, prepared
 from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
-from .interception import PLAIN
 from .lazy_mask import LazyMask
+from .patching.interception import PLAIN
 from .routes import choose, is_plainly_short, is_short, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes

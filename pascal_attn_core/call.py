@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .interception import PLAIN
 from .lazy_mask import LazyMask
+from .patching.interception import PLAIN
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .call import AttentionCall
-from .interception import PLAIN, bind_sdpa
 from .lazy_mask import LazyMask
-from .patching import Patch
+from .patching.interception import PLAIN, bind_sdpa
+from .patching.patch import Patch
 from .routes.run import add_observer
 
 __all__ = ["CapturedCall", "capture", "load_calls", "observe"]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .attention import sdpa
 from .config import default_config
-from .device import MIB, device_info
-from .patching import Patch
-from .stand_in import StandIn, refuse_real_package
+from .machine.device import MIB, device_info
+from .patching.patch import Patch
+from .patching.stand_in import StandIn, refuse_real_package
 from .tiled.tiles import recommended_tile_size_for
 from .version import __version__
 

@@ -20,7 +20,7 @@ ROUTES = ("fused-tensor", "fused", "torch", "tiled", "math")
 OPT_IN_ROUTES = ("fused-int8",)
 known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
 ENV_PREFIX = "PASCAL_ATTN_"
-# Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trial,
+# Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trust.trial,
 # routes.timing_table, ffn.
 SWITCHES = (
     "PASCAL_ATTN_FLASH",

@@ -25,7 +25,7 @@ from .attention import sdpa
 from .attention_map import attention_map, saved_by_band
 from .call import accumulate_dtype, check_call
 from .config import AttentionConfig, default_config
-from .runtime import runtime_of
+from .machine.runtime import runtime_of
 from .tiled.plan import plan_call
 
 __all__ = [

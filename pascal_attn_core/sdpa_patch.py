@@ -43,8 +43,8 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 from .attention import sdpa
 from .call import check_call, is_causal_bias
 from .config import AttentionConfig, default_config, number_of, switched_on
-from .interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
-from .patching import Patch
+from .patching.interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.patch import Patch
 from .routes import is_plainly_short
 from .routes.run import is_watched
 

@@ -39,9 +39,9 @@ class _RootIsNoPackage:
 
 FUZZ_CALLS = 2_000
 
-from attn_support import profile  # noqa: E402  from here on there is such a package
+from attn_support import randomness  # noqa: E402  from here on there is such a package
 
-profile.register()
+randomness.register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsNoPackage(config.rootpath))
     options = config.option  # goes from here to the processes of pytest-xdist
     if options.fuzz_calls is None:
-        options.fuzz_calls = profile.times(FUZZ_CALLS)
+        options.fuzz_calls = randomness.times(FUZZ_CALLS)
     if options.fuzz_first is None:
-        options.fuzz_first = random.SystemRandom().randrange(10**9, 10**12) if profile.is_random() else 0
+        options.fuzz_first = random.SystemRandom().randrange(10**9, 10**12) if randomness.is_random() else 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if profile.is_random():
+    if randomness.is_random():
         first, count = config.option.fuzz_first, config.option.fuzz_calls
         terminalreporter.write_line(f"random calls: --fuzz-first {first} --fuzz-calls {count}")
 

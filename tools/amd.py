@@ -27,10 +27,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pascal_attn_core.fused import amd_geometry, prebuilt
-from pascal_attn_core.fused.amd_code import metadata
-from pascal_attn_core.fused.amd_geometry import ARCHS, AmdGeometry, wave_size
-from pascal_attn_core.fused.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.amd_code import metadata
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.geometry import amd as amd_geometry
+from pascal_attn_core.fused.geometry.amd import ARCHS, AmdGeometry, wave_size
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "amd"
@@ -284,7 +285,7 @@ def _facts_of(variant: Variant) -> list[Facts]:
 
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
     """What ships, as HIPRTC makes it."""
-    from pascal_attn_core.fused import hiprtc
+    from pascal_attn_core.fused.gpu import hiprtc
 
     library = hiprtc.find() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
     for arch in archs:

@@ -39,10 +39,10 @@ from support.amd.code import Instruction, Operand, kernels  # noqa: E402
 from support.amd.wave import Wave  # noqa: E402
 
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
-from pascal_attn_core.fused import prebuilt  # noqa: E402
-from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
-from pascal_attn_core.fused.plan import Plan, plan_call, variants_of  # noqa: E402
-from pascal_attn_core.fused.source import Variant  # noqa: E402
+from pascal_attn_core.fused.code import prebuilt  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant  # noqa: E402
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of  # noqa: E402
 
 
 class Card(NamedTuple):

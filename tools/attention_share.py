@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pascal_attn_core.interception import SdpaMode, bind_sdpa
+from pascal_attn_core.patching.interception import SdpaMode, bind_sdpa
 
 FASTER = 1.5
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pascal_attn_core.fused import prebuilt
-from pascal_attn_core.fused import source as today
-from pascal_attn_core.fused.compilation import Compilation
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code import source as today
+from pascal_attn_core.fused.code.compilation import Compilation
 
 ROOT = Path(__file__).resolve().parent.parent
 FUSED = "pascal_attn_core/fused"
@@ -34,7 +34,7 @@ def code_hash(variant: Compilation, sources: ModuleType = today) -> str:
     """Hash of what the preprocessor leaves of a variant's text: all that its machine code depends on.
 
     Args:
-        sources: another state of ``pascal_attn_core/fused/source.py``, with its ``cuda`` folder beside it.
+        sources: another state of ``pascal_attn_core/fused/code/source.py``, with its ``cuda`` folder beside it.
     """
     there = _there(variant, sources)
     return _code_hash(sources.source(variant.kind), tuple(there.macros().items()))

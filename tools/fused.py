@@ -22,11 +22,11 @@ from earlier import Earlier, checked_out, code_hash
 from linear_share import linear_share
 from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
-from pascal_attn_core.fused import nvrtc as _nvrtc
-from pascal_attn_core.fused import prebuilt
-from pascal_attn_core.fused.compilation import Compilation
-from pascal_attn_core.fused.nvrtc import usage
-from pascal_attn_core.fused.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
+from pascal_attn_core.fused.gpu import nvrtc as _nvrtc
+from pascal_attn_core.fused.gpu.nvrtc import usage
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "fused"

@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
-from pascal_attn_core.device import DeviceInfo  # noqa: E402
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime  # noqa: E402
-from pascal_attn_core.fused.kernels import Kernels  # noqa: E402
-from pascal_attn_core.fused.source import Variant  # noqa: E402
-from pascal_attn_core.fused.trial import Trials  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant  # noqa: E402
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime  # noqa: E402
+from pascal_attn_core.fused.trust.kernels import Kernels  # noqa: E402
+from pascal_attn_core.fused.trust.trial import Trials  # noqa: E402
+from pascal_attn_core.machine.device import DeviceInfo  # noqa: E402
+from pascal_attn_core.machine.runtime import Runtime, using  # noqa: E402
 from pascal_attn_core.routes.timing import Timings  # noqa: E402
-from pascal_attn_core.runtime import Runtime, using  # noqa: E402
 
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
 PACKAGE = str(ROOT / "pascal_attn_core")

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from maxwell import Instruction, decode, sections
 
-from pascal_attn_core.fused.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES
-from pascal_attn_core.fused.nvrtc import Nvrtc
-from pascal_attn_core.fused.source import source
+from pascal_attn_core.fused.code.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES
+from pascal_attn_core.fused.code.source import source
+from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
 
 _DECIDED = {"p.activation": "0", "p.is_gated": "0", "p.bias_kind": "1", "p.in_fours": "3"}
 _ROWS_OF_THREAD, _HALVES = 8, 2

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from maxwell import Instruction, decode, sections
 
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.code.source import Variant
 
 # What the definition of the backward has: S = QK^T, dO V^T, dV, dQ, dK. Both gradient kernels make the first two.
 BACKWARD_PRODUCTS = 5

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import sdpa
-from pascal_attn_core.interception import TORCH_SDPA as TORCH
+from pascal_attn_core.patching.interception import TORCH_SDPA as TORCH
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 CALLS_A_ROUND = 100

@@ -38,11 +38,11 @@ import fused as tool  # noqa: E402
 from share import KERNELS  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
-from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
-from pascal_attn_core.fused.launches_backward import backward_launches  # noqa: E402
-from pascal_attn_core.fused.plan import Plan, variants_of  # noqa: E402
-from pascal_attn_core.fused.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
-from pascal_attn_core.fused.verify import all_gradients  # noqa: E402
+from pascal_attn_core.fused.code.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
+from pascal_attn_core.fused.launch.backward import backward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Plan, variants_of  # noqa: E402
+from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"

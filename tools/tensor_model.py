@@ -44,9 +44,9 @@ from maxwell import sections
 from volta import Instruction, decode, loops, usual_path
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.even import Pieces, busiest
-from pascal_attn_core.fused.plan import Plan, tensor_plan
-from pascal_attn_core.fused.tensor_geometry import TensorGeometry
+from pascal_attn_core.fused.geometry.tensor import TensorGeometry
+from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
+from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
 
 SCHEDULERS = 4
 _LANES = 32
@@ -322,7 +322,7 @@ def waste(
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
         splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
             What joining them takes is not counted.
-        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.even`. Time in which they
+        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.launch.stream_k`. Time in which they
             write and read parts counts as idle.
     """
     tiles, wanted = [], 0
@@ -413,7 +413,7 @@ def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterat
     """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
     from fused import compiled
 
-    from pascal_attn_core.fused.source import all_variants
+    from pascal_attn_core.fused.code.source import all_variants
 
     for variant in all_variants():
         if variant.kind in kinds and variant.mask == mask and not variant.padded:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...pascal_attn_core.interception import SDPA_NAME
+from ...pascal_attn_core.patching.interception import SDPA_NAME
 
 ARGUMENT = "optimized_attention"
 #: ComfyUI's attention functions, and the function that returns one of them

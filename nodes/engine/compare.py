@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.interception import SDPA_NAME, SdpaArguments, torch_sdpa
+from ...pascal_attn_core.patching.interception import SDPA_NAME, SdpaArguments, torch_sdpa
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
 

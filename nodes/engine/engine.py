@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
-from ...pascal_attn_core.device import device_info
+from ...pascal_attn_core.machine.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import add_shares, mask_kind, record
 from ...pascal_attn_core.routes import Choice, choose, why_not

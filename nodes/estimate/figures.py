@@ -9,8 +9,8 @@ import torch
 
 from ...pascal_attn_core import AttentionConfig
 from ...pascal_attn_core.call import check_call
-from ...pascal_attn_core.device import MIB, DeviceInfo
-from ...pascal_attn_core.fused.runtimes import has_kernels
+from ...pascal_attn_core.fused.gpu.vendors import has_kernels
+from ...pascal_attn_core.machine.device import MIB, DeviceInfo
 from ...pascal_attn_core.tiled.plan import plan_call
 from .trace import AttentionShape, FfnShape, ModelCall
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...pascal_attn_core.device import MIB
+from ...pascal_attn_core.machine.device import MIB
 from ..tiles.choice import name_of
 from .figures import Figures, Host
 from .largest import WAYS, Largest, Size

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...pascal_attn_core.ffn.find import find_ffn
-from ...pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa
+from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..comfy.layout import HostCall, NotOurs, empty_containers
 from .inputs import Latent, arguments
 from .shadow import Shadow

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...pascal_attn_core.observe.machine import Machine
+from ...pascal_attn_core.machine.facts import Machine
 from ..comfy.prompt import replaced_by, where_only_weights_go
 from ..engine.runs import Run
 from .exactness import Exactness

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Iterable
 
-from ...pascal_attn_core.observe.machine import describe_facts
+from ...pascal_attn_core.machine.facts import describe_facts
 from ...pascal_attn_core.observe.report import shares_text
 from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig
 from ...pascal_attn_core.call import check_call
-from ...pascal_attn_core.device import MIB, DeviceInfo
+from ...pascal_attn_core.machine.device import MIB, DeviceInfo
 from ...pascal_attn_core.tiled.plan import plan_call
 from ...pascal_attn_core.tiled.tiles import TilePlan, recommended_tile_size_for
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, sdpa
-from ...pascal_attn_core.device import MIB
+from ...pascal_attn_core.machine.device import MIB
+from ...pascal_attn_core.machine.runtime import Runtime
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.routes.tile_timing import tiles_digest
 from ...pascal_attn_core.routes.timing_table import Clock, TimingTable, median_times
-from ...pascal_attn_core.runtime import Runtime
 from ..comfy import host
 from .choice import Card, Shape, name_of
 

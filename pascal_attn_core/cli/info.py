@@ -12,10 +12,10 @@ import torch
 
 from ..call import check_call
 from ..config import ROUTES, AttentionConfig, default_config
-from ..device import DeviceInfo
 from ..int8.report import WAYS
 from ..int8.ways import way_on
-from ..observe.machine import (
+from ..machine.device import DeviceInfo
+from ..machine.facts import (
     MIB,
     Machine,
     complaints,
@@ -26,11 +26,11 @@ from ..observe.machine import (
     look_around,
     together_lines,
 )
-from ..observe.wheels import judge
+from ..machine.runtime import runtime_of
+from ..machine.wheels import judge
 from ..routes import why_not
 from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
-from ..runtime import runtime_of
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
 from . import second_card
 

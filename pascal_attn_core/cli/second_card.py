@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-from ..device import MIB, DeviceInfo
-from ..observe.machine import Machine, device_names, look_around
-from ..observe.together import REACHED, Link
+from ..machine.device import MIB, DeviceInfo
+from ..machine.facts import Machine, device_names, look_around
+from ..machine.together import REACHED, Link
 from ..routes.several import WORTH, Speed, divided
 from . import CommandError
 

@@ -31,8 +31,8 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from ..config import AttentionConfig
-from ..interception import TORCH_SDPA
-from ..patching import Patch, PatchGroup
+from ..patching.interception import TORCH_SDPA
+from ..patching.patch import Patch, PatchGroup
 from . import arrivals
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..function_copy import copy_over
-from ..interception import SDPA_NAME
+from ..patching.function_copy import copy_over
+from ..patching.interception import SDPA_NAME
 
 _DISPATCH = "dispatch_attention_fn"
 _HELPER_DEPTH = 3

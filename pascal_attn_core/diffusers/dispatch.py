@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..function_copy import copy_over
+from ..patching.function_copy import copy_over
 from .code import calls_sdpa_of_torch
 from .parallel import attend_in_parallel
 from .redirect import FUNCTIONAL, this_thread

@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from ..attention import sdpa
 from ..config import AttentionConfig
-from ..interception import TORCH_SDPA, SdpaMode
+from ..patching.interception import TORCH_SDPA, SdpaMode
 
 #: the attribute in which a redirected module keeps its redirects, a tuple; the last one decides
 REDIRECTS = "_pascal_redirects"

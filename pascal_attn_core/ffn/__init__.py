@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..config import number_of
-from ..patching import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup
 from .find import Found, find_ffn
 from .forward import attach
 from .plan import Settings, Site

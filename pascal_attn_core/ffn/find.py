@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..selectors import matches, selectors
+from ..patching.selectors import matches, selectors
 
 _FFN_NAME = re.compile(
     r"(?:^|\.)(?:\w+_)?(?:ff|ffn|mlp|feed_forward|feedforward|fc_block)(?:_(?:in|context|i|t|c|img|txt|\d+))?$"

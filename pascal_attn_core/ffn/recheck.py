@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..own_thread import made_up_inputs
+from ..machine.own_thread import made_up_inputs
 from .probe import is_alike
 from .run import Inputs, slice_of
 from .trial import uncompiled

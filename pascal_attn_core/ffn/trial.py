@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..machine.own_thread import made_up_inputs
 from ..observe.memory import PeakMemory
-from ..own_thread import made_up_inputs
 from .hosts import casts_weights
 from .probe import probe, probe_gradients
 from .run import Inputs, NotTokenwise, slice_of

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .extras.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .install import install_as_flash_attn
 from .kvcache import cache_of, cached_attend, check_new_tokens, rotation
+from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
 from .varlen import varlen_attend
 

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..config import switched_on
-from ..patching import Patch
-from ..stand_in import StandIn, refuse_real_package
+from ..patching.patch import Patch
+from ..patching.stand_in import StandIn, refuse_real_package
 from ..version import __version__
 
 log = logging.getLogger("pascal_attn")
@@ -35,7 +35,7 @@ _INTERFACE = (
 )
 # Without autograd.
 _RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
-_RAW = ".extras.raw: " + " ".join(f"_{name}={name}" for name in _RAW_NAMES)
+_RAW = ".modules.raw: " + " ".join(f"_{name}={name}" for name in _RAW_NAMES)
 _WRAPPED = ".operators: " + " ".join(f"_wrapped_{name}=wrapped_{name}" for name in _RAW_NAMES)
 # Programs import these from flash-attn's modules, which have them from einops.
 _EINOPS = "einops"
@@ -46,86 +46,86 @@ _MODULES: dict[str, tuple[str, ...]] = {
         _INTERFACE,
         _RAW,
         _WRAPPED,
-        ".extras.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
+        ".modules.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
         "flash_attn_unpadded_qkvpacked_func flash_attn_unpadded_qkvpacked_split_func",
     ),
     "flash_attn.bert_padding": (
-        ".extras.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
+        ".modules.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
         "unpad_input_for_concatenated_sequences",
         _EINOPS_NAMES,
     ),
-    "flash_attn.flash_attention": (".extras.version1: FlashAttention FlashMHA",),
+    "flash_attn.flash_attention": (".modules.version1: FlashAttention FlashMHA",),
     "flash_attn.layers": (),
-    "flash_attn.layers.patch_embed": (".extras.embedding: PatchEmbed",),
+    "flash_attn.layers.patch_embed": (".modules.embedding: PatchEmbed",),
     "flash_attn.layers.rotary": (
-        ".extras.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
+        ".modules.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
         "apply_rotary_emb_kv_ apply_rotary_emb_qkv_ apply_rotary_emb_torch rotate_half",
         _EINOPS_NAMES,
     ),
     "flash_attn.losses": (),
-    "flash_attn.losses.cross_entropy": (".extras.losses: CrossEntropyLoss cross_entropy_loss",),
+    "flash_attn.losses.cross_entropy": (".modules.losses: CrossEntropyLoss cross_entropy_loss",),
     "flash_attn.modules": (),
-    "flash_attn.modules.block": (".extras.block: Block ParallelBlock StochasticDepth",),
+    "flash_attn.modules.block": (".modules.block: Block ParallelBlock StochasticDepth",),
     "flash_attn.modules.embedding": (
-        ".extras.embedding: BertEmbeddings GPT2Embeddings",
-        ".extras.split: ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
+        ".modules.embedding: BertEmbeddings GPT2Embeddings",
+        ".modules.split: ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        ".extras.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
-        ".extras.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
-        ".extras.rotary: RotaryEmbedding",
-        ".extras.dense: FusedDense",
-        ".extras.split: ColumnParallelLinear ParallelMHA RowParallelLinear",
+        ".modules.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
+        ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
+        ".modules.rotary: RotaryEmbedding",
+        ".modules.dense: FusedDense",
+        ".modules.split: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
-        ".extras.mlp: GatedMlp Mlp",
-        ".extras.dense: FusedMLP",
-        ".extras.split: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
+        ".modules.mlp: GatedMlp Mlp",
+        ".modules.dense: FusedMLP",
+        ".modules.split: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops": (),
     "flash_attn.ops.activations": (
-        ".extras.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
+        ".modules.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
-        ".extras.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
-        ".extras.split: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
+        ".modules.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
+        ".modules.split: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
-        ".extras.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm "
+        ".modules.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm "
         "dropout_add_layer_norm_parallel_residual layer_norm",
-        ".extras.split: dropout_add_layer_norm_subset",
+        ".modules.split: dropout_add_layer_norm_subset",
     ),
     "flash_attn.ops.rms_norm": (
-        ".extras.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
+        ".modules.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
         "dropout_add_rms_norm_parallel_residual rms_norm",
-        ".extras.split: dropout_add_rms_norm_subset",
+        ".modules.split: dropout_add_rms_norm_subset",
     ),
     "flash_attn.ops.triton": (),
-    "flash_attn.ops.triton.cross_entropy": (".extras.losses: cross_entropy_loss",),
+    "flash_attn.ops.triton.cross_entropy": (".modules.losses: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
-        ".extras.norms: RMSNorm layer_norm_fn layer_norm_linear_fn layer_norm_ref rms_norm_fn rms_norm_ref",
+        ".modules.norms: RMSNorm layer_norm_fn layer_norm_linear_fn layer_norm_ref rms_norm_fn rms_norm_ref",
     ),
-    "flash_attn.ops.triton.rotary": (".extras.rotary: apply_rotary",),
+    "flash_attn.ops.triton.rotary": (".modules.rotary: apply_rotary",),
     "flash_attn.utils": (),
     "flash_attn.utils.distributed": (
-        ".extras.parallel: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
+        ".modules.parallel: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
         "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
     ),
     "flash_attn.utils.generation": (
-        ".extras.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
+        ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
     _TURING: (
         ".: flash_attn_varlen_func",
-        ".extras.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd",
+        ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd",
     ),
     _FA3: (
-        ".extras.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
+        ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_with_kvcache get_scheduler_metadata",
-        ".extras.version3_raw: _flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
+        ".modules.version3_raw: _flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .extras import raw
+from .modules import raw
 
 _NAMESPACE = "flash_attn"
 _OPTIONS = (

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..attention import sdpa, sdpa_with_lse
 from ..call import accumulate_dtype
 from ..config import AttentionConfig, default_config
-from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask, mask_rule
+from ..machine.device import CPU_LIKE
 
 
 class FlashArgumentError(ValueError, RuntimeError):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..call import AttentionCall, Options, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
-from ..fused.plan import Packed, Plan
-from ..interception import PLAIN
+from ..fused.launch.plan import Packed, Plan
+from ..patching.interception import PLAIN
 from ..routes import fused, tensor
 from ..routes.route import Request
 from ..routes.run import route_named, run_packed

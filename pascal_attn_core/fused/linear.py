@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import torch
 
-from ..runtime import runtime_of
-from .compilation import Compilation
-from .kernels import Kernels
-from .launches import UNBOUNDED
-from .launches_linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
-from .linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
-from .source import digest, linear_variants
-from .trial import Trials
+from ..machine.runtime import runtime_of
+from .code.compilation import Compilation
+from .code.linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
+from .code.source import digest, linear_variants
+from .launch.launches import UNBOUNDED
+from .launch.linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
+from .trust.kernels import Kernels
+from .trust.trial import Trials
 
 __all__ = ["ACTIVATIONS", "LinearCall", "QuantizedWeight", "linear_digest", "run_linear", "why_not"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patching import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup
 from ..routes.timing_table import median_times
 from .find import Found, find_linear
 from .layer import WEIGHTS, Layer, Settings

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fused.linear_source import MOST_COLUMNS
-from ..selectors import matches, selectors
+from ..fused.code.linear_source import MOST_COLUMNS
+from ..patching.selectors import matches, selectors
 from .ways import FLOATS
 
 # What sets the timestep, the style and the scale of everything else: few numbers, which every layer depends on.

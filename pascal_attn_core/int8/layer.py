@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..own_thread import in_backward, inputs_are_made_up
+from ..machine.own_thread import in_backward, inputs_are_made_up
 from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
 from .quantize import Int8Matrix, quantize_rows
 from .ways import FLOATS, Way, way_for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..fused.linear_source import MOST_COLUMNS
+from ..fused.code.linear_source import MOST_COLUMNS
 from .compute import Linear, forward
 from .quantize import Int8Matrix, check_rotation
 from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, activated

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..device import MIB
+from ..machine.device import MIB
 from .find import Found
 from .layer import FLOAT, INT8, WAITING, Layer
 

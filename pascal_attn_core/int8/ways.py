@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import MIB
-from ..fused.kernels import Kernels, KernelUnavailable
 from ..fused.linear import LinearCall, QuantizedWeight, linear_digest, run_linear, why_not
+from ..fused.trust.kernels import Kernels, KernelUnavailable
+from ..machine.device import MIB
+from ..machine.runtime import Runtime, runtime_of
 from ..routes.timing_table import Contest, power_of_two
-from ..runtime import Runtime, runtime_of
 from .quantize import Int8Matrix, quantize_rows
 
 # Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..device import MIB, free_bytes
+from ..machine.device import MIB, free_bytes
 
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}

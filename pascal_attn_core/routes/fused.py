@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..device import MIB
-from ..fused.kernels import Kernels, kernels_of
-from ..fused.launches import forward_launches
-from ..fused.launches_backward import backward_launches, sums_bytes
-from ..fused.launches_int8 import int8_launches
-from ..fused.launches_packed import packed_launches
-from ..fused.plan import Packed, Plan, plan_call, variants_of
-from ..fused.rows import rows_are_readable
-from ..fused.select import call_reasons
-from ..fused.trial import Trials
-from ..runtime import runtime_of
+from ..fused.launch.alignment import rows_are_readable
+from ..fused.launch.backward import backward_launches, sums_bytes
+from ..fused.launch.int8 import int8_launches
+from ..fused.launch.launches import forward_launches
+from ..fused.launch.packed import packed_launches
+from ..fused.launch.plan import Packed, Plan, plan_call, variants_of
+from ..fused.launch.select import call_reasons
+from ..fused.trust.kernels import Kernels, kernels_of
+from ..fused.trust.trial import Trials
+from ..machine.device import MIB
+from ..machine.runtime import runtime_of
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
 from .timing import Timings

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results
 from ..config import AttentionConfig
-from ..device import LARGEST_BUFFER, MIB
 from ..lazy_mask import LazyMask
+from ..machine.device import LARGEST_BUFFER, MIB
 from ..reference import allowed_keys
 from .route import Choice, Request, Route
 

@@ -28,7 +28,7 @@ from ..call import (
 )
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..lazy_mask import LazyMask, MaskRule, rule_named
-from ..runtime import Runtime, runtime_of
+from ..machine.runtime import Runtime, runtime_of
 from ..version import __version__
 from . import Choice, Request, Route, choose
 from .run import note, run, show

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
 from ..config import AttentionConfig
-from ..device import LARGEST_BUFFER, MIB
 from ..lazy_mask import LazyMask
-from ..runtime import Runtime, runtime_of
+from ..machine.device import LARGEST_BUFFER, MIB
+from ..machine.runtime import Runtime, runtime_of
 from .first_order import Grads, first_order
 
 

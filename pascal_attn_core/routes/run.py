@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
-from ..fused.plan import Plan
+from ..fused.launch.plan import Plan
 from ..observe import report
 from .fused import FusedRoute, Int8Route
 from .math import MathRoute

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, check_call, distinct, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..device import MIB, device_info
 from ..lazy_mask import LazyMask
-from ..runtime import Runtime, runtime_of
+from ..machine.device import MIB, device_info
+from ..machine.runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .short import AsItIs
@@ -310,7 +310,7 @@ class Helper:
 
 
 class Helpers:
-    """The other devices of one device; a part of its :class:`~pascal_attn_core.runtime.Runtime`."""
+    """The other devices of one device; a part of its :class:`~pascal_attn_core.machine.runtime.Runtime`."""
 
     def __init__(self, runtime: Runtime):
         self.home = runtime.device

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..call import FLOATS, AttentionCall, Results
 from ..config import AttentionConfig
-from ..device import MIB
-from ..interception import PLAIN
 from ..lazy_mask import LazyMask
+from ..machine.device import MIB
+from ..patching.interception import PLAIN
 from ..tiled.layout import rows_overlap
 from .route import Choice, Request, Route
 from .torch_faults import fault_reasons

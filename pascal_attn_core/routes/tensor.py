@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results
 from ..config import AttentionConfig, RouteUnavailable
-from ..device import MIB
-from ..fused.kernels import kernels_of
-from ..fused.launches import mask_bits_bytes, parts_bytes, work_of
-from ..fused.plan import Packed, Plan, tensor_plan
-from ..fused.select import tensor_reasons
-from ..runtime import runtime_of
+from ..fused.launch.launches import mask_bits_bytes, parts_bytes, work_of
+from ..fused.launch.plan import Packed, Plan, tensor_plan
+from ..fused.launch.select import tensor_reasons
+from ..fused.trust.kernels import kernels_of
+from ..machine.device import MIB
+from ..machine.runtime import runtime_of
 from ..tiled.gradients import sinks_gradient
 from .fused import FusedRoute, takes_device, why_untried
 from .route import Choice, Request

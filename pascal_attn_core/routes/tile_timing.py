@@ -25,9 +25,9 @@ from torch import Tensor
 from .. import tiled
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig
-from ..device import MIB
 from ..lazy_mask import LazyMask
-from ..runtime import Runtime
+from ..machine.device import MIB
+from ..machine.runtime import Runtime
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route

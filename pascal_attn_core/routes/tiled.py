@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, distinct
 from ..config import AttentionConfig
-from ..runtime import Runtime, runtime_of, runtimes
+from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward

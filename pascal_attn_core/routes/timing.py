@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig
-from ..fused.kernels import Kernels
-from ..fused.plan import variants_of
-from ..fused.source import kernels_digest
-from ..interception import torch_sdpa
+from ..fused.code.source import kernels_digest
+from ..fused.launch.plan import variants_of
+from ..fused.trust.kernels import Kernels
 from ..lazy_mask import LazyMask
-from ..own_thread import in_backward
+from ..machine.own_thread import in_backward
+from ..patching.interception import torch_sdpa
 from .route import Request, Route
 from .timing_table import Attempt, Contest, log, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form

@@ -15,9 +15,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..config import RouteUnavailable, cache_folder, switched_on
-from ..own_thread import in_backward, in_own_thread
-from ..runtime import Runtime
-from ..storage import name_for, read_object, write_object
+from ..machine.own_thread import in_backward, in_own_thread
+from ..machine.runtime import Runtime
+from ..machine.storage import name_for, read_object, write_object
 
 log = logging.getLogger("pascal_attn")
 NO_TIMING = "PASCAL_ATTN_NO_TIMING"

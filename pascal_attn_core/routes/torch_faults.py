@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct, may_read
-from ..interception import torch_sdpa
 from ..lazy_mask import LazyMask
-from ..own_thread import in_backward, in_own_thread
-from ..runtime import Runtime, runtime_of
+from ..machine.own_thread import in_backward, in_own_thread
+from ..machine.runtime import Runtime, runtime_of
+from ..patching.interception import torch_sdpa
 from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")

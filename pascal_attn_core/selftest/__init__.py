@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..observe.machine import Clocks, ask_clocks, complaints, describe_facts, line, look_around
+from ..machine.facts import Clocks, ask_clocks, complaints, describe_facts, line, look_around
 from .cases import AUTO, DTYPES, Check, run_checks
 from .kernels import KernelCheck, check_kernels, why_no_kernels
 

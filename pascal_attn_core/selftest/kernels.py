@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..fused import prebuilt, verify
-from ..fused.compilation import Compilation
-from ..fused.kernels import Kernels
-from ..fused.source import DTYPES, KINDS, Variant, is_tensor_gradient, linear_variants
-from ..runtime import runtime_of
+from ..fused.code import prebuilt
+from ..fused.code.compilation import Compilation
+from ..fused.code.source import DTYPES, KINDS, Variant, is_tensor_gradient, linear_variants
+from ..fused.trust import verify
+from ..fused.trust.kernels import Kernels
+from ..machine.runtime import runtime_of
 from .cases import in_one_line
 
 _GRADIENT_DIMS = (40, 64, 128)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..device import CPU_LIKE
+from ..machine.device import CPU_LIKE
 from .masks import Rule, band_keep
 from .tiles import MASK_WORDS
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
-from ..device import CPU_LIKE
 from ..lazy_mask import LazyMask
+from ..machine.device import CPU_LIKE
 from .layout import Units
 from .plan import Walk
 from .tiles import Ranges, even_ranges

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, distinct
 from ..config import AttentionConfig
-from ..device import MIB, DeviceInfo
+from ..machine.device import MIB, DeviceInfo
 from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
 from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles
 

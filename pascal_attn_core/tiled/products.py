@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..device import CPU_LIKE
+from ..machine.device import CPU_LIKE
 from .dropout import BYTES_PER_SCORE, block_row_codes, draw_coins, key_codes
 from .layout import Units
 from .mask_writer import MaskWriter, rows_by_token

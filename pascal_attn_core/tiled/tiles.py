@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..device import LARGEST_BUFFER, MIB, DeviceInfo
+from ..machine.device import LARGEST_BUFFER, MIB, DeviceInfo
 from .dropout import BYTES_PER_SCORE
 
 Ranges = list[tuple[int, int]]  # first and one-past-last of each

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..config import default_config
-from ..patching import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
 from .paged import adds_prefix, paged_attend, serve_batching

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..patching import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup
 from .calls import METHODS, Settings, Site, bound
 from .report import VaeReport
 from .room import KEEP

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..config import default_config
-from ..device import MIB
+from ..machine.device import MIB
 from .lazy import Lazy, Want
 
 _LEAST_MIB = 1 / 16

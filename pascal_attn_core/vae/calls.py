@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..device import MIB
+from ..machine.device import MIB
 from ..observe.memory import available_bytes
 from .banded import Banded, ordinary
 from .proof import differs

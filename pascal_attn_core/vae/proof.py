@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..own_thread import made_up_inputs
+from ..machine.own_thread import made_up_inputs
 from .run import NotInBands
 
 # Rounding inside some sixty layers, against that of the input alone.

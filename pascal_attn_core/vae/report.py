@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device import MIB
+from ..machine.device import MIB
 from .run import Figures
 
 

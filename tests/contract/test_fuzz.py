@@ -20,7 +20,7 @@ from attn_support.fused.emulation import GXX
 from attn_support.fuzz import check
 from attn_support.fuzz.calls import BOOL_KINDS, BROKEN_RULES, FLOAT_KINDS, LAYOUTS, RULES, Call, Mask, build, draw
 from attn_support.fuzz.check import TORCH, failure, precision_of, simplest
-from attn_support.profile import examples
+from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

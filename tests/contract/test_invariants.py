@@ -11,7 +11,7 @@ from attn_support.table import GROUPED, ROUTES, SHAPES, Case
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import device_info
+from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.tiled.forward import TiledStats, tiled_forward
 from pascal_attn_core.tiled.plan import Walk, plan_call

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_support.profile import seeds
+from attn_support.randomness import seeds
 from attn_support.table import MASKS
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.device import device_info
+from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.observe.memory import Measurement, measure
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.tiled.plan import plan_call

@@ -15,11 +15,11 @@ from torch import Tensor
 import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import torch_faults
 from pascal_attn_core.routes.torch_faults import FAULTS, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
-from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.tiled.layout import rows_overlap
 
 TORCH = AttentionConfig(route="torch")
@@ -296,4 +296,4 @@ def test_the_fused_kernels_only_read_them() -> None:
 
 
 def test_nothing_is_probed_on_import() -> None:
-    run("import pascal_attn_core, pascal_attn_core.runtime as r; assert not r.runtimes()")
+    run("import pascal_attn_core, pascal_attn_core.machine.runtime as r; assert not r.runtimes()")

@@ -11,7 +11,7 @@ from attn_support.table import BY_TORCH, GRADIENT_TABLE, ROUTES, TABLE, Case
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import MIB, device_info
+from pascal_attn_core.machine.device import MIB, device_info
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not

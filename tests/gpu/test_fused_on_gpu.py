@@ -14,17 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused import prebuilt, verify
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime
-from pascal_attn_core.fused.hip_runtime import HipRuntime
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.plan import tensor_plan
-from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.gpu.hip import HipRuntime
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.fused.launch.plan import tensor_plan
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
-from pascal_attn_core.runtime import Runtime, runtime_of, using
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

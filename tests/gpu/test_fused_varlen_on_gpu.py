@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe import report
-from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

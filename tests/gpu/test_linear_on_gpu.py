@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches_linear import linear_launches
+from pascal_attn_core.fused.code.linear_source import ROTATIONS, TILES
+from pascal_attn_core.fused.code.source import linear_variants
+from pascal_attn_core.fused.launch.linear import linear_launches
 from pascal_attn_core.fused.linear import LinearCall, run_linear, why_not
-from pascal_attn_core.fused.linear_source import ROTATIONS, TILES
-from pascal_attn_core.fused.source import linear_variants
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
-from pascal_attn_core.runtime import runtime_of
+from pascal_attn_core.machine.runtime import runtime_of
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

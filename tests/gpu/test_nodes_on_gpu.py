@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.comfy.pack import load_pack
 
-from pascal_attn_core.device import MIB
+from pascal_attn_core.machine.device import MIB
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.gpu

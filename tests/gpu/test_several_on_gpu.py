@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
+from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.routes.several import Helper, Speeds
-from pascal_attn_core.runtime import Runtime, runtime_of, using
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

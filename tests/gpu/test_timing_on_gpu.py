@@ -10,10 +10,10 @@ import torch
 
 from pascal_attn_core import explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import fused, route_named
 from pascal_attn_core.routes.timing import Timings
-from pascal_attn_core.runtime import Runtime, using
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

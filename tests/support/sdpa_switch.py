@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record
-from pascal_attn_core.interception import TORCH_SDPA as TORCH
+from pascal_attn_core.patching.interception import TORCH_SDPA as TORCH
 from pascal_attn_core.sdpa_patch import disable
 
 TILED = AttentionConfig(route="tiled")

@@ -16,7 +16,7 @@ from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.diffusers import redirect as redirecting
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
-from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.reference import reference_sdpa
 
 from .family import Family

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from pascal_attn_core.fused.gradient_geometry import GradientGeometry
-from pascal_attn_core.fused.source import AnyGeometry, Geometry, Variant
-from pascal_attn_core.fused.tensor_geometry import TensorGeometry
+from pascal_attn_core.fused.code.source import AnyGeometry, Geometry, Variant
+from pascal_attn_core.fused.geometry.gradient import GradientGeometry
+from pascal_attn_core.fused.geometry.tensor import TensorGeometry
 
 _SCHEDULERS, _REGISTERS_OF_SCHEDULER = 4, 16384  # of a multiprocessor
 _MOST_REGISTERS = 255  # of a thread

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pascal_attn_core.cli.bench.report import versions
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.source import kernels_digest
-from pascal_attn_core.observe.machine import ask_driver, torch_build
-from pascal_attn_core.runtime import runtime_of
+from pascal_attn_core.fused.code.source import kernels_digest
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.facts import ask_driver, torch_build
+from pascal_attn_core.machine.runtime import runtime_of
 
 
 def facts(device: torch.device) -> dict[str, Any]:

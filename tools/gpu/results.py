@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pascal_attn_core.storage import read_object, write_object
+from pascal_attn_core.machine.storage import read_object, write_object
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "gpu"

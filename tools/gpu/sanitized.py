@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.source import KINDS, Variant, linear_variants
-from pascal_attn_core.runtime import runtime_of
+from pascal_attn_core.fused.code.source import KINDS, Variant, linear_variants
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.runtime import runtime_of
 
 # Each kernel and each way to read a mask, on geometries that ship; padding; every dtype.
 VARIANTS = (

@@ -32,14 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
-from pascal_attn_core.fused import nvrtc, verify
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime
-from pascal_attn_core.fused.gpu_runtime import CompileError
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
-from pascal_attn_core.fused.source import (
+from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
     HEAD_DIMS,
     KINDS,
@@ -48,10 +41,18 @@ from pascal_attn_core.fused.source import (
     all_variants,
     source,
 )
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.gpu.runtime import CompileError
+from pascal_attn_core.fused.launch.backward import backward_launches
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.machine.runtime import runtime_of
+from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.runtime import runtime_of
-from pascal_attn_core.storage import read_object, write_object
 
 from .geometries import Candidate, details, fits, shapes, words
 from .table import table

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...config import AttentionConfig
-from ...device import device_info
+from ...machine.device import device_info
+from ...machine.storage import write_object
 from ...observe.memory import available_bytes
-from ...storage import write_object
 from .. import CommandError, check_numbers
 from ..tables import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates

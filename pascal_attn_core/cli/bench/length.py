@@ -8,7 +8,7 @@ import torch
 
 from ...call import check_call
 from ...config import AttentionConfig
-from ...device import MIB, device_info
+from ...machine.device import MIB, device_info
 from ...observe.memory import measure
 from ...routes.tiled import TiledRoute
 from ...tiled.plan import plan_call

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...device import MIB
+from ...machine.device import MIB
 from .contest import Result
 
 COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "operators", "error", "")

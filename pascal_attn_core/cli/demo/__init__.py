@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, __version__, patch_ffn
-from ...device import MIB, device_info
+from ...machine.device import MIB, device_info
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...observe.machine import ClockWatch
+from ...machine.facts import ClockWatch
 from ...selftest import Selftest, check, describe, document
 from .. import CommandError, check_numbers
 from ..bench.clock import device_named, quiet_torch

@@ -12,7 +12,7 @@ import torch
 
 from ...attention import sdpa
 from ...config import AttentionConfig, UnsupportedAttention
-from ...device import device_info
+from ...machine.device import device_info
 from ...selftest.cases import ALL_ROUTES, in_one_line
 from ..bench.candidates import BASELINE, route_candidates
 from ..bench.clock import Clock

@@ -64,14 +64,14 @@ struct TensorForward {
 
 typedef TensorForward Params;
 #if PA_EVEN
-typedef TensorForward TensorEven;  // its name in fused/params.py
+typedef TensorForward TensorEven;  // its name in fused/code/params.py
 #endif
 typedef TensorForward Forward;
 
 #if PA_EVEN
 // What a block does: tiles first ... end - 1 of the keys that a tile of rows meets. Where these are cut, it is number
 // `part` of `parts`; the sums of part 0 have place number `slot` in memory, the others those behind it. Two words:
-// tile - whole, 12 bits; slot, 12; part, 4; parts, 4; and first, end, 16 each. As fused/even.py packs them.
+// tile - whole, 12 bits; slot, 12; part, 4; parts, 4; and first, end, 16 each. As fused/launch/stream_k.py packs them.
 struct Piece {
     int tile, slot, part, parts, first, end;
 };

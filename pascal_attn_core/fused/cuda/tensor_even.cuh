@@ -1,5 +1,5 @@
 // Even distribution: blocks that take a whole tile of rows, as many as fill the card some times over, then those of
-// p.pieces, whose key ranges are cut so that all multiprocessors end at about the same time: see fused/even.py.
+// p.pieces, whose key ranges are cut so that all multiprocessors end at about the same time: see fused/launch/stream_k.py.
 //
 // The parts of a tile are put together by whichever of its blocks is the last to be done; no block ever waits for
 // another one. Each counts itself in p.arrived once its sums lie in memory. Whose turn it is changes no bit: of two parts

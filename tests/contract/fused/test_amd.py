@@ -16,16 +16,16 @@ import torch
 from attn_support.fused.cases import Emulated, backward, forward, is_split, of_kernel, poisoned, takes
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
-from attn_support.profile import seeds, times
+from attn_support.randomness import seeds, times
 from attn_support.table import TABLE, Case
 from torch import Tensor
 
 from pascal_attn_core.call import check_call, empty_output
-from pascal_attn_core.fused.amd_geometry import RANGES_HEAD_DIMS, AmdGeometry, wave_size
-from pascal_attn_core.fused.last_rows import LastRows
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.plan import Plan, variants_of
-from pascal_attn_core.fused.source import HEAD_DIMS, source
+from pascal_attn_core.fused.code.source import HEAD_DIMS, source
+from pascal_attn_core.fused.geometry.amd import RANGES_HEAD_DIMS, AmdGeometry, wave_size
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, variants_of
+from pascal_attn_core.fused.launch.tail_rows import LastRows
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

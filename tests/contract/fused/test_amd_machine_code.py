@@ -24,7 +24,7 @@ from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
 from attn_support.fused.cases import Emulated, backward, forward, poisoned, whole
 from attn_support.fused.packed import each_alone, ends_of
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
-from attn_support.profile import times
+from attn_support.randomness import times
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,14 +33,14 @@ sys.path.insert(0, str(ROOT / "tools"))
 import amd as tool  # noqa: E402
 
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
-from pascal_attn_core.fused import prebuilt  # noqa: E402
-from pascal_attn_core.fused.amd_code import arch_of  # noqa: E402
-from pascal_attn_core.fused.amd_geometry import ARCHS, target  # noqa: E402
-from pascal_attn_core.fused.last_rows import LastRows  # noqa: E402
-from pascal_attn_core.fused.launches import Launch, forward_launches  # noqa: E402
-from pascal_attn_core.fused.launches_packed import packed_launches  # noqa: E402
-from pascal_attn_core.fused.plan import Packed  # noqa: E402
-from pascal_attn_core.fused.source import Variant  # noqa: E402
+from pascal_attn_core.fused.code import prebuilt  # noqa: E402
+from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant  # noqa: E402
+from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Packed  # noqa: E402
+from pascal_attn_core.fused.launch.tail_rows import LastRows  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")

@@ -22,9 +22,9 @@ from attn_support.table import TABLE, Case
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.plan import table_dim
-from pascal_attn_core.fused.source import HEAD_DIMS, source
+from pascal_attn_core.fused.code.source import HEAD_DIMS, source
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import table_dim
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

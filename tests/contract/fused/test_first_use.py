@@ -26,14 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
-from pascal_attn_core.own_thread import in_backward, in_own_thread
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.machine.own_thread import in_backward, in_own_thread
+from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
-from pascal_attn_core.runtime import runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it

@@ -16,10 +16,10 @@ from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.kernels import parts
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.plan import plan_call
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.launch.plan import plan_call
+from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

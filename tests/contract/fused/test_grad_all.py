@@ -17,12 +17,12 @@ from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.kernels import parts
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.launches_packed import packed_launches
-from pascal_attn_core.fused.plan import Packed, Plan, variants_of
-from pascal_attn_core.fused.source import source
+from pascal_attn_core.fused.code.source import source
+from pascal_attn_core.fused.launch.backward import backward_launches
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.launch.packed import packed_launches
+from pascal_attn_core.fused.launch.plan import Packed, Plan, variants_of
+from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

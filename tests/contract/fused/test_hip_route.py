@@ -18,23 +18,23 @@ from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, Hip
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
-from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.trust.trial import Job, Trials
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing, torch_kernel
 from pascal_attn_core.routes.timing import Timings
-from pascal_attn_core.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
-ROOT = Path(trial.__file__).parents[2]
+ROOT = Path(trial.__file__).parents[3]
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -207,10 +207,10 @@ sys.modules["attn_support"] = support
 import torch
 from attn_support.fused.device import CardKernels, execute
 from attn_support.fused.hip import HipStandIn, RADEON_VII
-from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.runtime import Runtime
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.machine.runtime import Runtime
 
 def run(launch):
     {body}

@@ -10,9 +10,9 @@ from attn_support.oracle import exact
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import ROUTES
-from pascal_attn_core.fused.launches_int8 import error_bound, int8_launches
-from pascal_attn_core.fused.plan import plan_call
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.launch.int8 import error_bound, int8_launches
+from pascal_attn_core.fused.launch.plan import plan_call
+from pascal_attn_core.fused.launch.select import call_reasons
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 # Normal numbers: what 8 bits of Q and K cost (fp16 attention itself errs by 3e-4).

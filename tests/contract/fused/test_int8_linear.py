@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 from attn_support.fused.far import address_space
-from attn_support.profile import seeds
+from attn_support.randomness import seeds
 from torch import Tensor
 
-from pascal_attn_core.fused import launches_linear
-from pascal_attn_core.fused.kernels import parts
-from pascal_attn_core.fused.launches_linear import ACTIVATIONS, LinearCall, linear_launches, product_of
-from pascal_attn_core.fused.linear_source import KIND, LEAST_CAPABILITY, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
-from pascal_attn_core.fused.source import linear_variants, source
+from pascal_attn_core.fused.code.linear_source import KIND, LEAST_CAPABILITY, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
+from pascal_attn_core.fused.code.source import linear_variants, source
+from pascal_attn_core.fused.launch import linear as launches_linear
+from pascal_attn_core.fused.launch.linear import ACTIVATIONS, LinearCall, linear_launches, product_of
+from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.int8 import quantize
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 

@@ -16,7 +16,7 @@ from torch import nn
 from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8.ways import IntMm, LinearTimings, way_of, ways_of
-from pascal_attn_core.runtime import Runtime, runtime_of
+from pascal_attn_core.machine.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")

@@ -18,17 +18,17 @@ from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, GXX, T4, V100, emulate
 from attn_support.fused.hip import RADEON_VII
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime
-from pascal_attn_core.fused.gpu_runtime import DriverError
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
+from pascal_attn_core.fused.code.source import Variant, linear_variants, source
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.gpu.runtime import DriverError
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
-from pascal_attn_core.fused.linear_source import KIND, LinearVariant
-from pascal_attn_core.fused.source import Variant, linear_variants, source
-from pascal_attn_core.fused.trial import Job, Trials
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.trust.trial import Job, Trials
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
-from pascal_attn_core.runtime import Runtime, runtime_of, using
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sy
 import torch
 from attn_support.fused.cases import backward, forward
 from attn_support.fused.emulation import ADDRESS_SANITIZER
-from pascal_attn_core.fused.plan import variants_of
+from pascal_attn_core.fused.launch.plan import variants_of
 how = {{"flags": ADDRESS_SANITIZER}}
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
 def at_once(result):
@@ -47,7 +47,7 @@ emulate([launch], **how)
 
 
 _ONE_QUERY_TOO_MANY = """
-from pascal_attn_core.fused.source import source
+from pascal_attn_core.fused.code.source import source
 right = "r % AT_ONCE < queries"
 assert right in source("grad_all")
 mutated = {"grad_all": source("grad_all").replace(right, right + " + 1")}
@@ -59,9 +59,9 @@ backward(result, torch.randn_like(result.out), mutated=mutated, **how)
 
 _LINEAR = """
 from attn_support.fused.emulation import emulate
-from pascal_attn_core.fused.launches_linear import LinearCall, linear_launches
-from pascal_attn_core.fused.linear_source import TILES
-from pascal_attn_core.fused.verify_linear import Weight
+from pascal_attn_core.fused.launch.linear import LinearCall, linear_launches
+from pascal_attn_core.fused.code.linear_source import TILES
+from pascal_attn_core.fused.trust.verify_linear import Weight
 for product, tile in TILES.items():
     # Codes that are read four at a time and one by one, outputs that are written so.
     for columns, cols, activation in ((64, tile.cols + 4, "none"), (36, tile.cols - 1, "geglu"), (4, 3, "silu")):

@@ -13,7 +13,7 @@ from attn_support.fused.hip import RADEON_VII
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.routes import choose
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

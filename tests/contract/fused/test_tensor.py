@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
-from pascal_attn_core.fused import plan
-from pascal_attn_core.fused.select import tensor_reasons
+from pascal_attn_core.fused.launch import plan
+from pascal_attn_core.fused.launch.select import tensor_reasons
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Times
 

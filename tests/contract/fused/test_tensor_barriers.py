@@ -10,9 +10,9 @@ import torch
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 
 from pascal_attn_core.call import check_call, empty_output
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.plan import Plan
-from pascal_attn_core.fused.source import Variant, source
+from pascal_attn_core.fused.code.source import Variant, source
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

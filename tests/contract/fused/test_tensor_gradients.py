@@ -15,18 +15,18 @@ from attn_support.fused.cases import Emulated, of_kernel
 from attn_support.fused.cases import backward as run_backward
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, blocks_and_passes, build, each_left_out, emulate
 from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
-from attn_support.profile import seeds, times
+from attn_support.randomness import seeds, times
 from attn_support.table import GRADIENT_TABLE, LAYOUTS, MASKS, Case
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.fused.gradient_geometry import gradient_head_dims
-from pascal_attn_core.fused.kernels import parts
-from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, gradient_variants, variants_of
-from pascal_attn_core.fused.select import tensor_reasons
-from pascal_attn_core.fused.source import Variant, all_variants, source
-from pascal_attn_core.fused.verify import largest_error, tolerance
+from pascal_attn_core.fused.code.source import Variant, all_variants, source
+from pascal_attn_core.fused.geometry.gradient import gradient_head_dims
+from pascal_attn_core.fused.launch.backward import backward_launches
+from pascal_attn_core.fused.launch.plan import Plan, gradient_variants, variants_of
+from pascal_attn_core.fused.launch.select import tensor_reasons
+from pascal_attn_core.fused.trust.kernels import parts
+from pascal_attn_core.fused.trust.verify import largest_error, tolerance
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from attn_support.fused.emulation import GXX, emulate
-from attn_support.profile import seeds, times
+from attn_support.randomness import seeds, times
 
-from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.source import Variant, all_variants, source
+from pascal_attn_core.fused.code.source import Variant, all_variants, source
+from pascal_attn_core.fused.trust import verify
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 VARIANTS = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 
 REDIRECT = "pascal_attn_core.diffusers.redirect.sdpa"
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
-from pascal_attn_core.interception import SdpaMode
+from pascal_attn_core.patching.interception import SdpaMode
 from tools.families import families
 from tools.families.proof import counted, outputs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.profile import seeds
+from attn_support.randomness import seeds
 from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pascal_attn_core.fused.amd_code import arch_of
+from pascal_attn_core.fused.code.amd_code import arch_of
 
 OBJDUMP = shutil.which("llvm-objdump-16")
 # Scalar registers by name: the numbers that their encodings have.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.launches import Launch
 
 from .code import Instruction, MachineKernel, kernels
 from .memory import Memory

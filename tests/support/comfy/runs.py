@@ -16,8 +16,8 @@ def part(name: str) -> ModuleType:
     return importlib.import_module(f"{NAME}.{name}")
 
 
-RUNS, FIND, INFO = part("nodes.engine.runs"), part("nodes.reporting.findings"), part("pascal_attn_core.observe.machine")
-DEVICE, WHEELS = part("pascal_attn_core.device"), part("pascal_attn_core.observe.wheels")
+RUNS, FIND, INFO = part("nodes.engine.runs"), part("nodes.reporting.findings"), part("pascal_attn_core.machine.facts")
+DEVICE, WHEELS = part("pascal_attn_core.machine.device"), part("pascal_attn_core.machine.wheels")
 GTX = DEVICE.DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CU126 = WHEELS.TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_50", "sm_60", "sm_70"))
 CU130 = WHEELS.TorchBuild("2.14.0+cu130", "cuda", "13.0", ("sm_75", "sm_80", "sm_120"))

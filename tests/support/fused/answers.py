@@ -11,9 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused.compilation import Compilation
-from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.machine.device import DeviceInfo
 
 from .emulation import BUILD, GXX, HERE
 

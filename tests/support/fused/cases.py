@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.launches_backward import backward_launches
-from pascal_attn_core.fused.plan import Plan, forward_variants, plan_call, variants_of
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.launch.backward import backward_launches
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call, variants_of
+from pascal_attn_core.fused.launch.select import call_reasons
 
 from ..table import TABLE, Case
 from .emulation import emulate

@@ -7,9 +7,10 @@ import ctypes
 import struct
 from typing import Any, NamedTuple
 
-from pascal_attn_core.fused import amd_geometry, params
-from pascal_attn_core.fused.amd_code import _MACH, NotACodeObject, metadata, renamed
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.code import params
+from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, metadata, renamed
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.geometry import amd as amd_geometry
 
 from .emulation import PARAMS
 

@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from pascal_attn_core.call import AttentionCall
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import verify
-from pascal_attn_core.fused.compilation import Compilation
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime
-from pascal_attn_core.fused.gpu_runtime import GpuRuntime
-from pascal_attn_core.fused.hip_runtime import HipRuntime
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.gpu.hip import HipRuntime
+from pascal_attn_core.fused.gpu.runtime import GpuRuntime
+from pascal_attn_core.fused.launch.launches import Launch
 from pascal_attn_core.fused.linear import LinearTrials
-from pascal_attn_core.fused.trial import Trials
+from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.trust.trial import Trials
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.route import Route
 from pascal_attn_core.routes.timing import Times, Timings
 from pascal_attn_core.routes.timing_table import Clock
-from pascal_attn_core.runtime import Runtime, using
 
 from .driver import Compiler, StandIn
 from .emulation import CARD, GXX, emulate

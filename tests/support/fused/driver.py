@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import nvrtc, params
-from pascal_attn_core.fused.compilation import Compilation
-from pascal_attn_core.fused.cuda_runtime import CudaDriver
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import all_variants, linear_variants, source
+from pascal_attn_core.fused.code import params
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import all_variants, linear_variants, source
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.cuda import CudaDriver
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, fails_once, library
 from .emulation import CARD, PARAMS

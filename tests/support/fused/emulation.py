@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused.compilation import Compilation
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import source
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import source
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.machine.device import DeviceInfo
 
 HERE = Path(__file__).parent / "emulator"
 BUILD = Path(tempfile.gettempdir()) / f"pascal-attn-emulation-{os.getuid() if hasattr(os, 'getuid') else 0}"

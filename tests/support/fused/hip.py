@@ -18,14 +18,15 @@ from typing import NamedTuple
 import torch
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import amd_geometry, params
-from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of
-from pascal_attn_core.fused.gpu_runtime import CompileError
-from pascal_attn_core.fused.hip_runtime import HipDriver
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.plan import Plan, plan_call
-from pascal_attn_core.fused.source import Variant, amd_variants, source
+from pascal_attn_core.fused.code import params
+from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of
+from pascal_attn_core.fused.code.source import Variant, amd_variants, source
+from pascal_attn_core.fused.geometry import amd as amd_geometry
+from pascal_attn_core.fused.gpu.hip import HipDriver
+from pascal_attn_core.fused.gpu.runtime import CompileError
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, plan_call
+from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, library
 from .code_objects import CodeObject, Kernel, code_object, read

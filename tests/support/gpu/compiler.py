@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pascal_attn_core.fused import nvrtc
-from pascal_attn_core.fused.gpu_runtime import CompileError
-from pascal_attn_core.fused.gradient_geometry import GradientGeometry
-from pascal_attn_core.fused.source import DTYPES, KINDS, MASKS, Geometry, Variant, source
-from pascal_attn_core.fused.source import AnyGeometry as Tiles
-from pascal_attn_core.fused.tensor_geometry import TensorGeometry
+from pascal_attn_core.fused.code.source import DTYPES, KINDS, MASKS, Geometry, Variant, source
+from pascal_attn_core.fused.code.source import AnyGeometry as Tiles
+from pascal_attn_core.fused.geometry.gradient import GradientGeometry
+from pascal_attn_core.fused.geometry.tensor import TensorGeometry
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.runtime import CompileError
 from tools.gpu.geometries import Candidate
 
 from ..fused.driver import cubin

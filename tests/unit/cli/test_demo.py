@@ -15,8 +15,8 @@ pytest.importorskip("matplotlib")
 
 from pascal_attn_core.cli import charts, demo
 from pascal_attn_core.cli.demo import models
-from pascal_attn_core.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from pascal_attn_core.observe.memory import PeakMemory
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 
 from pascal_attn_core.cli.info import Info, describe, gather
 from pascal_attn_core.config import ROUTES, AttentionConfig
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.observe import machine as machine_facts
-from pascal_attn_core.observe.machine import Machine, parse_smi
-from pascal_attn_core.observe.wheels import TorchBuild
+from pascal_attn_core.machine import facts as machine_facts
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.facts import Machine, parse_smi
+from pascal_attn_core.machine.wheels import TorchBuild
 
 CU126 = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"))
 CU130 = TorchBuild("2.14.0+cu130", "cuda", "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))

@@ -10,10 +10,10 @@ import pytest
 from pascal_attn_core.cli import main, second_card
 from pascal_attn_core.cli.info import Info, describe, document
 from pascal_attn_core.cli.second_card import CARDS, MODELS, own_gains, table
-from pascal_attn_core.observe import machine as machine_facts
-from pascal_attn_core.observe.machine import Machine, describe_facts
-from pascal_attn_core.observe.together import Link, parse_link
-from pascal_attn_core.observe.wheels import TorchBuild
+from pascal_attn_core.machine import facts as machine_facts
+from pascal_attn_core.machine.facts import Machine, describe_facts
+from pascal_attn_core.machine.together import Link, parse_link
+from pascal_attn_core.machine.wheels import TorchBuild
 
 PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
 BUILD = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_61",))

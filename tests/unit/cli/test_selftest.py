@@ -17,15 +17,15 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.cli.selftest import speed
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import cache
-from pascal_attn_core.fused.cuda_runtime import CudaRuntime
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.source import all_variants, digest, linear_variants
-from pascal_attn_core.observe import machine
-from pascal_attn_core.observe.machine import Clocks, ClockWatch, parse_clocks
+from pascal_attn_core.fused.code import cache
+from pascal_attn_core.fused.code.source import all_variants, digest, linear_variants
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.machine import facts as machine
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.facts import Clocks, ClockWatch, parse_clocks
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
-from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
 from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants, why_no_kernels

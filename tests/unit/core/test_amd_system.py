@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pascal_attn_core import device
-from pascal_attn_core.amd_system import UNKNOWN, Node, nodes, readings, true_arch
 from pascal_attn_core.config import variables
-from pascal_attn_core.observe import machine
+from pascal_attn_core.machine import device
+from pascal_attn_core.machine import facts as machine
+from pascal_attn_core.machine.amd_system import UNKNOWN, Node, nodes, readings, true_arch
 
 _PROPERTIES = """\
 cpu_cores_count {cores}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pascal_attn_core import device as device_module
-from pascal_attn_core.device import DeviceInfo, device_info, free_bytes
+from pascal_attn_core.machine import device as device_module
+from pascal_attn_core.machine.device import DeviceInfo, device_info, free_bytes
 
 
 def test_the_cpu_is_described_without_cuda() -> None:

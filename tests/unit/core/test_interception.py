@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
 import pascal_attn_core
 from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
-from pascal_attn_core.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa, torch_sdpa
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa, torch_sdpa
 
 ROOT = Path(pascal_attn_core.__file__).parents[1]
 
@@ -191,7 +191,7 @@ def test_nobody_else_has_a_mode_for_it_or_looks_at_the_stack() -> None:
         for file in (ROOT / top).rglob("*.py"):
             for name in names_in(file):
                 users.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
-    ours = "pascal_attn_core/interception.py"
+    ours = "pascal_attn_core/patching/interception.py"
     assert users["TorchFunctionMode"] == {ours}
     assert users["torch._C's function"] == {ours}
     for name in ("_getframe", "f_back", "currentframe", "f_globals"):

@@ -127,8 +127,8 @@ def test_no_circle() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("pascal_attn_core/fused/select.py", "def f():\n    import comfy, diffusers"),
-        ("pascal_attn_core/fused/select.py", "def f():\n    from ..diffusers import PascalAttnProcessor"),
+        ("pascal_attn_core/fused/launch/select.py", "def f():\n    import comfy, diffusers"),
+        ("pascal_attn_core/fused/launch/select.py", "def f():\n    from ..diffusers import PascalAttnProcessor"),
         ("pascal_attn_core/attention_map.py", "from .cli.demo import run"),
         ("pascal_attn_core/tiled/forward.py", "from .. import attention"),
         ("pascal_attn_core/observe/report.py", "import pascal_attn_core"),

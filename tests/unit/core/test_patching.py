@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from pascal_attn_core import Patch
-from pascal_attn_core.patching import PatchGroup
+from pascal_attn_core.patching.patch import PatchGroup
 
 
 def test_a_patch_is_active_until_it_is_removed_once() -> None:

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.runtime import Runtime, runtime_of, runtimes, using
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, runtime_of, runtimes, using
 
 CPU = torch.device("cpu")
 

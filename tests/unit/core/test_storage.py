@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pascal_attn_core.storage import read_object, replace_file, write_object
+from pascal_attn_core.machine.storage import read_object, replace_file, write_object
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.cli.bench.shapes import SHAPES
-from pascal_attn_core.device import MIB, DeviceInfo
+from pascal_attn_core.machine.device import MIB, DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing_table, why_not
 from pascal_attn_core.routes.route import Request
@@ -33,7 +34,6 @@ from pascal_attn_core.routes.tile_timing import (
     slice_of,
 )
 from pascal_attn_core.routes.tiled import TiledRoute, Walks
-from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.tiled.tiles import Basis, cpu_bases
 
 CPU = DeviceInfo("cpu", "a processor", num_sms=2, l2_bytes=32 << 20, core_l2_bytes=1 << 20)

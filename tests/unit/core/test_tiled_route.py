@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pascal_attn_core import AttentionConfig, record, sdpa
+from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import tiled as tiled_route
-from pascal_attn_core.runtime import runtime_of
 
 TILED = AttentionConfig(route="tiled")
 

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from attn_support.profile import examples
+from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import LARGEST_BUFFER, MIB, DeviceInfo
+from pascal_attn_core.machine.device import LARGEST_BUFFER, MIB, DeviceInfo
 from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.tiles import (
     Workload,

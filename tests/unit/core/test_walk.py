@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, LazyMask, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import tiled as tiled_route
 from pascal_attn_core.routes.tiled import Walks
-from pascal_attn_core.runtime import Runtime, using
 from pascal_attn_core.tiled.forward import units_of
 from pascal_attn_core.tiled.layout import unit_views
 

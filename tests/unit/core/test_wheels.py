@@ -2,8 +2,8 @@
 
 import pytest
 
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.observe.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")

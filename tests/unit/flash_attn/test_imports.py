@@ -185,7 +185,7 @@ def test_what_is_loaded_when() -> None:
     run("""
         import sys
         def extras():
-            ours = "pascal_attn_core.flash_attn.extras."
+            ours = "pascal_attn_core.flash_attn.modules."
             return {name[len(ours):] for name in sys.modules if name.startswith(ours)}
         import pascal_attn_core
         assert not extras()
@@ -207,7 +207,7 @@ def test_what_is_loaded_when() -> None:
 def test_a_program_may_change_its_names_without_changing_ours() -> None:
     run("""
         from pascal_attn_core.flash_attn import install_as_flash_attn
-        from pascal_attn_core.flash_attn.extras import rotary
+        from pascal_attn_core.flash_attn.modules import rotary
         ours = rotary.apply_rotary_emb
         with install_as_flash_attn():
             import flash_attn.layers.rotary as theirs

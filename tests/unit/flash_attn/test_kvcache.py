@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.profile import examples
+from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

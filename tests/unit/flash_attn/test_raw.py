@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
-from pascal_attn_core.flash_attn.extras import raw, version3_raw
+from pascal_attn_core.flash_attn.modules import raw, version3_raw
 
 F64 = torch.float64
 RULES: dict[str, dict[str, Any]] = {
@@ -240,7 +240,7 @@ def test_programs_find_the_names_and_the_operators_while_installed() -> None:
     run("""
         import torch
         from pascal_attn_core.flash_attn import install_as_flash_attn
-        from pascal_attn_core.flash_attn.extras import raw
+        from pascal_attn_core.flash_attn.modules import raw
         counted = []
         def around(name, function):
             return lambda *a, **k: (counted.append(name), function(*a, **k))[1]

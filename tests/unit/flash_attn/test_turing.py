@@ -9,7 +9,7 @@ from attn_support.fresh import run
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa_backward, sdpa_with_lse
-from pascal_attn_core.flash_attn.extras import turing
+from pascal_attn_core.flash_attn.modules import turing
 
 F64 = torch.float64
 

@@ -19,7 +19,7 @@ from attn_support.flash_attn.oracle import (
     tiled,  # noqa: F401
     with_slopes,
 )
-from attn_support.profile import examples
+from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

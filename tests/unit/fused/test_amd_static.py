@@ -16,17 +16,19 @@ from pathlib import Path
 
 import pytest
 from attn_support.fused.emulation import PARAMS
-from attn_support.profile import seeds, times
+from attn_support.randomness import seeds, times
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import amd as tool  # noqa: E402
 
-from pascal_attn_core.fused import amd_geometry, hiprtc, params, prebuilt  # noqa: E402
-from pascal_attn_core.fused.amd_code import NotACodeObject, arch_of, metadata, renamed, unbundled  # noqa: E402
-from pascal_attn_core.fused.amd_geometry import ARCHS, kernel_arch  # noqa: E402
-from pascal_attn_core.fused.source import Variant, amd_variants, digest, source  # noqa: E402
+from pascal_attn_core.fused.code import params, prebuilt  # noqa: E402
+from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, metadata, renamed, unbundled  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source  # noqa: E402
+from pascal_attn_core.fused.geometry import amd as amd_geometry  # noqa: E402
+from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch  # noqa: E402
+from pascal_attn_core.fused.gpu import hiprtc  # noqa: E402
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"

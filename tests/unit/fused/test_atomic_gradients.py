@@ -18,10 +18,10 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, explain, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
-from pascal_attn_core.fused import prebuilt
-from pascal_attn_core.fused.kernels import KernelUnavailable
-from pascal_attn_core.fused.launches_backward import sums_bytes
-from pascal_attn_core.fused.source import GRAD_ALL_HEAD_DIMS, Variant, all_variants
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.source import GRAD_ALL_HEAD_DIMS, Variant, all_variants
+from pascal_attn_core.fused.launch.backward import sums_bytes
+from pascal_attn_core.fused.trust.kernels import KernelUnavailable
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes import choose
 from pascal_attn_core.routes.fused import FusedRoute

@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused import kernels as fused_kernels
-from pascal_attn_core.fused import params
-from pascal_attn_core.fused.cuda_runtime import CudaDriver, CudaRuntime
-from pascal_attn_core.fused.gpu_runtime import DriverError
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.code import params
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime
+from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.trust import kernels as fused_kernels
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Timings
-from pascal_attn_core.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 FUSED = AttentionConfig(route="fused")

@@ -20,15 +20,15 @@ from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipCompiler, HipStandIn, plain_launch
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import kernels as fused_kernels
-from pascal_attn_core.fused import params
-from pascal_attn_core.fused.gpu_runtime import DriverError
-from pascal_attn_core.fused.hip_runtime import HipDriver, HipRuntime
-from pascal_attn_core.fused.kernels import Kernels, parts
-from pascal_attn_core.fused.launches import Launch
-from pascal_attn_core.fused.source import Variant
-from pascal_attn_core.runtime import Runtime
+from pascal_attn_core.fused.code import params
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.gpu.hip import HipDriver, HipRuntime
+from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.launch.launches import Launch
+from pascal_attn_core.fused.trust import kernels as fused_kernels
+from pascal_attn_core.fused.trust.kernels import Kernels, parts
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
 FUSED = AttentionConfig(route="fused")

@@ -22,14 +22,15 @@ from attn_support.fused.emulation import GXX, PARAMS
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipCompiler, HipStandIn, plain_launch
 
 from pascal_attn_core import record, sdpa
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import hip_libraries, hiprtc, params, prebuilt
-from pascal_attn_core.fused.amd_code import arch_of
-from pascal_attn_core.fused.gpu_runtime import CompileError, DriverError
-from pascal_attn_core.fused.hip_runtime import HipDriver, HipRuntime
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.source import Variant, digest
-from pascal_attn_core.runtime import Runtime
+from pascal_attn_core.fused.code import params, prebuilt
+from pascal_attn_core.fused.code.amd_code import arch_of
+from pascal_attn_core.fused.code.source import Variant, digest
+from pascal_attn_core.fused.gpu import hip_libraries, hiprtc
+from pascal_attn_core.fused.gpu.hip import HipDriver, HipRuntime
+from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
 on_linux = pytest.mark.skipif(sys.platform == "win32", reason="what Linux calls its libraries")

@@ -20,17 +20,18 @@ from attn_support.fused.emulation import CARD, GXX, emulate
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import cache, nvrtc, prebuilt
-from pascal_attn_core.fused.cuda_runtime import CudaDriver, CudaRuntime, cuda_driver
-from pascal_attn_core.fused.gpu_runtime import CompileError
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable, parts
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.source import Variant, source
+from pascal_attn_core.fused.code import cache, prebuilt
+from pascal_attn_core.fused.code.source import Variant, source
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime, cuda_driver
+from pascal_attn_core.fused.gpu.runtime import CompileError
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose
 from pascal_attn_core.routes.fused import find_plan
-from pascal_attn_core.runtime import Runtime, using
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")

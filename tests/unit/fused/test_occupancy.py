@@ -14,8 +14,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import fused as tool  # noqa: E402
 
-from pascal_attn_core.fused.plan import resident_blocks  # noqa: E402
-from pascal_attn_core.fused.source import Variant  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant  # noqa: E402
+from pascal_attn_core.fused.launch.plan import resident_blocks  # noqa: E402
 
 
 class Multiprocessor(NamedTuple):

@@ -19,11 +19,11 @@ from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.flash_attn import packed as _flash_packed
-from pascal_attn_core.fused.kernels import KernelUnavailable, parts
-from pascal_attn_core.fused.launches import Launch, forward_launches
-from pascal_attn_core.fused.launches_packed import packed_launches
-from pascal_attn_core.fused.plan import Packed
-from pascal_attn_core.fused.source import Variant
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.launches import Launch, forward_launches
+from pascal_attn_core.fused.launch.packed import packed_launches
+from pascal_attn_core.fused.launch.plan import Packed
+from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes.run import add_observer
 

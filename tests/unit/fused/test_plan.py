@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.plan import Plan
+from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.routes import choose
 
 FUSED = AttentionConfig(route="fused")

@@ -10,12 +10,12 @@ from attn_support.fused.cases import whole
 from attn_support.fused.emulation import CARD
 
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.fused.launches import forward_launches
-from pascal_attn_core.fused.plan import plan_call, variants_of
-from pascal_attn_core.fused.select import call_reasons
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import plan_call, variants_of
+from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.lazy_mask import LazyMask
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import fused as route
-from pascal_attn_core.runtime import Runtime, using
 
 
 def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=torch.float32, v: tuple = (), **options):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from attn_support.fused.emulation import GXX, emulate
-from attn_support.profile import seeds, times
+from attn_support.randomness import seeds, times
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -28,10 +28,11 @@ import simulate  # noqa: E402
 from linear_share import linear_share  # noqa: E402
 from share import KERNELS, backward_share, share  # noqa: E402
 
-from pascal_attn_core.fused import nvrtc, prebuilt  # noqa: E402
-from pascal_attn_core.fused import source as _source  # noqa: E402
-from pascal_attn_core.fused.gpu_runtime import CompileError  # noqa: E402
-from pascal_attn_core.fused.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
+from pascal_attn_core.fused.code import prebuilt  # noqa: E402
+from pascal_attn_core.fused.code import source as _source  # noqa: E402
+from pascal_attn_core.fused.code.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
+from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
+from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
 
 SHARE = 0.82
 SHARED_LIMIT = 48 << 10

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pascal_attn_core.fused import tables
-from pascal_attn_core.fused.source import Geometry
+from pascal_attn_core.fused.code.source import Geometry
 from pascal_attn_core.fused.tables import read_tables
 
 

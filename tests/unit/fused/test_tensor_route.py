@@ -17,14 +17,15 @@ from attn_support.fused.emulation import CARD, GXX, T4, V100
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_backward
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import plan, prebuilt
-from pascal_attn_core.fused.gpu_runtime import DriverError
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.plan import tensor_plan
-from pascal_attn_core.fused.source import Variant, all_variants, source
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.source import Variant, all_variants, source
+from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.launch import plan
+from pascal_attn_core.fused.launch.plan import tensor_plan
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.routes.timing import Times, Timings
-from pascal_attn_core.runtime import runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores

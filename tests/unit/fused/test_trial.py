@@ -19,16 +19,17 @@ from attn_support import fresh
 
 from pascal_attn_core import AttentionConfig, explain
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
-from pascal_attn_core.fused import prebuilt, trial
-from pascal_attn_core.fused.kernels import Kernels
-from pascal_attn_core.fused.source import Variant
-from pascal_attn_core.fused.trial import Job, Trials
-from pascal_attn_core.observe import machine
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.trust.trial import Job, Trials
+from pascal_attn_core.machine import facts as machine
+from pascal_attn_core.machine.device import DeviceInfo
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import choose, torch_kernel
-from pascal_attn_core.runtime import Runtime, using
 
-ROOT = Path(trial.__file__).parents[2]
+ROOT = Path(trial.__file__).parents[3]
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10, arch="sm_61")
 FORWARD, MASKED = Variant("forward", 64, "float32"), Variant("forward", 64, "float32", "bool")
 RIGHT = "return 1e-7"
@@ -37,9 +38,9 @@ _CHILD = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch
-from pascal_attn_core.fused import trial
-from pascal_attn_core.fused.gpu_runtime import DriverError
-from pascal_attn_core.fused.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.fused.trust import trial
+from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 
 def functions(self, variant):
     if variant.mask == {unloadable!r}:

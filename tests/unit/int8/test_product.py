@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from attn_support.fresh import execute
 from torch import Tensor
 
+from pascal_attn_core.fused.code.linear_source import MOST_COLUMNS
 from pascal_attn_core.fused.linear import LinearCall
-from pascal_attn_core.fused.linear_source import MOST_COLUMNS
 from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows, ways
 from pascal_attn_core.int8.ways import GATED, activated, by_float, by_int_mm, way_of
 from pascal_attn_core.observe.memory import PeakMemory

@@ -13,7 +13,7 @@ from attn_support.comfy.stub import node_module
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe.memory import measure
 
 estimate, trace, shadows = (node_module(name) for name in ("estimate.figures", "estimate.trace", "estimate.shadow"))

@@ -275,7 +275,7 @@ class Patcher:
 
 @torch.no_grad()
 def test_a_patcher_that_is_collected_takes_its_slices_along(stub_host: StubHost) -> None:  # noqa: F811
-    ffn, network = node_module("comfy.ffn"), Model()
+    ffn, network = node_module("patches.ffn"), Model()
     chunking = ffn.Chunking(binding(), "Model", "", None)
     patcher = Patcher(network)
     chunking.inject(patcher)
@@ -287,7 +287,7 @@ def test_a_patcher_that_is_collected_takes_its_slices_along(stub_host: StubHost)
 
 @torch.no_grad()
 def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:  # noqa: F811
-    ffn, runs, network = node_module("comfy.ffn"), node_module("engine.runs"), Model()
+    ffn, runs, network = node_module("patches.ffn"), node_module("engine.runs"), Model()
     chunking, patcher = ffn.Chunking(binding(), "Model", "budget", "1"), Patcher(network)
     chunking.inject(patcher)
     for tokens, headline in ((TOKENS, "2 of 2 feed-forward modules chunked"),

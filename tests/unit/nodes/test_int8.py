@@ -18,11 +18,11 @@ LINE = {"name": "blocks.0.ff", "kind": "Linear", "shape": (64, 64), "state": "in
 
 @pytest.fixture
 def int8() -> Any:
-    return node_module("comfy.int8")
+    return node_module("patches.int8")
 
 
 def report(*lines: dict[str, Any], weights: str = "host") -> Any:
-    int8 = node_module("comfy.int8")
+    int8 = node_module("patches.int8")
     return int8.Int8Report([int8.Int8ReportLine(**{**LINE, **line}) for line in lines], 0.05, weights)
 
 
@@ -172,7 +172,7 @@ def test_a_patcher_that_is_collected_takes_its_weights_along(layers: Any, int8: 
 
 
 def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
-    kitchen = node_module("comfy.kitchen")
+    kitchen = node_module("comfy.comfy_kitchen")
     if kitchen.registry_of_host() is not None:
         pytest.skip("comfy_kitchen is installed here")
     assert "no comfy_kitchen" in kitchen.why_not(torch.device("cpu"), "always")

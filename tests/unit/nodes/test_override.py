@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 from torch import Tensor
 
-override_module, scope_module = node_module("comfy.override"), node_module("comfy.scope")
+override_module, scope_module = node_module("patches.override"), node_module("patches.scope")
 make_override = override_module.make_override
 pytestmark = pytest.mark.usefixtures("stub_host")
 HEADS = 2

@@ -246,7 +246,7 @@ def test_a_card_that_a_cpu_wheel_leaves_idle_is_a_complaint():
         "0.1.0",
         "3.12",
         "Linux",
-        part("pascal_attn_core.observe.wheels").TorchBuild("2.13.0+cpu", "cpu"),
+        part("pascal_attn_core.machine.wheels").TorchBuild("2.13.0+cpu", "cpu"),
         (),
         (),
         smi=(INFO.SmiCard("GTX 1080 Ti", (6, 1), "11264 MiB"),),

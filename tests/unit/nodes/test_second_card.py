@@ -22,7 +22,7 @@ def _core(module: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
-    core = _core("runtime")
+    core = _core("machine.runtime")
     with core.using(core.Runtime("cpu")):
         yield
 
@@ -93,7 +93,7 @@ def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypat
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
-    runtime, several = _core("runtime"), _core("routes.several")
+    runtime, several = _core("machine.runtime"), _core("routes.several")
     engine = make_engine(route="torch")
     engine.share(("cpu", "cpu"), 128)
     engine.begin()

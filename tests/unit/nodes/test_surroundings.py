@@ -181,7 +181,7 @@ def block_like() -> nn.Module:
 
 
 def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate = node_module("estimate.host")
+    estimate = node_module("comfy.memory_required")
     model = SimpleNamespace(memory_required=None)
     del model.memory_required
     monkeypatch.setattr(estimate, "efficient", lambda model: lambda shape: 1)

@@ -17,7 +17,7 @@ from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F4
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
-from pascal_attn_core.device import DeviceInfo
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.routes.timing_table import median_times
 from pascal_attn_core.tiled.plan import plan_call
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 from torch import Tensor, nn
 
-objects, attention, sites = map(node_module, ("comfy.objects", "comfy.replacements", "comfy.sites"))
-Scope = node_module("comfy.scope").Scope
+objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
+Scope = node_module("patches.scope").Scope
 pytestmark = pytest.mark.usefixtures("stub_host")
 
 

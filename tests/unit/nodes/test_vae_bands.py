@@ -13,7 +13,7 @@ from attn_support.comfy.pack import NAME
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 from torch import Tensor, nn
 
-bands, attention, scopes = map(node_module, ("comfy.bands", "comfy.replacements", "comfy.scope"))
+bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.scope"))
 calls = importlib.import_module(f"{NAME}.pascal_attn_core.vae.calls")
 pytestmark = pytest.mark.usefixtures("stub_host", "_narrow")
 ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED

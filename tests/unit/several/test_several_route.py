@@ -17,6 +17,7 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import RouteUnavailable
+from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.observe.progress import between_blocks
 from pascal_attn_core.routes import choose
@@ -24,7 +25,6 @@ from pascal_attn_core.routes import several as several_module
 from pascal_attn_core.routes.run import run as run_call
 from pascal_attn_core.routes.several import Helper, Helpers, Speed, Speeds, divided
 from pascal_attn_core.routes.tiled import TiledRoute
-from pascal_attn_core.runtime import Runtime, runtime_of, using
 from pascal_attn_core.tiled.plan import plan_call
 
 ALONE = AttentionConfig(route="tiled", q_block=64, kv_block=64)

@@ -53,7 +53,7 @@ def test_code_of_a_real_compiler_is_read() -> None:
     """A loop of two ldmatrix and their products, as NVRTC 12.6 writes it for sm_75."""
     from maxwell import sections
 
-    from pascal_attn_core.fused import nvrtc
+    from pascal_attn_core.fused.gpu import nvrtc
 
     library = nvrtc.find(75)
     if library is None:

@@ -17,7 +17,7 @@ LAYOUT = "TensorWiseINT8Layout"
 
 
 def kitchen():
-    registry = pack("comfy.kitchen").registry_of_host()
+    registry = pack("comfy.comfy_kitchen").registry_of_host()
     if registry is None:
         raise Skip("this host has no comfy_kitchen with int8 layers")
     return registry
@@ -44,7 +44,7 @@ def int8_file(convrot=True):
         settings = {"format": "int8_tensorwise", "convrot": convrot, "convrot_groupsize": 64}
         weights[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
     model = comfy.sd.load_diffusion_model_state_dict(weights)
-    assert pack("comfy.kitchen").int8_layers(network(model)) == 4
+    assert pack("comfy.comfy_kitchen").int8_layers(network(model)) == 4
     return model
 
 
@@ -56,7 +56,7 @@ def quantized(rows, columns, seed=0):
 
 @contextlib.contextmanager
 def served():
-    kitchen_of_pack = pack("comfy.kitchen")
+    kitchen_of_pack = pack("comfy.comfy_kitchen")
     record = kitchen_of_pack.Served()
     with kitchen_of_pack.serving(kitchen(), record):
         yield record

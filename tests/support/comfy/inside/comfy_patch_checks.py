@@ -84,7 +84,7 @@ def a_call_without_keys_or_queries_is_the_hosts():
         stock = host_attention.attention_pytorch(*given, 2)
         with runs():
             ours = host_attention.attention_pytorch(*given, 2, transformer_options={KEY: override})
-            engine = pack("comfy.override").engine_of(override)
+            engine = pack("patches.override").engine_of(override)
             assert engine.run.count("taken") == 0
             assert engine.run.warnings == []
             engine.begin()
@@ -313,7 +313,7 @@ def an_error_while_sampling_leaves_the_estimate_as_it_was():
     assert "memory_required" not in vars(model.model)
     assert model.model.memory_required(shape) == conservative
     broken.cleanup()
-    engine = pack("comfy.override").engine_of(broken.model_options["transformer_options"][KEY])
+    engine = pack("patches.override").engine_of(broken.model_options["transformer_options"][KEY])
     while engine.is_running:
         engine.end()
 

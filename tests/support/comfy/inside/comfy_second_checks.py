@@ -89,7 +89,7 @@ def a_device_that_fails_changes_no_picture():
     def broken(tensor, device):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    core = pack("core.runtime")
+    core = pack("core.machine.runtime")
     with core.using(core.Runtime("cpu")), replaced(pack("core.routes.several"), "_copied", broken):
         out, (run,) = latents(model)
     assert torch.equal(out, expected)

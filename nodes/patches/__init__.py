@@ -1,0 +1,1 @@
+"""What the nodes put into a model of ComfyUI."""

@@ -1,0 +1,181 @@
+"""Decoding and encoding of a VAE in bands, between ComfyUI's VAE and its network."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...pascal_attn_core.vae.banded import Banded
+from ...pascal_attn_core.vae.calls import Settings, Site
+from ...pascal_attn_core.vae.report import VaeCall
+from ..comfy import host
+from ..comfy.objects import Make
+from ..engine.engine import Engine
+from ..reporting.words import size_text
+
+AS_IT_IS, NEEDED, ALWAYS = MODES = ("as it is", "in bands when needed", "always in bands")
+METHODS = ("decode", "encode")
+_STEPS = 1000  # of ComfyUI's progress bar
+_BUFFER, _DEVICE = "output_buffer", "device"  # arguments of networks that read and write in parts
+
+Estimate = Callable[[tuple[int, ...], torch.dtype], float]
+
+
+def estimate_of(vae: Any, method: str) -> Estimate | None:
+    """What ComfyUI reckons that a call of this method takes, in bytes."""
+    return getattr(vae, f"memory_used_{method}", None)
+
+
+def in_bands(engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None) -> Make:
+    """For ``decode`` or ``encode`` of a network: in bands always, or where it does not fit."""
+
+    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
+        bands = _Method(engine, network, method, mode, estimate, previous)
+
+        @functools.wraps(previous)
+        def method_in_bands(*args: Any, **kwargs: Any) -> Any:
+            if not args or type(args[0]) is not Tensor:
+                return previous(*args, **kwargs)
+            return bands(*args, **kwargs)
+
+        return method_in_bands
+
+    return make
+
+
+class _Now(threading.local):
+    """The call in progress: what came, the same on the device, and where the network shall write its result."""
+
+    samples: Tensor | None = None
+    given: Tensor | None = None
+    buffer: Tensor | None = None
+
+
+class _Method:
+    """A method of a network, by the core."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        network: nn.Module,
+        method: str,
+        mode: str,
+        estimate: Estimate | None,
+        previous: Callable[..., Any],
+    ):
+        self.engine, self.estimate, self.previous = engine, estimate, previous
+        self.progress, self.now = _Progress(), _Now()
+        settings = Settings(
+            budget_mib=None,
+            keep="auto",
+            when_needed=mode == NEEDED,
+            verify=True,
+            progress=self.progress,
+            expected_bytes=lambda _, shape, dtype: _reckoned(estimate, shape, dtype),
+        )
+        self.site = Site(network, method, self._own, settings)
+
+    def __call__(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
+        now, calls = self.now, self.site.calls
+        before = calls[-1] if calls else None
+        device = kwargs.get(_DEVICE)
+        given = samples if device is None else samples.to(device)
+        now.samples, now.given, now.buffer = samples, given, kwargs.pop(_BUFFER, None)
+        try:
+            out = self.site(given, *args, **kwargs)
+            self.progress.go_on()
+            return out
+        except MemoryError as error:  # the computer's memory: said before anything was computed
+            if not self.site.settings.when_needed:
+                raise
+            self.engine.warn(f"{error}; it runs as it is instead")
+            return self._own(given, *args, **kwargs)
+        finally:
+            now.samples = now.given = now.buffer = None
+            self.progress.end()
+            if calls and calls[-1] is not before:
+                _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
+
+    def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As ComfyUI calls it. A network that writes into ComfyUI's buffer must not do so for a proof on a small input,
+        nor where there are no numbers."""
+        now = self.now
+        assert now.given is not None
+        is_rehearsal = isinstance(tensor, Banded) and tensor.run.is_rehearsal
+        if now.buffer is not None and tensor.shape == now.given.shape and not is_rehearsal:
+            kwargs[_BUFFER] = now.buffer
+        return self.previous(now.samples if tensor is now.given else tensor, *args, **kwargs)
+
+
+def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """0 where ComfyUI has no figure for such a call."""
+    if estimate is None:
+        return 0
+    try:
+        return int(estimate(shape, dtype))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return 0
+
+
+def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
+    """What was done, for the report; and why not, where it was wanted."""
+    if call.state == "refused":
+        engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
+    elif call.figures is not None:
+        engine.run.add_bands(sentence(call, reckoned))
+
+
+def sentence(call: VaeCall, reckoned: int) -> str:
+    """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI expects 8.51 GiB, 39 layers in 446 bands"`` and
+    why, if it was not asked for."""
+    figures = call.figures
+    assert figures is not None
+    shape = "x".join(map(str, call.shape))
+    instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
+    parts = [
+        f"{call.method} of {shape} in bands: {size_text(figures.expected_bytes)} at most{instead}",
+        f"{figures.layers} layers in {figures.bands} bands",
+    ]
+    if figures.host_bytes:
+        parts.append(f"{size_text(figures.host_bytes)} in system memory")
+    if figures.retries:
+        parts.append(f"rows per band reduced {figures.retries} times after running out of memory")
+    if figures.whole:
+        parts.append(f"not in bands: {', '.join(sorted(figures.whole))}")
+    if call.why:
+        parts.append(call.why)
+    return ", ".join(parts)
+
+
+class _Progress:
+    """ComfyUI's progress bar of the node that is running, and its Cancel, after each band."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __call__(self, done: float) -> None:
+        self.go_on()
+        try:
+            host.throw_if_interrupted()
+        except BaseException as error:
+            self._local.cancelled = error
+            raise
+        bar = getattr(self._local, "bar", None)
+        if bar is None:
+            bar = self._local.bar = host.progress_bar(_STEPS)
+        bar.update_absolute(int(done * _STEPS))
+
+    def go_on(self) -> None:
+        """Raise a Cancel that ComfyUI's code has swallowed: around its upsampling is an ``except`` for everything."""
+        cancelled = getattr(self._local, "cancelled", None)
+        if cancelled is not None:
+            raise cancelled
+
+    def end(self) -> None:
+        """The call is over."""
+        self._local.bar = self._local.cancelled = None

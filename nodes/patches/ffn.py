@@ -1,0 +1,48 @@
+"""Chunked feed-forward modules of a ComfyUI model: in while it is loaded, and what became of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ...pascal_attn_core.ffn.binding import FfnBinding
+from ...pascal_attn_core.ffn.hosts import CastingLayers, register
+from ...pascal_attn_core.ffn.report import FfnReport
+from ..comfy import host
+from ..engine.runs import Run
+from .injection import Injection, network_of
+
+log = logging.getLogger("pascal_attn")
+register(CastingLayers("comfy_cast_weights"))
+
+
+class Chunking(Injection):
+    """The chunking of one node."""
+
+    key, part = f"{host.KEY}_ffn", "feed-forward"
+    binding: FfnBinding
+
+    def begin(self) -> None:
+        self.binding.restart_report()
+
+    def describe(self, run: Run, patcher: Any) -> None:
+        report = self.binding.report(network_of(patcher))
+        run.note(_headline(report, self.binding.settings.min_tokens))
+        for sentence in report.text().splitlines()[1:]:
+            run.note(sentence.strip())
+        for line in report.lines:
+            if line.state == "refused" and run.warn(f"{line.kind} runs whole: {line.why}"):
+                log.warning("pascal_attn: %s: %s (%s) runs whole: %s", self.subject, line.name, line.kind, line.why)
+
+
+def _headline(report: FfnReport, min_tokens: int) -> str:
+    chunked, able = report.count("chunked"), len(report.lines) - report.count("cannot be")
+    text = f"{chunked} of {able} feed-forward modules chunked"
+    others = [f"{report.count(state)} {words}" for state, words in _OTHERS.items() if report.count(state)]
+    waiting = report.count("waiting")
+    if waiting:
+        others.append(f"{waiting} had no call of {min_tokens} tokens")
+    return ", ".join([text, *others])
+
+
+_OTHERS = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}

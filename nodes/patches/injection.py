@@ -1,0 +1,105 @@
+"""What one node puts into a model's modules: in while the model is loaded, and what became of it in each run."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from torch import nn
+
+from ..comfy import host
+from ..engine import runs
+from ..engine.runs import Run
+
+
+class Injection:
+    """Of one node, for the clones of its model: two loaded at once on two devices have each their own modules, and one
+    that is thrown away while it is loaded takes what is in its modules with it.
+
+    Attributes:
+        key: of the injections and callbacks on the clones.
+        part: of the runs, for the report.
+        binding: has ``detach(model)``.
+    """
+
+    key, part = "", ""
+
+    def __init__(self, binding: Any, subject: str, settings: str, unique_id: str | None):
+        self.binding, self.subject, self.settings, self.unique_id = binding, subject, settings, unique_id
+        self._finalizers: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDictionary()
+        self._started: float | None = None
+
+    def attach(self, patcher: Any) -> None:
+        """Put it in."""
+        self.binding.attach(network_of(patcher))
+
+    def begin(self) -> None:
+        """A run starts: forget the last one."""
+
+    def describe(self, run: Run, patcher: Any) -> None:
+        """Write into ``run`` what became of it; the first note is the line on the node."""
+        raise NotImplementedError
+
+    # ---- injection ----
+
+    def inject(self, patcher: Any) -> None:
+        """The model is being loaded."""
+        model = network_of(patcher)
+        self.attach(patcher)
+        self._forget(patcher)
+        # ComfyUI ejects what it knows of; a clone that is collected while it is loaded, nobody knows of.
+        finalizer = weakref.finalize(patcher, _detach, self.binding, weakref.ref(model))
+        finalizer.atexit = False
+        self._finalizers[patcher] = finalizer
+
+    def eject(self, patcher: Any) -> None:
+        """The model is being unloaded, saved or patched."""
+        self._forget(patcher)
+        self.binding.detach(network_of(patcher))
+
+    def _forget(self, patcher: Any) -> None:
+        finalizer = self._finalizers.pop(patcher, None)
+        if finalizer is not None:
+            finalizer.detach()
+
+    # ---- the record ----
+
+    def before_run(self, patcher: Any) -> None:
+        """Sampling starts."""
+        if self._started is None:
+            self.begin()
+            self._started = time.time()
+
+    def after_run(self, patcher: Any) -> None:
+        """Sampling is over, also after an error."""
+        if self._started is None:
+            return
+        run = Run(self.subject, self.part, self.settings, str(patcher.load_device), self.unique_id, host.prompt_id())
+        run.started, self._started = self._started, None
+        self.describe(run, patcher)
+        runs.remember(run)
+        run.finish()
+        host.say(run.line(), self.unique_id)
+
+
+def network_of(patcher: Any) -> nn.Module:
+    """The diffusion model of a patcher, as it is loaded."""
+    return patcher.model.diffusion_model
+
+
+def install(patcher: Any, injection: Injection) -> None:
+    """Let ComfyUI inject and eject it with this clone; one of the same key that the clone had is replaced."""
+    from comfy.patcher_extension import CallbacksMP, PatcherInjection
+
+    patcher.set_injections(injection.key, [PatcherInjection(injection.inject, injection.eject)])
+    callbacks = {CallbacksMP.ON_PRE_RUN: injection.before_run, CallbacksMP.ON_CLEANUP: injection.after_run}
+    for event, callback in callbacks.items():
+        patcher.remove_callbacks_with_key(event, injection.key)
+        patcher.add_callback_with_key(event, injection.key, callback)
+
+
+def _detach(binding: Any, reference: weakref.ref[nn.Module]) -> None:
+    model = reference()
+    if model is not None:
+        binding.detach(model)

@@ -1,0 +1,115 @@
+"""State of one model call: names for its attention calls, and the calls that bypass the override."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ...pascal_attn_core.patching.interception import PLAIN, TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from ...pascal_attn_core.vae.banded import Banded
+from ..engine.compare import with_torch
+from ..engine.engine import Engine
+
+
+class _Local(threading.local):
+    word = "call"
+    ordinal = 0
+    inside = False
+    catching = False
+
+
+class Scope:
+    """State of the model call in progress, per thread."""
+
+    def __init__(self) -> None:
+        self.local = _Local()  # word, ordinal, inside, catching
+
+    @contextmanager
+    def numbering(self, word: str) -> Iterator[None]:
+        """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ..."""
+        local = self.local
+        before = local.word, local.ordinal
+        local.word, local.ordinal = word, 0
+        try:
+            yield
+        finally:
+            local.word, local.ordinal = before
+
+    def next_name(self) -> str:
+        """The name of the next attention call, by its number."""
+        local = self.local
+        local.ordinal += 1
+        return f"{local.word} {local.ordinal}"
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is below an attention call that has been decided already."""
+        return self.local.inside
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Attention calls below are part of the one being worked on."""
+        before = self.local.inside
+        self.local.inside = True
+        try:
+            yield
+        finally:
+            self.local.inside = before
+
+    @contextmanager
+    def catching(self, engine: Engine) -> Iterator[None]:
+        """Calls of ``scaled_dot_product_attention`` below go to the engine; nested, once."""
+        if self.local.catching:
+            yield
+            return
+        self.local.catching = True
+        try:
+            with SdpaMode(functools.partial(_attend, engine, self)):
+                yield
+        finally:
+            self.local.catching = False
+
+
+def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
+    """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those that bypass the override."""
+
+    def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with scope.numbering(word), scope.catching(engine) if catches else nullcontext():
+            return executor(*args, **kwargs)
+
+    return wrapper
+
+
+def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
+    if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
+        return TORCH_SDPA(*args, **kwargs)
+    block, call = scope.next_name(), bind_sdpa(args, kwargs)
+    why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
+    if why:
+        engine.leave(block, why, via="SDPA")
+        return TORCH_SDPA(*args, **kwargs)
+    assert isinstance(call, SdpaArguments)
+    with scope.inside():
+        out = engine.attend(
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            scale=call.scale,
+            enable_gqa=bool(call.enable_gqa),
+            is_causal=bool(call.is_causal),
+            block=block,
+            via="SDPA",
+            compare=functools.partial(with_torch, call),
+        )
+    return TORCH_SDPA(*args, **kwargs) if out is None else out
+
+
+def _has_own_behaviour(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) not in PLAIN and type(value) is not Banded

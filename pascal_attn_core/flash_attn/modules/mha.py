@@ -1,0 +1,286 @@
+"""Attention with its projections and its cache: ``flash_attn.modules.mha``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ... import flash_attn as functions
+from ..options import FlashArgumentError
+from .inner_attention import (
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+    slopes_of,
+)
+from .rotary import RotaryEmbedding
+
+__all__ = ["MHA", "LinearResidual", "update_kv_cache"]
+
+
+class LinearResidual(nn.Linear):
+    """A linear layer that returns (output, input)."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(input), input
+
+
+class MHA(nn.Module):
+    """Multi-head self- or cross-attention with its projections.
+
+    Args:
+        num_heads_kv: key and value heads; None = num_heads.
+        cross_attn: queries come from x, keys and values from x_kv.
+        layer_idx: the name of this layer's cache in generation.
+        dwconv: a causal convolution over three tokens after the projection.
+        rotary_emb_dim: numbers of each head that are rotated, 0 = none; see
+            :class:`~pascal_attn_core.flash_attn.modules.rotary.RotaryEmbedding` for the other three.
+        use_alibi, window_size: with use_flash_attn only.
+        fused_bias_fc: ignored, for compatibility.
+        use_flash_attn: take sequences of different lengths (cu_seqlens); else a key_padding_mask. Memory is O(N) in
+            both.
+        return_residual: return (output, x).
+        checkpointing: compute the attention again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        cross_attn: bool = False,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        dwconv: bool = False,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        fused_bias_fc: bool = False,
+        use_flash_attn: bool = False,
+        return_residual: bool = False,
+        checkpointing: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
+        self.num_heads_kv = self.num_heads_kv_local = num_heads if num_heads_kv is None else num_heads_kv
+        self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
+        if embed_dim % num_heads:
+            raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
+        if num_heads % self.num_heads_kv:
+            raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
+        if not use_flash_attn and (use_alibi or tuple(window_size) != (-1, -1)):
+            raise FlashArgumentError("use_alibi and window_size need use_flash_attn=True (as in flash-attn)")
+        self.head_dim = embed_dim // num_heads
+        if cross_attn and rotary_emb_dim:
+            raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
+        self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim,
+                base=rotary_emb_base,
+                scale_base=rotary_emb_scale_base,
+                interleaved=rotary_emb_interleaved,
+                device=device,
+            )
+        kinds: dict[str, Any] = {"bias": qkv_proj_bias, "device": device, "dtype": dtype}
+        kv_dim = 2 * self.head_dim * self.num_heads_kv
+        if cross_attn:
+            self.Wq = nn.Linear(embed_dim, embed_dim, **kinds)
+            self.Wkv = nn.Linear(embed_dim, kv_dim, **kinds)
+        else:
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, **kinds)
+        if dwconv and self._is_packed:
+            self.dwconv_qkv = _dwconv(embed_dim + kv_dim)
+        elif dwconv:
+            self.dwconv_q, self.dwconv_kv = _dwconv(embed_dim), _dwconv(kv_dim)
+        inner: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
+        if use_flash_attn:
+            inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+            inner["window_size"] = window_size
+        self.inner_attn: nn.Module = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
+        self.inner_cross_attn: nn.Module = FlashCrossAttention(**inner) if use_flash_attn else CrossAttention(**inner)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, device=device, dtype=dtype)
+
+    @property
+    def _is_packed(self) -> bool:
+        return not self.cross_attn and self.num_heads_kv == self.num_heads
+
+    def forward(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        mixer_subset: Any = None,
+        inference_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention of x.
+
+        Args:
+            x: ``[B, L, embed_dim]``, with ``cu_seqlens`` ``[total, embed_dim]``.
+            x_kv: ``[B, S, embed_dim]``, for cross_attn; None = x.
+            key_padding_mask: bool ``[B, S]``, True = a token; only without use_flash_attn.
+            cu_seqlens, max_seqlen: ``[B + 1]`` and a number, only with use_flash_attn and without rotary embedding.
+            mixer_subset: with cross_attn the queries are x[:, mixer_subset].
+            inference_params: keys and values are cached, see
+                :class:`~pascal_attn_core.flash_attn.modules.generation.InferenceParams`.
+            kwargs: for the inner attention.
+        Returns:
+            of the shape of x, with return_residual (that, x).
+        """
+        self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+        if self.use_flash_attn:
+            kwargs = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **kwargs}
+        else:
+            kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
+        if self._is_packed:
+            qkv = self.Wqkv(x)
+            if self.dwconv:
+                qkv = _convolved(self.dwconv_qkv, qkv)
+            context = self._attend_packed(qkv, inference_params, kwargs)
+        else:
+            if self.cross_attn:
+                q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
+                kv = self.Wkv(x if x_kv is None else x_kv)
+            else:
+                q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
+                if cu_seqlens is not None:
+                    kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
+            if self.dwconv:
+                q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
+            context = self._attend_apart(q, kv, inference_params, kwargs)
+        out = self.out_proj(context.flatten(-2))
+        return (out, x) if self.return_residual else out
+
+    def _check(
+        self, x_kv: Any, key_padding_mask: Any, cu_seqlens: Any, max_seqlen: Any, mixer_subset: Any, params: Any
+    ) -> None:
+        if not self.cross_attn and (x_kv is not None or mixer_subset is not None):
+            raise FlashArgumentError("x_kv and mixer_subset must be None without cross_attn")
+        if cu_seqlens is not None:
+            if not self.use_flash_attn or self.dwconv or self.rotary_emb_dim:
+                raise FlashArgumentError("cu_seqlens needs use_flash_attn, no dwconv and no rotary embedding")
+            if max_seqlen is None:
+                raise FlashArgumentError("max_seqlen must be given with cu_seqlens, got None")
+        if key_padding_mask is not None and (self.use_flash_attn or cu_seqlens is not None):
+            raise FlashArgumentError("key_padding_mask must be None with use_flash_attn; unpad the input instead")
+        if params is not None and (key_padding_mask is not None or cu_seqlens is not None or self.dwconv):
+            raise FlashArgumentError("inference_params must come without key_padding_mask, cu_seqlens and dwconv")
+
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty cache ``[batch_size, max_seqlen, 2, num_heads_kv, head_dim]``."""
+        weight: Tensor = self.out_proj.weight  # type: ignore[union-attr, assignment]
+        shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
+        return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
+
+    def _attend_packed(self, qkv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
+        """``[..., 3 * heads * head_dim]`` -> ``[..., heads, head_dim]``."""
+        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
+        if self.rotary_emb_dim > 0:
+            qkv = self.rotary_emb(qkv, **_rotary_places(inference_params))
+        if inference_params is not None:
+            return self._attend_cached(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
+        return self._checkpointed(self.inner_attn, (qkv,), kwargs)
+
+    def _attend_apart(self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
+        """``[..., heads * head_dim]`` and ``[..., 2 * heads_kv * head_dim]`` -> ``[..., heads, head_dim]``."""
+        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
+        if self.rotary_emb_dim > 0:
+            q, kv = self.rotary_emb(q, kv, **_rotary_places(inference_params))
+        if inference_params is not None:
+            return self._attend_cached(q, kv, inference_params)
+        return self._checkpointed(self.inner_cross_attn, (q, kv), kwargs)
+
+    def _checkpointed(self, inner: nn.Module, tensors: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
+        result: Tensor
+        if self.checkpointing:
+            result = checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
+        else:
+            result = inner(*tensors, **kwargs)
+        return result
+
+    def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
+        """Write ``kv [B, N, 2, H, D]`` after what is cached; returns the cache of these sequences up to its end."""
+        if self.layer_idx is None:
+            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
+        return update_kv_cache(kv, inference_params, self.layer_idx)
+
+    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
+        inner: Any = self.inner_cross_attn
+        if inference_params.seqlen_offset == 0:
+            result: Tensor = inner(q, self._update_kv_cache(kv, inference_params))
+            return result
+        if self.layer_idx not in inference_params.key_value_memory_dict:
+            raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")
+        first = inference_params.batch_size_offset
+        rows = slice(first, first + q.shape[0])
+        cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
+        lengths = inference_params.lengths_per_sample
+        out = functions.flash_attn_with_kvcache(
+            q,
+            cache[:, :, 0],
+            cache[:, :, 1],
+            kv[:, :, 0],
+            kv[:, :, 1],
+            cache_seqlens=inference_params.seqlen_offset if lengths is None else lengths[rows],
+            softmax_scale=inner.softmax_scale,
+            causal=inner.causal,
+            window_size=getattr(inner, "window_size", (-1, -1)),
+            alibi_slopes=slopes_of(inner),
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:
+    """flash-attn's ``_update_kv_cache``: write ``kv [B, N, 2, H, D]`` at (batch_size_offset, seqlen_offset).
+
+    Returns:
+        ``[B, seqlen_offset + N, 2, H, D]``, a view of the cache, which is made where there is none.
+    """
+    caches = inference_params.key_value_memory_dict
+    if layer_idx not in caches:
+        shape = inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:]
+        caches[layer_idx] = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    cache: Tensor = caches[layer_idx]
+    first, start = inference_params.batch_size_offset, inference_params.seqlen_offset
+    last, end = first + kv.shape[0], start + kv.shape[1]
+    if last > cache.shape[0] or end > cache.shape[1]:
+        raise FlashArgumentError(
+            f"the cache must have room for {last} sequences of {end} tokens, got {cache.shape[0]} of {cache.shape[1]}"
+        )
+    cache[first:last, start:end] = kv
+    return cache[first:last, :end]
+
+
+def _rotary_places(inference_params: Any) -> dict[str, Any]:
+    if inference_params is None:
+        return {}
+    lengths = inference_params.lengths_per_sample
+    offset = inference_params.seqlen_offset if lengths is None else lengths
+    return {"seqlen_offset": offset, "max_seqlen": inference_params.max_seqlen}
+
+
+def _dwconv(channels: int) -> nn.Conv1d:
+    return nn.Conv1d(channels, channels, kernel_size=3, padding=2, groups=channels)
+
+
+def _convolved(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """``[B, L, C]``, each token with the two before it."""
+    return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2).contiguous()

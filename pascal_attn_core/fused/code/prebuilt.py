@@ -1,0 +1,178 @@
+"""Cubins that ship with the package: packs of one architecture and head_dim, or of linear layers, and a manifest that
+says which source each was made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import lzma
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..geometry import amd as amd_geometry
+from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
+from .amd_code import renamed
+from .compilation import Compilation
+from .source import DTYPES, HEAD_DIMS, Variant, digest, linear_variants
+
+FOLDER = Path(__file__).parents[1] / "prebuilt"
+ARCHS = (50, 60, 61, 70)  # those worth shipping
+_ON_TENSOR_CORES = {70: ("volta", VOLTA_HEAD_DIMS), 75: ("tensor", TENSOR_HEAD_DIMS)}
+_LINEAR = (61, 70)  # of linear layers in 8 bits
+_OFTEN_MASKED = (40, 64, 80, 128)
+_LANGUAGE_MODELS = (64, 128)
+
+
+def variants(head_dim: int) -> list[Variant]:
+    """What ships for a head_dim: the calls that models make most. The rest is compiled at its first use, since a cubin
+    is some 13 KB, compressed, and there are a thousand."""
+    chosen = [Variant("forward", head_dim, dtype) for dtype in DTYPES]
+    if head_dim in _OFTEN_MASKED:
+        chosen += [Variant("forward", head_dim, dtype, "bool") for dtype in DTYPES]
+    if head_dim in _LANGUAGE_MODELS:
+        chosen += [Variant("split", head_dim, dtype) for dtype in DTYPES]
+    return chosen
+
+
+def tensor_variants(generation: str, head_dim: int) -> list[Variant]:
+    """The same on tensor cores; ``generation`` "volta" or "tensor"."""
+    chosen = [Variant(generation, head_dim, "float16")]
+    if head_dim in _OFTEN_MASKED:
+        chosen.append(Variant(generation, head_dim, "float16", "bool"))
+    if head_dim in _LANGUAGE_MODELS:
+        kinds = ("even", "small", "packed", "grad_query", "grad_key_value")
+        chosen += [Variant(f"{generation}_{kind}", head_dim, "float16") for kind in kinds]
+    return chosen
+
+
+def packs() -> list[tuple[int, list[Compilation]]]:
+    """(architecture, variants) of each pack; the variants name it."""
+    found: list[tuple[int, list[Compilation]]] = []
+    found += [(arch, [*variants(head_dim)]) for arch in ARCHS for head_dim in HEAD_DIMS]
+    found += [
+        (arch, [*tensor_variants(generation, head_dim)])
+        for arch, (generation, head_dims) in _ON_TENSOR_CORES.items()
+        for head_dim in head_dims
+    ]
+    return found + [(arch, [*linear_variants()]) for arch in _LINEAR]
+
+
+def all_variants(capability: tuple[int, int] | None = None) -> list[Compilation]:
+    """What ships, each once; for devices of a compute capability, or for all."""
+    found = dict.fromkeys(variant for _, content in packs() for variant in content)
+    return [variant for variant in found if capability is None or variant.runs_on(capability)]
+
+
+def pack_name(arch: int, variant: Compilation) -> str:
+    """Of the pack that holds a variant."""
+    return f"sm_{arch}-{variant.pack}.xz"
+
+
+@functools.cache
+def _listed(name: str) -> dict[str, Any]:
+    path = FOLDER / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
+
+
+def manifest() -> dict[str, Any]:
+    """``{"nvrtc": [12, 6], "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
+    empty if nothing was shipped."""
+    return _listed("manifest.json")
+
+
+def shipped_archs() -> tuple[int, ...]:
+    """The architectures that this copy of the package brings packs for."""
+    return tuple(sorted({int(pack.removeprefix("sm_").split("-")[0]) for pack in manifest()["packs"]}))
+
+
+def ships_for(arch: str) -> bool:
+    """Whether anything ships that runs on devices of an architecture: "sm_61", or what ``amd_geometry.kernel_arch``
+    gives."""
+    if arch.startswith("sm_"):
+        return best_arch(arch) is not None
+    return arch not in amd_geometry.COMPILED and any(
+        pack.startswith(f"{amd_geometry.base(arch)}-") for pack in amd_manifest()["packs"]
+    )
+
+
+def variants_for(arch: str) -> list[Compilation]:
+    """What ships for devices of an architecture, each once."""
+    if arch.startswith("sm_"):
+        return all_variants(divmod(int(arch.removeprefix("sm_")), 10))
+    if not ships_for(arch):
+        return []
+    return [replace(variant, arch=arch) for variant in amd_variants(amd_geometry.base(arch))]
+
+
+def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
+    """The architecture of NVIDIA's that ships (for a variant: with it) and runs on devices of ``arch``, "sm_61": the
+    same major version, a minor one that is not newer."""
+    major, minor = divmod(int(arch.removeprefix("sm_")), 10)
+    archs = [arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor]
+    if variant is not None:
+        archs = [arch for arch in archs if variant.name in manifest()["packs"].get(pack_name(arch, variant), {})]
+    return max(archs, default=None)
+
+
+def find(variant: Compilation, arch: str) -> bytes | None:
+    """The shipped machine code of a variant that runs on devices of this architecture, or None."""
+    if variant.arch:
+        return find_amd(variant) if isinstance(variant, Variant) else None
+    best = best_arch(arch, variant)
+    return None if best is None else load(variant, best)
+
+
+def load(variant: Compilation, arch: int) -> bytes | None:
+    """The shipped cubin, or None: there is none, or it was made from another source."""
+    if manifest()["digests"].get(variant.name) != digest(variant):
+        return None
+    pack = pack_name(arch, variant)
+    place = manifest()["packs"].get(pack, {}).get(variant.name)
+    return None if place is None else _unpacked(pack)[place[0] : place[1]]
+
+
+@functools.lru_cache(maxsize=4)
+def _unpacked(pack: str) -> bytes:
+    return lzma.decompress((FOLDER / pack).read_bytes())
+
+
+# ---- AMD -------------------------------------------------------------------------------------------------------------
+
+
+def amd_variants(arch: str) -> list[Variant]:
+    """What ships for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language models use
+    it there."""
+    ranges = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
+    return [
+        replace(variant, arch=arch)
+        for head_dim in HEAD_DIMS
+        for variant in (*variants(head_dim), *(other for other in ranges if other.head_dim == head_dim))
+        if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
+    ]
+
+
+def amd_pack_name(variant: Variant) -> str:
+    """Of the pack that holds a variant's code, of whatever name."""
+    return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
+
+
+def amd_manifest() -> dict[str, Any]:
+    """``{"clang": "16.0.6", "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
+    empty if nothing was shipped."""
+    return _listed("amd.json")
+
+
+def find_amd(variant: Variant) -> bytes | None:
+    """The shipped code object of a variant with an ``arch``, as that card loads it; None: there is none, or it was made
+    from another source."""
+    if variant.arch in amd_geometry.COMPILED:
+        return None
+    own = replace(variant, arch=amd_geometry.base(variant.arch))
+    if amd_manifest()["digests"].get(own.name) != digest(own):
+        return None
+    pack = amd_pack_name(own)
+    place = amd_manifest()["packs"].get(pack, {}).get(own.name)
+    if place is None:
+        return None
+    return renamed(_unpacked(pack)[place[0] : place[1]], amd_geometry.target(variant.arch))

@@ -1,0 +1,1 @@
+"""Tile shapes of the kernels, per architecture and head_dim."""

@@ -1,0 +1,93 @@
+"""Sizes of the tiles of the gradient kernels on tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tables import read_tables
+
+
+@dataclass(frozen=True)
+class GradientGeometry:
+    """See the head of ``tensor_gradient.cuh``.
+
+    Attributes:
+        warps: of a block; tiles: of 16 rows, per warp.
+        cols: columns of a tile; at_once: of them that are worked on at a time.
+        in_registers: 16-byte columns of the two tensors of the rows that stay there, even numbers.
+        blocks: that shall fit a multiprocessor.
+    """
+
+    tiles: int
+    in_registers: tuple[int, int]
+    warps: int = 8
+    cols: int = 32
+    at_once: int = 16
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles * self.warps
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_BYTES of ``tensor_gradient.cuh``."""
+        chunks = head_dim // 8
+        passing = [self.rows * _pitch(min(8, kept)) if kept else 0 for kept in self.in_registers]
+        left = [self.rows * _pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
+        return max(4 * self.cols * _pitch(chunks), *passing) + sum(left)
+
+    def own_bytes(self, kind: str, mask: str) -> int:
+        """Shared memory besides the tiles: numbers of the moving queries, words of the mask, the block's place."""
+        stats = 8 * self.cols * (3 if mask == "float" else 2) if "key_value" in kind else 0
+        words = 0 if mask == "none" else 2 * 4 * self.rows * self.cols // 32
+        return stats + words + 64
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        return {
+            "PA_WARPS": self.warps,
+            "PA_MT": self.tiles,
+            "PA_BC": self.cols,
+            "PA_SC": self.at_once,
+            "PA_XREG": self.in_registers[0],
+            "PA_XXREG": self.in_registers[1],
+            "PA_MINB": self.blocks,
+        }
+
+
+def _pitch(pieces: int) -> int:
+    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+    return 16 * pieces
+
+
+GRADIENT_TABLES = read_tables("gradient", GradientGeometry)
+GRADIENT_HEAD_DIMS = tuple(GRADIENT_TABLES["query"])
+VOLTA_GRADIENT_HEAD_DIMS = tuple(GRADIENT_TABLES["volta-query"])
+
+
+def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
+    """The tiles of the kernel of this kind, whose name has ``grad`` in it."""
+    of_keys, is_packed, is_capped = "key_value" in kind, kind.endswith("packed"), "capped" in kind
+    is_volta = kind.startswith("volta")
+    suffixes: tuple[str, ...] = ()
+    if not of_keys:
+        is_tight = padded or is_packed or is_capped or mask != "none"
+        suffixes = ("capped",) if is_capped and not is_volta else ("tight",) if is_tight else ()
+    elif is_capped:
+        suffixes = ("capped",)
+    elif is_volta:
+        suffixes = ("float", "padded") if padded and mask == "float" else ()
+    elif is_packed:
+        suffixes = ("packed",) if mask == "none" else ("packed", "float")
+    elif mask != "none" or padded:
+        suffixes = (*((mask,) if mask != "none" else ()), *(("padded",) if padded and mask != "float" else ()))
+    name = "-".join((*(("volta",) if is_volta else ()), "key_value" if of_keys else "query", *suffixes))
+    return GRADIENT_TABLES[name][head_dim]
+
+
+def gradient_head_dims(kind: str) -> tuple[int, ...]:
+    """The head_dims that there are kernels of this kind for."""
+    return VOLTA_GRADIENT_HEAD_DIMS if kind.startswith("volta") else GRADIENT_HEAD_DIMS

@@ -1,0 +1,92 @@
+"""Sizes of the tiles of the kernels on tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..tables import read_tables
+
+
+@dataclass(frozen=True)
+class TensorGeometry:
+    """See the head of ``tensor_call.cuh``.
+
+    Attributes:
+        warps: of a block; tiles: of 16 query rows, per warp.
+        cols: keys of a tile.
+        in_registers: 16-byte columns of Q that stay there; 0 = all.
+        blocks: that shall fit a multiprocessor.
+        counters: warps wait for each other's counters, not at a barrier.
+        integer_packed: of four tiles of 8 keys, those whose probabilities are rounded by integer arithmetic.
+        bounds: the range of tiles within the band is read from shared memory for each tile: listed blocks only.
+    """
+
+    warps: int = 8
+    tiles: int = 2
+    cols: int = 64
+    in_registers: int = 0
+    blocks: int = 1
+    counters: bool = False
+    integer_packed: int = 0
+    bounds: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.tiles * self.warps
+
+    @property
+    def own_bytes(self) -> int:
+        """Of counters and bounds, in shared memory beside the tiles."""
+        return (8 * self.warps if self.counters else 0) + (8 if self.bounds else 0)
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_BYTES of ``tensor_tiles.cuh``."""
+        chunks, kept = head_dim // 8, self._kept(head_dim)
+        moving = max(4 * self.cols * _pitch(chunks), self.rows * _pitch(min(kept, 8)))
+        return moving + (self.rows * _pitch(chunks - kept) if kept < chunks else 0)
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        return {
+            **({"PA_BOUNDS": 1} if self.bounds else {}),
+            "PA_WARPS": self.warps,
+            "PA_MT": self.tiles,
+            "PA_BC": self.cols,
+            "PA_QREG": self._kept(head_dim),
+            "PA_COUNTERS": int(self.counters),
+            "PA_MINB": self.blocks,
+            "PA_INTEGER_PACKED": self.integer_packed,
+        }
+
+    def _kept(self, head_dim: int) -> int:
+        return min(self.in_registers or head_dim // 8, head_dim // 8)
+
+
+def _pitch(pieces: int) -> int:
+    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+    return 16 * pieces
+
+
+TENSOR_TABLES = read_tables("tensor", TensorGeometry)
+TENSOR_HEAD_DIMS = tuple(TENSOR_TABLES["tensor"])
+VOLTA_HEAD_DIMS = tuple(TENSOR_TABLES["volta"])
+FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
+EVEN_HEAD_DIM = 128  # up to which the blocks of a launch can be listed, without such masks
+
+
+def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> TensorGeometry:
+    """The tiles of the kernel of this kind, one of those that are named after a generation."""
+    generation, _, suffix = kind.partition("_")
+    if suffix == "barrier":
+        own = tensor_geometry(generation, head_dim, mask, padded=padded)
+        return TENSOR_TABLES["tensor-barrier"].get(head_dim) or replace(own, counters=False)
+    last = ("padded" if padded else "") if mask == "none" else mask
+    both = f"{mask}-padded" if padded else last
+    names = (
+        "-".join(filter(None, words))
+        for words in ((generation, suffix, both), (generation, suffix, last), (generation, suffix), (generation, last))
+    )
+    return next((TENSOR_TABLES[name] for name in names if name in TENSOR_TABLES), TENSOR_TABLES[generation])[head_dim]

@@ -1,0 +1,1 @@
+"""The drivers and compilers of NVIDIA and of AMD."""

@@ -1,0 +1,146 @@
+"""CUDA: loading and launching cubins through the driver with ctypes, in torch's context, on torch's current stream; and
+NVRTC, which makes them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...machine.device import DeviceInfo
+from ...machine.facts import ask_driver
+from ..code.compilation import Compilation
+from ..code.params import Params
+from ..code.source import source
+from . import nvrtc
+from .runtime import CompileError, Driver, GpuRuntime, driver_error
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaDriver(Driver):
+    """The CUDA driver's library.
+
+    Raises:
+        OSError: there is none on this machine.
+    """
+
+    prefix = "cu"
+
+    def __init__(self, name: str | None = None):
+        self._lib = ctypes.CDLL(name or ("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+        self.call("cuInit", 0)
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the driver.
+
+        Raises:
+            DriverError: it did not return CUDA_SUCCESS.
+        """
+        code = getattr(self._lib, function)(*arguments)
+        if code:
+            words = ctypes.c_char_p()
+            self._lib.cuGetErrorString(code, ctypes.byref(words))
+            raise driver_error("CUDA", function, words.value.decode() if words.value else "", code)
+
+    def _context(self, index: int) -> ctypes.c_void_p:
+        """The primary context of a device, which is torch's; retained once."""
+        with self._lock:
+            if index not in self._contexts:
+                device, context = ctypes.c_int(), ctypes.c_void_p()
+                self.call("cuDeviceGet", ctypes.byref(device), index)
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+                self._contexts[index] = context
+            return self._contexts[index]
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        self.call("cuCtxPushCurrent_v2", self._context(index))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
+        """Above 48 KiB that has to be said before a launch."""
+        with self.on(index):
+            self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, count)
+
+    def launch(
+        self,
+        index: int,
+        function: ctypes.c_void_p,
+        grid: tuple[int, int, int],
+        threads: int,
+        params: Params,
+        shared_bytes: int = 0,
+    ) -> None:
+        stream = ctypes.c_void_p(self.stream(index))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        with self.on(index):
+            self.call("cuLaunchKernel", function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None)
+
+
+@functools.cache
+def cuda_driver() -> CudaDriver:
+    """The process's driver; see :class:`CudaDriver` for what it raises."""
+    return CudaDriver()
+
+
+class CudaRuntime(GpuRuntime):
+    """
+    Args:
+        open_driver: gives the CUDA driver, or raises OSError or :class:`.DriverError`.
+        find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
+    """
+
+    compiler_name = "NVRTC"
+
+    def __init__(
+        self,
+        open_driver: Callable[[], CudaDriver] = cuda_driver,
+        find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
+    ):
+        self.open_driver, self.find_compiler = open_driver, find_compiler
+
+    def arch(self, info: DeviceInfo) -> str:
+        major, minor = info.capability or (0, 0)
+        return f"sm_{major}{minor}"
+
+    def refusal(self, info: DeviceInfo) -> str:
+        if info.capability is None or info.capability < (5, 0):
+            found = "an unknown one" if info.capability is None else f"{info.capability[0]}.{info.capability[1]}"
+            return f"the fused kernel needs compute capability 5.0, got {found}"
+        return ""
+
+    def driver(self) -> CudaDriver:
+        return self.open_driver()
+
+    def no_driver(self, error: Exception) -> str:
+        return f"the CUDA driver could not be opened: {error}"
+
+    def driver_version(self) -> str:
+        return ask_driver()
+
+    def compiler_version(self, arch: str) -> tuple[int, int] | None:
+        compiler = self.find_compiler(_number(arch))
+        return None if compiler is None else compiler.version
+
+    def compile(self, variant: Compilation, arch: str) -> bytes:
+        compiler = self.find_compiler(_number(arch))
+        if compiler is None:
+            raise CompileError(self.no_compiler(arch))
+        return compiler.compile(source(variant.kind), _number(arch), variant.macros()).cubin
+
+    def no_compiler(self, arch: str) -> str:
+        return f"no NVRTC for {arch}; pip install nvidia-cuda-nvrtc-cu12"
+
+
+def _number(arch: str) -> int:
+    """``"sm_61"`` -> 61."""
+    return int(arch.removeprefix("sm_"))

@@ -1,0 +1,177 @@
+"""HIP, for AMD cards: loading and launching code objects through the runtime that torch has loaded, with ctypes, on
+torch's current stream; and HIPRTC, which makes them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...machine.amd_system import OVERRIDE
+from ...machine.device import DeviceInfo
+from ..code.amd_code import renamed
+from ..code.compilation import Compilation
+from ..code.params import Params
+from ..code.source import source
+from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
+from . import hip_libraries, hiprtc
+from .runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
+
+_BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
+_INVALID_VALUE = 1  # hipErrorInvalidValue
+
+
+class HipDriver(Driver):
+    """The HIP runtime's library.
+
+    Args:
+        paths: files and names that may be it; None = those of :func:`.hip_libraries.runtime_candidates`.
+    Raises:
+        OSError: there is none on this machine.
+        DriverError: it finds no card, or cannot be initialised.
+    """
+
+    prefix = "hip"
+
+    def __init__(self, paths: list[str] | None = None):
+        self._lib = _open(hip_libraries.runtime_candidates() if paths is None else paths)
+        self._lib.hipGetErrorString.restype = ctypes.c_char_p
+        self._images: list[bytes] = []  # the runtime may go on reading from what was loaded, instead of a copy
+        self.call("hipInit", 0)
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the runtime.
+
+        Raises:
+            DriverError: it did not return hipSuccess.
+        """
+        code = getattr(self._lib, function)(*arguments)
+        if code:
+            words = self._lib.hipGetErrorString(code)
+            raise driver_error("HIP", function, words.decode() if words else "", code)
+
+    @property
+    def version(self) -> str:
+        """Of the runtime: ``"6.3.42133"``."""
+        number = ctypes.c_int()
+        self.call("hipRuntimeGetVersion", ctypes.byref(number))
+        major, rest = divmod(number.value, 10_000_000)
+        return f"{major}.{rest // 100_000}.{rest % 100_000}"
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """Which device is current belongs to each thread; torch's choice is put back."""
+        before = ctypes.c_int()
+        self.call("hipGetDevice", ctypes.byref(before))
+        if before.value == index:
+            yield
+            return
+        self.call("hipSetDevice", index)
+        try:
+            yield
+        finally:
+            self.call("hipSetDevice", before.value)
+
+    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
+        self._images.append(image)
+        return super().load(index, image, functions)
+
+    def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
+        """A block may have all of its 64 KiB without leave."""
+        if count > LDS_BYTES:
+            raise DriverError(f"{count} bytes of shared memory > {LDS_BYTES}", _INVALID_VALUE)
+
+    def launch(
+        self,
+        index: int,
+        function: ctypes.c_void_p,
+        grid: tuple[int, int, int],
+        threads: int,
+        params: Params,
+        shared_bytes: int = 0,
+    ) -> None:
+        """The bytes of the structure are the whole argument buffer: the kernels have no hidden arguments."""
+        stream, size = ctypes.c_void_p(self.stream(index)), ctypes.c_size_t(ctypes.sizeof(params))
+        extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(params), _SIZE, ctypes.addressof(size), _END)
+        with self.on(index):
+            self.call("hipModuleLaunchKernel", function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+
+
+def _open(paths: list[str]) -> ctypes.CDLL:
+    for path in paths:
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        if hasattr(library, "hipModuleLaunchKernel"):
+            return library
+    raise OSError("torch has loaded no HIP runtime, and there is none on this machine")
+
+
+@functools.cache
+def hip_driver() -> HipDriver:
+    """The process's runtime; see :class:`HipDriver` for what it raises."""
+    return HipDriver()
+
+
+class HipRuntime(GpuRuntime):
+    """
+    Args:
+        open_driver: gives the HIP runtime, or raises OSError or :class:`.DriverError`.
+        find_compiler: gives a HIPRTC, or None.
+    """
+
+    compiler_name = "HIPRTC"
+
+    def __init__(
+        self,
+        open_driver: Callable[[], HipDriver] = hip_driver,
+        find_compiler: Callable[[], hiprtc.Hiprtc | None] = hiprtc.find,
+    ):
+        self.open_driver, self.find_compiler = open_driver, find_compiler
+
+    def arch(self, info: DeviceInfo) -> str:
+        """As :func:`..geometry.amd.kernel_arch`; "" where there are no kernels for the card."""
+        return kernel_arch(info.arch, info.known_arch) or ""
+
+    def refusal(self, info: DeviceInfo) -> str:
+        if not self.arch(info):
+            return f"there is no fused kernel for {info.arch or 'an unknown architecture'}"
+        if info.known_arch is not None and info.known_arch[:-2] != info.arch[:-2]:  # gfx10: of another generation
+            return f"the card is a {info.known_arch}, and {OVERRIDE} makes it a {info.arch}"
+        return ""
+
+    def driver(self) -> HipDriver:
+        return self.open_driver()
+
+    def no_driver(self, error: Exception) -> str:
+        return f"the HIP runtime could not be opened: {error}"
+
+    def driver_version(self) -> str:
+        """Of the runtime, and of the kernel that the GPU's driver is a part of."""
+        try:
+            version = self.driver().version
+        except (OSError, DriverError):
+            return ""
+        return f"HIP {version}, {platform.release()}"
+
+    def compiler_version(self, arch: str) -> tuple[int, int] | None:
+        compiler = self.find_compiler()
+        return None if compiler is None else compiler.version
+
+    def compile(self, variant: Compilation, arch: str) -> bytes:
+        compiler = self.find_compiler()
+        if compiler is None:
+            raise CompileError(self.no_compiler(arch))
+        text = source(variant.kind, variant.arch)
+        code = compiler.compile(text, compile_target(arch), variant.macros(), options(arch))
+        try:
+            return renamed(code, target(arch))
+        except ValueError as error:
+            raise CompileError(f"HIPRTC made no code object for {arch}: {error}") from error
+
+    def no_compiler(self, arch: str) -> str:
+        return f"no HIPRTC for {arch}, which torch's ROCm wheels bring"

@@ -1,0 +1,188 @@
+"""What the kernels need of a GPU maker's software: a :class:`Driver`, which loads and launches machine code, and a
+compiler for what does not ship. CUDA's is in ``cuda_runtime.py`` and ``nvrtc.py``, HIP's in ``hip_runtime.py`` and
+``hiprtc.py``; :func:`.vendors.gpu_runtime_of` says which one serves a device."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from ...machine.device import DeviceInfo
+from ..code.compilation import Compilation
+from ..code.params import Params
+
+_RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
+# What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
+# some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999). HIP
+# numbers its errors as the CUDA driver does.
+LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver, or of the HIP runtime, failed.
+
+    Attributes:
+        code: the driver's number for the error, -1 if unknown. The message holds its words, and the function's name.
+    """
+
+    def __init__(self, message: str, code: int = -1):
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.code == OUT_OF_MEMORY
+
+    @property
+    def loses_device(self) -> bool:
+        """Whether this process can no longer use the device, by any route. The kernel that is to blame may be another
+        than the one that was to be loaded or launched: faults are reported by the next call of the driver."""
+        return self.code in LOST
+
+
+def driver_error(maker: str, function: str, words: str, code: int) -> DriverError:
+    """The error of a function that returned ``code``, which stands for ``words``; ``maker``: "CUDA" or "HIP"."""
+    message = f"{function}: {words or f'error {code}'}"
+    if code in LOST:
+        message += f" ({maker} error {code}); this process can no longer use the GPU"
+    return DriverError(message, code)
+
+
+class CompileError(RuntimeError):
+    """A compiler refused the source; the message ends with its log."""
+
+
+class Driver(ABC):
+    """Loads and launches machine code on torch's devices, on torch's current streams.
+
+    Attributes:
+        prefix: of the names of the library's functions: HIP has many of CUDA's by other names.
+    """
+
+    prefix: str
+    _lib: Any
+
+    @abstractmethod
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the library.
+
+        Raises:
+            DriverError: it did not succeed.
+        """
+
+    @abstractmethod
+    def on(self, index: int) -> AbstractContextManager[None]:
+        """A block in which the device is this thread's current one."""
+
+    def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
+        """Handles of the functions of an image on a device. May be called while a graph is being captured.
+
+        Raises:
+            DriverError: the driver does not take this image.
+        """
+        module, handles = ctypes.c_void_p(), {}
+        with self.on(index), self._relaxed_capture():
+            self.call(f"{self.prefix}ModuleLoadData", ctypes.byref(module), image)
+            for name in functions:
+                handles[name] = ctypes.c_void_p()
+                self.call(f"{self.prefix}ModuleGetFunction", ctypes.byref(handles[name]), module, name.encode())
+        return handles
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        # Loading allocates, which a capture in this thread would otherwise forbid. ROCm 5.2 had no such function.
+        exchange = f"{self.prefix}ThreadExchangeStreamCaptureMode"
+        if not hasattr(self._lib, exchange):
+            yield
+            return
+        mode = ctypes.c_int(_RELAXED_CAPTURE)
+        self.call(exchange, ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self.call(exchange, ctypes.byref(mode))
+
+    @abstractmethod
+    def allow_shared(self, index: int, function: Any, count: int) -> None:
+        """Let a kernel ask for so many bytes of shared memory at launch.
+
+        Raises:
+            DriverError: a block on this device cannot have so much.
+        """
+
+    @abstractmethod
+    def launch(
+        self,
+        index: int,
+        function: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        params: Params,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Queue a kernel on torch's current stream of a device. The driver copies the parameters.
+
+        Args:
+            function: of :meth:`load`; grid: blocks; threads: of a block.
+            params: the kernel's only parameter, one structure.
+            shared_bytes: of a block, beside what the kernel declares.
+        Raises:
+            DriverError: nothing has been queued.
+        """
+
+    def stream(self, index: int) -> int:
+        """The handle of torch's current stream of a device; torch's ROCm builds give a hipStream_t by this name."""
+        return torch.cuda.current_stream(index).cuda_stream
+
+
+class GpuRuntime(ABC):
+    """A maker's driver and compiler. Architectures have their compiler's names: ``"sm_61"``, ``"gfx906"``."""
+
+    compiler_name: str
+
+    @abstractmethod
+    def arch(self, info: DeviceInfo) -> str:
+        """The architecture whose machine code a device runs."""
+
+    @abstractmethod
+    def refusal(self, info: DeviceInfo) -> str:
+        """Why no kernel runs on a device, by its facts alone; "" = nothing is known against it."""
+
+    @abstractmethod
+    def driver(self) -> Driver:
+        """The process's driver.
+
+        Raises:
+            OSError: there is none on this machine.
+            DriverError: it cannot be initialised.
+        """
+
+    @abstractmethod
+    def no_driver(self, error: Exception) -> str:
+        """A sentence for an error of :meth:`driver`."""
+
+    @abstractmethod
+    def driver_version(self) -> str:
+        """Of what is installed on this machine, in one word or two; "" where that is not known."""
+
+    @abstractmethod
+    def compiler_version(self, arch: str) -> tuple[int, int] | None:
+        """Of a compiler on this machine that compiles for an architecture; None = there is none."""
+
+    @abstractmethod
+    def compile(self, variant: Compilation, arch: str) -> bytes:
+        """Machine code of a variant.
+
+        Raises:
+            CompileError: with the compiler's log; or there is no compiler.
+        """
+
+    @abstractmethod
+    def no_compiler(self, arch: str) -> str:
+        """What is missing where there is none for an architecture, and how it is had."""

@@ -1,0 +1,1 @@
+"""From a call to the launches that compute it."""

@@ -1,0 +1,162 @@
+"""From a call and its saved results to the launches of the backward kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall
+from ..code.params import AllGradients, Backward, TensorBackward
+from ..code.source import Variant
+from .launches import Launch, View, common_fields, result_fields, softcap_fields, steps, views, work_of
+from .plan import Plan
+
+
+def backward_launches(
+    call: AttentionCall,
+    plan: Plan,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_sum: Tensor | None,
+    grad_lse: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> list[Launch]:
+    """The launches that write the gradients of query, key and value.
+
+    Args:
+        plan: with the variants for gradients.
+        grad_out, out: ``[*batch, Hq, L, Dv]``, rows as the kernels take them.
+        lse, log_sum, grad_lse: ``[*batch, Hq, L]`` float32, contiguous.
+        grads: of query ``[*batch, Hq, L, D]``, key ``[*batch, Hkv, S, D]`` and value ``[*batch, Hkv, S, Dv]``, in full
+            even where inputs broadcast.
+    """
+    optional = [t for t in (log_sum, grad_lse) if t is not None]
+    launches = []
+    for view in views(call, grad_out, out, lse, *grads, *optional):
+        launches += _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
+    return launches
+
+
+def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
+    grad_out, out, lse, *rest = view.rest
+    grad_query, grad_key, grad_value, *optional = rest
+    stats = lse.new_empty((3, lse.numel()), dtype=torch.float32)
+    fields = common_fields(call, view) | {
+        "log_sum": optional.pop(0).data_ptr() if has_log_sum else 0,
+        "grad_lse": optional.pop(0).data_ptr() if has_grad_lse else 0,
+        "delta": stats[0].data_ptr(),
+        "shift": stats[1].data_ptr(),
+        "bits": stats[2].data_ptr(),
+        **result_fields(lse, "lse", "l"),
+        **result_fields(out, "o", "o"),
+        **result_fields(grad_out, "g", "g"),
+        **result_fields(grad_query, "dq", "dq"),
+        **result_fields(grad_key, "dk", "dk"),
+        **result_fields(grad_value, "dv", "dv"),
+    }
+    work = work_of(call, view)
+    if plan.adds_in_any_order:
+        return _launches_at_once(call, view, plan.gradients[0], fields, stats, work)
+    query, key = plan.gradients
+    if query.on_tensor_cores:
+        return _tensor_launches(call, view, (query, key), fields, stats, 2 * work)
+    params, keep = Backward(**fields), (stats, *view.tensors)
+    delta_grid, query_grid, key_grid = _grids(call, view, query, key)
+    return [
+        Launch(query, "pa_delta", delta_grid, 128, params, keep),
+        Launch(query, "pa_grad_query", query_grid, query.geometry.threads, params, keep, 2 * work),
+        Launch(key, "pa_grad_key_value", key_grid, key.geometry.threads, params, keep, 2 * work),
+    ]
+
+
+def _launches_at_once(
+    call: AttentionCall, view: View, variant: Variant, fields: dict, stats: Tensor, work: int
+) -> list[Launch]:
+    """All gradients in one kernel, which adds that of query to float32 numbers in memory: to the gradient itself where
+    it is float32, else to numbers beside it that one more launch rounds."""
+    grad_query = view.rest[3]
+    is_float32 = grad_query.dtype == torch.float32
+    sums = grad_query if is_float32 else torch.empty_like(grad_query, dtype=torch.float32)
+    sums.zero_()
+    delta_grid, _, grid = _grids(call, view, variant, variant)
+    params = AllGradients(**fields, **result_fields(sums, "sums", "sums_"))
+    keep = (stats, sums, *view.tensors)
+    launches = [
+        Launch(variant, "pa_delta", delta_grid, 128, Backward(**fields), keep),
+        Launch(variant, "pa_grad_all", grid, variant.geometry.threads, params, keep, 5 * work // 2),
+    ]
+    return launches if is_float32 else [*launches, Launch(variant, "pa_round_query", delta_grid, 128, params, keep)]
+
+
+def sums_bytes(call: AttentionCall) -> int:
+    """Memory that a kernel of all gradients takes besides the gradients and the three numbers of every query row."""
+    wide = call.query.dtype == torch.float32
+    return 0 if wide else 4 * call.batch_size * call.num_heads * call.seq_len_q * call.head_dim
+
+
+Grid = tuple[int, int, int]
+
+
+def _grids(call: AttentionCall, view: View, query: Variant, key: Variant) -> tuple[Grid, Grid, Grid]:
+    """Of delta, of the gradient of query, and of those of key and value."""
+    batches = view.query.shape[0]
+    rows = batches * call.num_heads * call.seq_len_q
+    return (
+        (-(-rows // 4), 1, 1),
+        (-(-call.seq_len_q // query.geometry.rows), call.num_heads, batches),
+        (-(-call.seq_len_kv // key.geometry.rows), call.num_kv_heads, batches),
+    )
+
+
+def _tensor_launches(
+    call: AttentionCall, view: View, variants: tuple[Variant, Variant], fields: dict, stats: Tensor, work: int
+) -> list[Launch]:
+    delta_grid, *grids = _grids(call, view, *variants)
+    keep = [stats, *view.tensors]
+    fields |= {"grad_scale": call.scale, **softcap_fields(call)}
+    params = TensorBackward(**fields)
+    launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
+    bits = None if view.mask is None else _empty_bits(call, view)
+    for variant, grid in zip(variants, grids):
+        function, own = variant.functions[0], dict(fields)
+        if bits is not None:
+            flags, of_mask, mask_grid = _mask_tiles(call, view, variant, bits)
+            keep += [bits, flags]
+            own |= of_mask
+            launches.append(Launch(variant, "pa_gradient_bits", mask_grid, 128, TensorBackward(**own), tuple(keep)))
+        launches.append(
+            Launch(variant, function, grid, variant.geometry.threads, TensorBackward(**own), tuple(keep), work)
+        )
+    return launches
+
+
+_KEYS_OF_BLOCK = 256  # the most of any geometry: both kernels write the same bits
+
+
+def _empty_bits(call: AttentionCall, view: View) -> Tensor:
+    """Memory for a mask's bits (``mask_bits.cuh``). What a mask repeats is not repeated there."""
+    assert view.mask is not None
+    of_batch, of_head, of_query, _ = steps(view.mask)
+    batches = view.query.shape[0] if of_batch else 1
+    heads, rows = (call.num_heads if of_head else 1), (call.seq_len_q if of_query else 1)
+    words = -(-call.seq_len_kv // _KEYS_OF_BLOCK) * (_KEYS_OF_BLOCK // 32)
+    return view.query.new_empty((batches, heads, rows, words), dtype=torch.int32)
+
+
+def _mask_tiles(call: AttentionCall, view: View, variant: Variant, bits: Tensor) -> tuple[Tensor, dict[str, int], Grid]:
+    """Memory for the flags of the tiles of one kernel, the fields that name them and the bits, and the grid of the
+    kernel that writes both."""
+    geometry, of_keys = variant.geometry, "key_value" in variant.kind
+    queries, keys = (geometry.cols, geometry.rows) if of_keys else (geometry.rows, geometry.cols)
+    batches, heads, rows, _ = bits.shape
+    key_tiles, query_tiles = -(-call.seq_len_kv // keys), -(-rows // queries)
+    flags = bits.new_empty((batches, heads, query_tiles, key_tiles), dtype=torch.uint8)
+    bits_b, bits_h, bits_q, _ = steps(bits)
+    flags_b, flags_h, flags_q, _ = steps(flags)
+    fields = {
+        "mask_bits": bits.data_ptr(), "bits_b": bits_b, "bits_h": bits_h, "bits_q": bits_q,
+        "flags": flags.data_ptr(), "flags_b": flags_b, "flags_h": flags_h, "flags_q": flags_q,
+        "mask_heads": heads, "mask_rows": rows,
+    }  # fmt: skip
+    return flags, fields, (key_tiles, query_tiles, batches * heads)

@@ -1,0 +1,420 @@
+"""How the kernels take a call: which compilations, and into how many ranges the keys are cut. Worked out once for both
+passes, from sizes alone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall
+from ..code.source import HEAD_DIMS, AnyGeometry, Variant
+from ..geometry.gradient import gradient_head_dims
+from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
+from .alignment import rows_are_readable
+from .stream_k import Pieces, busiest, distribute
+from .tail_rows import LastRows, last_rows
+
+MAX_SPLITS = 64
+# Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
+_SPLIT_SPEED = 0.6
+# Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
+# technical specifications. From 8.0 on each block takes 1 KiB beside its own.
+_SHARED_KIB: dict[tuple[int, ...], int] = {
+    (5,): 64, (5, 2): 96, (6,): 64, (6, 1): 96, (7,): 96, (7, 5): 64, (8,): 100, (8, 0): 164, (8, 7): 164, (9,): 228,
+    (10,): 228, (12,): 100,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The sequences in the tokens of a call with one batch element.
+
+    Attributes:
+        cu_q, cu_k: int32 ``[B + 1]``, contiguous, on the device of the call: the first query and the first key of each
+            sequence, and where the last one ends.
+        max_q, max_k: queries and keys of the longest sequence.
+        end_q, end_k: where the last sequence ends.
+        lower_right: each sequence's band begins in the corner of its last query and last key, else of its first ones.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    end_q: int
+    end_k: int
+    lower_right: bool
+
+    @staticmethod
+    def of(q_ends: list[int], k_ends: list[int], device: torch.device, *, lower_right: bool) -> Packed:
+        """From ``q_ends`` and ``k_ends``: cumulative lengths ``[B + 1]``, non-decreasing from 0, at most the tokens of
+        the call. Not checked here, nor by the kernels."""
+        cu_q, cu_k = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
+        return Packed(cu_q, cu_k, _longest(q_ends), _longest(k_ends), q_ends[-1], k_ends[-1], lower_right)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return self.cu_q.shape[0] - 1
+
+
+def _longest(ends: list[int]) -> int:
+    return max((last - first for first, last in itertools.pairwise(ends)), default=0)
+
+
+class Plan(NamedTuple):
+    """How the kernels take a call. It holds none of the call's inputs.
+
+    Attributes:
+        forward: the compilation of the forward pass.
+        splits: ranges of keys, for kernels for few query rows only.
+        gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
+        packed: the sequences of the call, where it holds several.
+        pieces: the blocks of a forward pass that lists them.
+        last: the last rows of every head, where another kernel computes them.
+        remark: for the sentence that says why the route was chosen: what became of a wish in the configuration.
+    """
+
+    forward: Variant
+    splits: int = 0
+    gradients: tuple[Variant, ...] = ()
+    packed: Packed | None = None
+    pieces: Pieces | None = None
+    last: LastRows | None = None
+    remark: str = ""
+
+    @property
+    def adds_in_any_order(self) -> bool:
+        """Whether one kernel computes all gradients, and adds that of query to memory in no fixed order."""
+        return [variant.kind for variant in self.gradients] == ["grad_all"]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All compilations that it takes."""
+        return (self.forward, *(() if self.last is None else (self.last.variant,)), *self.gradients)
+
+    @property
+    def unlisted(self) -> Plan:
+        """The same by the kernel that has a block for each tile of rows."""
+        if self.pieces is None:
+            return self
+        return self._replace(forward=replace(self.forward, kind=self.forward.kind.removesuffix("_even")), pieces=None)
+
+
+def plan_call(
+    call: AttentionCall,
+    num_sms: int,
+    capability: tuple[int, int] | None = None,
+    *,
+    int8: bool = False,
+    for_grad: bool = False,
+    packed: Packed | None = None,
+    arch: str = "",
+) -> Plan:
+    """The plan of a call that the kernels can take.
+
+    Args:
+        num_sms: multiprocessors of the device.
+        capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
+        for_grad: gradients will be wanted.
+        arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
+    """
+    variants = variants_of(call, arch)
+    if int8:
+        return Plan(variants.int8)
+    gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
+    whole, split = forward_variants(call, variants)
+    if packed is None:
+        places = num_sms * resident_blocks(split, capability)
+        splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
+        if splits:
+            return Plan(split, splits, gradients)
+        if arch:
+            return Plan(whole, 0, gradients, last=last_rows(call, whole, variants.ranges, num_sms))
+    return Plan(whole, 0, gradients, packed)
+
+
+class Variants(NamedTuple):
+    """The compilations that a call may need, one of each kind."""
+
+    forward: Variant
+    split: Variant
+    grad_query: Variant
+    grad_key_value: Variant
+    grad_all: Variant
+    int8: Variant
+    capped: Variant
+    capped_split: Variant
+    ranges: Variant
+
+
+def variants_of(call: AttentionCall, arch: str = "") -> Variants:
+    """The compilations that a call may need; ``arch``: on AMD's devices. Its head_dims are in the table."""
+    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
+
+
+def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:
+    """Of these those that compute the call's output: with one block per tile of rows, and with the keys in ranges."""
+    if call.softcap is None and call.sinks is None:
+        return variants.forward, variants.split
+    return variants.capped, variants.capped_split
+
+
+def _mask_kind(call: AttentionCall) -> str:
+    """One of MASKS."""
+    mask = call.attn_mask
+    if mask is None:
+        # Scores with such a scale are scaled before their maximum is taken, as those with a float mask are.
+        return "none" if call.scale > 0 else "float"
+    return "bool" if mask.dtype == torch.bool else "float"
+
+
+@functools.lru_cache(maxsize=1024)
+def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str, arch: str) -> Variants:
+    dim = table_dim(head_dim, head_dim_v)
+    assert dim is not None
+    name, padded = str(dtype).removeprefix("torch."), not head_dim == head_dim_v == dim
+    return Variants(*(Variant(kind, dim, name, mask, padded, arch) for kind in Variants._fields))
+
+
+def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS) -> int | None:
+    """The smallest head_dim of the table that both fit into, or None."""
+    return next((d for d in table if max(head_dim, head_dim_v) <= d), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int:
+    """Blocks of a kernel that a multiprocessor of this compute capability holds: those that it is compiled for, as far
+    as shared memory suffices. None = that is not known, and suffices."""
+    if capability is None or variant.arch:
+        return variant.geometry.blocks
+    found = _SHARED_KIB.get(capability, _SHARED_KIB.get(capability[:1]))
+    if found is None:
+        return variant.geometry.blocks
+    of_block = -(-variant.tile_bytes // 256) * 256 + (1024 if capability >= (8, 0) else 0)
+    return max(1, min(variant.geometry.blocks, (found << 10) // of_block))
+
+
+def num_splits(call: AttentionCall, plain: AnyGeometry, split: AnyGeometry, num_sms: int, places: int) -> int:
+    """Into how many ranges the keys are cut by the kernel for few query rows, so that they still fill the device; 0 =
+    the plain kernel takes the call.
+
+    A tile of that kernel is small and holds the queries of all heads of a group, one of the plain kernel those of one
+    head: the one that has less of its tiles empty wins, at the speed that a full tile has.
+
+    Args:
+        plain, split: of the two kernels.
+        places: blocks of the kernel for few query rows that the device holds at a time.
+    """
+    tokens, groups = call.seq_len_q, call.groups
+    is_small = _SPLIT_SPEED * _fullness(groups * tokens, split.rows) > _fullness(tokens, plain.rows)
+    batch_size = call.batch_size
+    blocks = batch_size * call.num_heads * -(-tokens // plain.rows)
+    if 2 * blocks > num_sms and not is_small:
+        return 0
+    units = batch_size * call.num_kv_heads * -(-groups * tokens // split.rows)
+    wanted = -(-places // max(1, units))
+    splits = max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
+    return splits if is_small or splits > 1 else 0
+
+
+def _fullness(rows: int, tile_rows: int) -> float:
+    """The share of the rows of all tiles that exist."""
+    return rows / (-(-rows // tile_rows) * tile_rows)
+
+
+# ---- on tensor cores -------------------------------------------------------------------------------------------------
+
+# Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
+# twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
+_SMALL_SPEED, _ALONE = 0.65, 0.6
+# Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
+# python tools/tensor_model.py --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+_LISTED_SPEED = 0.94
+# What joining parts costs, in multiply-adds of a query row with a key.
+_JOINING = 1 << 16
+# And the small launch that makes the counters of cut tiles zero.
+_ZEROING = 1 << 14
+# Blocks of a banded call up to which it is worked out who has which.
+_FOLLOWED = 1024
+
+
+def tensor_plan(
+    call: AttentionCall,
+    num_sms: int,
+    capability: tuple[int, int],
+    *,
+    for_grad: bool = False,
+    packed: Packed | None = None,
+) -> Plan:
+    """The plan of a call that the kernels on tensor cores can take.
+
+    Args:
+        num_sms: multiprocessors of the device; capability: its compute capability.
+        for_grad: gradients will be wanted.
+    """
+    generation, table = ("volta", VOLTA_HEAD_DIMS) if capability < (7, 5) else ("tensor", TENSOR_HEAD_DIMS)
+    dim = table_dim(call.head_dim, call.head_dim_v, table)
+    assert dim is not None
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+
+    def variant(suffix: str) -> Variant:
+        return Variant(generation + suffix, dim, "float16", _mask_kind(call), padded)
+
+    gradients = gradient_variants(call, capability, packed=packed is not None) if for_grad else ()
+    if packed is not None:
+        return Plan(variant("_packed"), 0, gradients, packed)
+    wide, small, even = variant(""), variant("_small"), variant("_even")
+    splits, pieces = _fastest(_Shape.of(call), wide, small, even, num_sms)
+    if pieces is not None:
+        return Plan(even, 0, gradients, pieces=pieces)
+    return Plan(small if splits else wide, splits, gradients)
+
+
+def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
+    """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
+    take: on plain cores where a head_dim has none there."""
+    generation = "volta" if capability < (7, 5) else "tensor"
+    suffix = "_capped" * (call.softcap is not None) + "_packed" * packed
+    kinds = [f"{generation}_{name}{suffix}" for name in ("grad_query", "grad_key_value")]
+    dim = table_dim(call.head_dim, call.head_dim_v, gradient_head_dims(kinds[0]))
+    if dim is None:
+        variants = variants_of(call)
+        return variants.grad_query, variants.grad_key_value
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+    return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
+
+
+class _Shape(NamedTuple):
+    """What of a call decides which kernel takes it: ``groups`` query heads for each key/value head, and the band, where
+    query i sees keys i + low ... i + high; None = it has none."""
+
+    batch: int
+    heads: int
+    groups: int
+    tokens: int
+    keys: int
+    band: tuple[int, int] | None
+    has_mask: bool
+
+    @staticmethod
+    def of(call: AttentionCall) -> _Shape:
+        tokens, keys, band = call.seq_len_q, call.seq_len_kv, None
+        if call.has_band:
+            low = -tokens - keys if call.left is None else call.offset - call.left
+            band = low, tokens + keys if call.right is None else call.offset + call.right
+        has_mask = call.attn_mask is not None
+        return _Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
+
+
+def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:
+    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
+    of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
+    return _splits(_Shape.of(call), wide.geometry, small.geometry, num_sms)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
+    """The answer of :func:`tensor_splits`, and the blocks of the kernel that lists them where that one is faster."""
+    splits, best = _splits(shape, wide.geometry, small.geometry, num_sms)
+    if not even.exists:
+        return splits, None
+    own = even.geometry
+    sizes = _key_tiles(shape, own)
+    pieces = distribute(sizes, shape.batch * shape.heads, own.cols, num_sms * own.blocks)
+    if pieces is None:
+        return splits, None
+    cost = own.rows * own.blocks * pieces.keys / (_LISTED_SPEED if shape.has_mask else 1.0)
+    cost += _ZEROING if pieces.slots else 0
+    if cost >= 0.95 * best:
+        return splits, None
+    wide_cost = _busiest(_tiles_of(shape, own, 1), shape.batch * shape.heads, 1, own, num_sms)
+    return splits, replace(pieces, over_unlisted=cost / wide_cost)
+
+
+@functools.lru_cache(maxsize=1024)
+def _splits(shape: _Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
+    """(the answer of :func:`tensor_splits`, its cost: see :func:`_busiest`)."""
+    heads = shape.batch * shape.heads
+    best, chosen = _busiest(_tiles_of(shape, wide, 1), heads, 1, wide, num_sms), 0
+    units, tiles = heads // shape.groups, _tiles_of(shape, own, shape.groups)
+    most = min(MAX_SPLITS, max(1, shape.keys // (2 * own.cols)))
+    for splits in range(1, most + 1):
+        cost = _busiest(tiles, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
+        if cost < 0.95 * best:
+            best, chosen = cost, splits
+        if units * tiles.number * splits > own.blocks * num_sms:  # more parts only add to what is joined
+            break
+    return chosen, best
+
+
+class _Tiles(NamedTuple):
+    """The tiles of rows of one head, or of a group of heads: how many, and the keys that all of them together, and the
+    one with most, multiply. ``in_order``: of each, as they are launched; None = all alike."""
+
+    number: int
+    keys: int
+    longest: int
+    in_order: tuple[int, ...] | None = None
+
+
+def _tiles_of(shape: _Shape, geometry: AnyGeometry, group: int) -> _Tiles:
+    """Those of ``group`` heads, of which one tile holds rows of several where they have few."""
+    if shape.band is None:
+        count = -(-group * shape.tokens // geometry.rows)
+        return _Tiles(count, count * shape.keys, shape.keys)
+    return _banded_tiles(shape.tokens, shape.keys, *shape.band, geometry.rows, group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _banded_tiles(tokens: int, keys: int, low: int, high: int, rows: int, group: int) -> _Tiles:
+    """As ``find_place`` of ``tensor_call.cuh`` has it: query i sees keys i + low ... i + high."""
+    met = []
+    for row0 in range(0, group * tokens, rows):
+        first = row0 % tokens
+        last = first + min(rows, group * tokens - row0) - 1
+        if last >= tokens:
+            first, last = 0, tokens - 1
+        met.append(max(0, min(keys, last + high + 1) - max(0, first + low)))
+    return _Tiles(len(met), sum(met), max(met, default=0), tuple(reversed(met) if high < keys else met))
+
+
+def key_tiles(call: AttentionCall, geometry: AnyGeometry) -> tuple[int, ...]:
+    """Tiles of keys that each row tile of one head meets, as ``find_place`` of ``tensor_call.cuh`` has them: with a
+    mask from where its own tiles begin."""
+    return _key_tiles(_Shape.of(call), geometry)
+
+
+def _key_tiles(shape: _Shape, geometry: AnyGeometry) -> tuple[int, ...]:
+    rows, cols = geometry.rows, geometry.cols
+    low, high = shape.band or (-shape.tokens - shape.keys, shape.tokens + shape.keys)
+    sizes = []
+    for first in range(0, shape.tokens, rows):
+        last = min(first + rows, shape.tokens) - 1
+        begin = max(0, first + low)
+        begin -= begin % cols if shape.has_mask else 0
+        sizes.append(max(0, -(-(min(shape.keys, last + high + 1) - begin) // cols)))
+    return tuple(sizes)
+
+
+def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
+    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in so many ranges, in
+    multiply-adds of a query row with a key at the speed of a full one."""
+    number = units * tiles.number * splits
+    each = -(-number // num_sms)
+    keys: float
+    if tiles.in_order is None or tiles.keys == tiles.number * tiles.longest:  # those of one size come in whole rounds
+        keys = each * -(-tiles.longest // splits)
+    elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
+        costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))
+        keys = busiest(costs, num_sms)
+    else:  # many even out, and one that is left alone on its multiprocessor is faster
+        keys = max(-(-tiles.longest // splits), units * tiles.keys / num_sms)
+    return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

@@ -1,0 +1,219 @@
+"""How far a kernel's answers are from the definition's, on a small call: checked at the first use of each kernel on a
+device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall, check_call, empty_output
+from ...reference import allowed_keys, reference_sdpa
+from ..code.compilation import Compilation
+from ..code.linear_source import LinearVariant
+from ..code.source import Variant
+from ..launch.backward import backward_launches
+from ..launch.int8 import int8_launches
+from ..launch.launches import Launch, forward_launches
+from ..launch.packed import packed_launches
+from ..launch.plan import Packed, Plan, key_tiles, plan_call
+from ..launch.stream_k import Piece, Pieces
+from . import verify_linear
+
+# Far above any rounding, far below any mistake in which element goes where.
+_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_INT8_TOLERANCE = 0.1
+Run = Callable[[list[Launch]], object]
+# As many multiprocessors as make the keys of a call with few rows many parts.
+_MANY_SMS = 1000
+
+
+def tolerance(variant: Compilation) -> float:
+    """Of :func:`largest_error` for a kernel that is right."""
+    if isinstance(variant, LinearVariant):
+        return verify_linear.TOLERANCE[variant.dtype]
+    assert isinstance(variant, Variant)
+    return _INT8_TOLERANCE if variant.kind == "int8" else _TOLERANCE[variant.dtype]
+
+
+def largest_error(variant: Compilation, device: torch.device, run: Run) -> float:
+    """Largest difference from the definition, relative to the largest number, on a call that fills two tiles of rows
+    and of keys in part. ``run`` executes launches; the random state of torch is left alone."""
+    if isinstance(variant, LinearVariant):
+        return verify_linear.largest_error(variant, device, run)
+    assert isinstance(variant, Variant)
+    call = sample_call(variant, device)
+    wide = [t.float() for t in (call.query, call.key, call.value)]
+    if variant.is_gradient:
+        return _gradient_error(variant, call, wide, run)
+    out = empty_output(call).fill_(float("nan"))
+    if variant.kind == "int8":
+        run(int8_launches(call, Plan(variant), out))
+    elif variant.kind.endswith("packed"):
+        return _packed_error(variant, call, out, wide, run)
+    else:
+        run(forward_launches(call, Plan(variant, _splits(variant, call), pieces=_pieces(variant, call)), out))
+    return _difference([out], [_reference(call, wide)[0]])
+
+
+def _splits(variant: Variant, call: AttentionCall) -> int:
+    if variant.on_tensor_cores:
+        return 2 if variant.is_small else 0
+    if not variant.is_small:
+        return 2 if variant.cuts_keys else 0
+    return plan_call(call, _MANY_SMS, arch=variant.arch).splits
+
+
+def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
+    """Of the four tiles of rows one that is not listed, one that is, and two with their keys in two and in three parts,
+    whose blocks do not come in their order."""
+    if not variant.is_even:
+        return None
+    of_first, of_last = key_tiles(call, variant.geometry)
+    listed = [Piece(2, 2, of_first, 0, 1, 2), Piece(1, 0, of_last), Piece(2, 0, 2, 0, 0, 2)]
+    listed += [Piece(3, 3, of_last, 2, 2, 3), Piece(3, 0, 1, 2, 0, 3), Piece(3, 1, 3, 2, 1, 3)]
+    return Pieces(1, tuple(listed))
+
+
+def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
+    """Of the tokens of a call as those of two sequences."""
+    packed = _two_sequences(call)
+    run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
+    parts = [_reference(part, tensors)[0] for part, tensors in _sequences(call, wide, packed)]
+    return _difference([out], [torch.cat(parts, dim=-2)])
+
+
+def _two_sequences(call: AttentionCall) -> Packed:
+    q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
+    return Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
+
+
+def _sequences(call: AttentionCall, wide: list[Tensor], packed: Packed) -> Iterator[tuple[AttentionCall, list[Tensor]]]:
+    """Each sequence as a call of its own, and its query, key and value in float32."""
+    ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
+        query, key, value = wide[0][..., q0:q1, :], wide[1][..., k0:k1, :], wide[2][..., k0:k1, :]
+        rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+        part = check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules)
+        yield part, [query, key, value]
+
+
+def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
+    """A causal call with two query heads per key head that needs exactly this variant. keys: instead of those of a tile
+    and some of the next one's."""
+    geometry, dim = variant.geometry, variant.head_dim - (4 if variant.padded else 0)
+    rows = 3 if variant.is_small else geometry.rows + 5
+    if keys is None:
+        keys = 5 * geometry.cols if variant.cuts_keys else geometry.cols + 9
+        if variant.is_even:
+            keys += geometry.rows
+        if variant.is_gradient and variant.gradients.stop == 3:  # the rows of its tiles are keys
+            rows, keys = keys, rows
+    generator = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, variant.dtype)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    mask = None
+    if variant.mask != "none" and not variant.kind.endswith("packed"):
+        mask = numbers(rows, keys)
+        mask = mask > 0 if variant.mask == "bool" else mask
+    tensors = numbers(1, 2, rows, dim), numbers(1, 1, keys, dim), numbers(1, 1, keys, dim)
+    # Without a mask, kernels that add one serve negative scales.
+    scale = -0.1 if variant.mask == "float" and mask is None else None
+    rules: dict[str, Any] = {}
+    if "capped" in variant.kind:
+        rules["softcap"] = 2.0
+    if variant.kind.startswith("capped"):
+        rules["sinks"] = torch.tensor([0.5, 3.0], device=device)
+    return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right", **rules)
+
+
+def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float32."""
+    mask = call.attn_mask
+    assert mask is None or isinstance(mask, Tensor)
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
+    query, key, value = wide
+    rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+    rules |= {"softcap": call.softcap, "sinks": call.sinks}
+    return reference_sdpa(query, key, value, mask, **rules)
+
+
+DELTAS = ("pa_delta", "pa_tensor_delta")
+
+
+def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], run: Run) -> float:
+    packed = None
+    if variant.kind.endswith("packed"):
+        packed = _two_sequences(call)
+        parts = [_gradients_of(part, tensors) for part, tensors in _sequences(call, wide, packed)]
+        out, lse = (torch.cat(tensors, dim=2) for tensors in (list(t) for t in zip(*(part[:2] for part in parts))))
+        expected = [torch.cat([part[2][i] for part in parts], dim=2) for i in range(3)]
+        call = replace(call, offset=0)
+    else:
+        out, lse, expected = _gradients_of(call, wide)
+    out = out.to(call.query.dtype)
+    log_sum = torch.zeros_like(lse) if call.has_bias else None
+    grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
+    query, key, value = grads
+    plan = Plan(variant, 0, all_gradients(variant), packed)
+    launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
+    launches = launches if packed is None else packed_launches(launches, packed)
+    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
+    return _difference(grads[variant.gradients], expected[variant.gradients])
+
+
+def all_gradients(variant: Variant) -> tuple[Variant, ...]:
+    """The variants that compute the gradients of query, key and value, of which this is one."""
+    if variant.gradients == slice(0, 3):
+        return (variant,)
+    of_query = variant.kind.replace("key_value", "query")
+    of_key = of_query.replace("query", "key_value")
+    return replace(variant, kind=of_query), replace(variant, kind=of_key)
+
+
+def _gradients_of(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out, lse, gradients) in float32."""
+    out, lse = _reference(call, wide)
+    return out, lse, expected_gradients(call, wide, out, lse)
+
+
+def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
+    """Of the sum of the output of a :func:`sample_call` with respect to query, key and value, in float32, written out:
+    autograd would wait for the thread that may be waiting for this check.
+
+    Args:
+        wide: query, key and value in float32; out, lse: what they give.
+    """
+    query, key, value = wide  # the two query heads have one key head, which broadcasts
+    mask = call.attn_mask
+    assert mask is None or isinstance(mask, Tensor)
+    scores = query @ key.mT * call.scale
+    slope = torch.ones_like(scores)
+    if call.softcap is not None:
+        tanh = torch.tanh(scores / call.softcap)
+        scores, slope = tanh * call.softcap, 1 - tanh * tanh
+    allowed = allowed_keys(
+        call.seq_len_q, call.seq_len_kv, is_causal=True, alignment="lower_right", device=query.device
+    )
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask
+    elif mask is not None:
+        scores = scores + mask.float()
+    probs = (scores - lse[..., None]).exp().masked_fill(~allowed, 0.0)
+    grad_out = torch.ones_like(out)
+    grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale
+    per_head = grad_scores.mT @ query, probs.mT @ grad_out
+    return [grad_scores @ key, *(grad.sum(dim=1, keepdim=True) for grad in per_head)]
+
+
+def _difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    largest = torch.stack([e.abs().max() for e in expected]).max()
+    errors = torch.stack([(a.float() - e).abs().max() for a, e in zip(actual, expected)])
+    return (errors.nan_to_num(nan=torch.inf).max() / largest).item()

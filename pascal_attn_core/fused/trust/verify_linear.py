@@ -1,0 +1,91 @@
+"""How far the answers of the kernels for linear layers in 8 bits are from the definition's: bit for bit without an
+activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..code.linear_source import TILES, LinearVariant
+from ..launch.launches import Launch
+from ..launch.linear import LinearCall, linear_launches
+
+# Of the activations, whose functions no two makers round alike. Far below any mistake in which element goes where.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+# Rotation and columns: whole groups in two pieces of a row, and columns that can only be read four codes at a time.
+_SHAPES = ((256, 512), (4, 276))
+
+
+class Weight:
+    """A :class:`..launch.linear.QuantizedWeight`."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, rotation: int):
+        self.codes, self.scales, self.rotation = codes, scales, rotation
+
+
+def largest_error(variant: LinearVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
+    """Largest difference from the definition, relative to the largest number, of each function on calls that fill two
+    tiles in part; infinite where an output without an activation has another bit. ``run`` executes launches; the random
+    state of torch is left alone."""
+    largest = 0.0
+    for product in TILES:
+        for rotation, columns in _SHAPES:
+            for activation in ("none", "geglu"):
+                call = sample_call(variant, product, device, rotation, columns, activation)
+                run(linear_launches(call, 1, product))
+                largest = max(largest, _difference(call, expected(call)))
+    return largest
+
+
+def sample_call(
+    variant: LinearVariant, product: str, device: torch.device, rotation: int, columns: int, activation: str
+) -> LinearCall:
+    """Of small whole numbers, whose rotation is exact in any order of additions."""
+    tile, generator = TILES[product], torch.Generator(device).manual_seed(1)
+    rows, cols = tile.rows + 1, tile.cols + 5
+    of_weight = 2 * cols if activation == "geglu" else cols
+
+    def numbers(largest: int, *shape: int) -> Tensor:
+        return torch.randint(-largest, largest + 1, shape, generator=generator, device=device)
+
+    dtype = getattr(torch, variant.dtype)
+    scales = (numbers(100, of_weight) + 200).float() / 1e5
+    weight = Weight(numbers(127, of_weight, columns).to(torch.int8), scales, rotation)
+    out = torch.full((rows, cols), float("nan"), dtype=dtype, device=device)
+    return LinearCall(numbers(8, rows, columns).to(dtype), weight, numbers(3, of_weight).to(dtype), activation, out)
+
+
+def expected(call: LinearCall) -> Tensor:
+    """What ``call.out`` should be, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
+    x, codes, scales = call.x.cpu().float(), call.weight.codes.cpu(), call.weight.scales.cpu()
+    group = call.weight.rotation
+    rotated = (x.unflatten(1, (-1, group)) @ _hadamard(group)).flatten(1)
+    x_scales = rotated.abs().amax(dim=1, keepdim=True) / 127
+    x_codes = (rotated / x_scales).round()
+    sums = (x_codes.double() @ codes.double().T).float()  # whole numbers far below 2**53
+    y = sums * (x_scales * scales)
+    if call.bias is not None:
+        y = y + call.bias.cpu().float()
+    if call.activation == "none":
+        return y
+    value, gate = y.chunk(2, dim=1)
+    return value * F.gelu(gate)
+
+
+def _hadamard(size: int) -> Tensor:
+    four = 0.5 - torch.eye(4, dtype=torch.float32, device="cpu").flip(0)
+    found = four
+    while found.shape[0] < size:
+        found = torch.kron(found, four)
+    return found
+
+
+def _difference(call: LinearCall, right: Tensor) -> float:
+    out = call.out.cpu()
+    if call.activation == "none":
+        return 0.0 if torch.equal(out, right.to(out.dtype)) else float("inf")
+    error = (out.float() - right).abs().max().nan_to_num(nan=torch.inf)
+    return (error / right.abs().max()).item()

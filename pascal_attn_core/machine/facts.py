@@ -1,0 +1,375 @@
+"""The facts of this machine that a bug report needs: Python, torch, driver, cards, and what torch cannot use of them.
+
+``pascal-attn info`` and the ComfyUI report node both show them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import subprocess
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from ..version import __version__
+from .amd_system import OVERRIDE, readings
+from .amd_system import nodes as amd_nodes
+from .device import DeviceInfo, device_info, free_bytes, pci_place, smi_id
+from .together import QUERY, Link, direct_pairs, parse_link
+from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
+
+MIB, GIB = 1 << 20, 1 << 30
+_LABEL = 12
+_SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_SMI_CLOCKS = (
+    "nvidia-smi",
+    "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw",
+    "--format=csv,noheader,nounits",
+)
+_SMI_LINK = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+_WATCH_SECONDS = 1.0
+# What a call gets on devices that are not NVIDIA's, and what it is spared.
+_GETS = {
+    "hip": "torch's kernel where torch has a fused one for the call, else ours (Vega, MI50, RX 5000 and 6000) or tiles",
+    **dict.fromkeys(
+        ("mps", "xpu"),
+        "torch's kernel where torch has a fused one for the call, else tiles within the budget "
+        "(our kernels need CUDA or ROCm)",
+    ),
+}
+_SPARED = {
+    "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
+    "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
+    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
+}
+_MAY_OPEN = "may this user open /dev/kfd (groups render and video)?"
+_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
+
+
+@dataclass(frozen=True)
+class SmiCard:
+    """One line of nvidia-smi. ``capability`` is None where an old driver does not report it."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts; may be made by hand for any card.
+
+    Attributes:
+        devices: what torch can use: one per GPU, else the CPU alone.
+        free: free memory of each device in bytes, None where it is unknown.
+        smi: cards that nvidia-smi lists; amd: architectures of AMD's cards that the kernel driver lists. Both are
+            queried only if torch sees no GPU.
+        driver: version of NVIDIA's driver, "" if unknown.
+        links: the PCIe link of each device, None where it is unknown; () where there is one device.
+        direct: pairs of devices of which the first can read the second's memory.
+    """
+
+    package: str
+    python: str
+    system: str
+    build: TorchBuild
+    devices: tuple[DeviceInfo, ...]
+    free: tuple[int | None, ...]
+    smi: tuple[SmiCard, ...] = ()
+    driver: str = ""
+    links: tuple[Link | None, ...] = ()
+    direct: tuple[tuple[int, int], ...] = ()
+    amd: tuple[str, ...] = ()
+
+
+# ---- gathering -------------------------------------------------------------------------------------------------------
+
+
+def look_around(*, asks_devices: bool = True) -> Machine:
+    """Gather the facts of this machine.
+
+    Args:
+        asks_devices: also query how much memory is free, which initialises CUDA on every card.
+    """
+    build, names = torch_build(), device_names()
+    are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
+    return Machine(
+        package=__version__,
+        python=platform.python_version(),
+        system=platform.platform(),
+        build=build,
+        devices=tuple(device_info(name) for name in names),
+        free=tuple(_free(name) if asks_devices else None for name in names),
+        smi=() if torch.cuda.is_available() else ask_nvidia_smi(),
+        driver=ask_driver() if build.kind == "cuda" else "",
+        links=tuple(ask_link(torch.device(name)) for name in names) if are_several else (),
+        direct=direct_pairs(len(names)) if are_several else (),
+        amd=() if torch.cuda.is_available() else tuple(node.arch for node in amd_nodes()),
+    )
+
+
+def device_names() -> list[str]:
+    """What torch calls the devices it can use: every GPU, or else the CPU."""
+    if torch.cuda.is_available():
+        return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.xpu.is_available():
+        return [f"xpu:{index}" for index in range(torch.xpu.device_count())]
+    return ["mps"] if torch.backends.mps.is_available() else ["cpu"]
+
+
+def torch_build() -> TorchBuild:
+    """The torch of this process."""
+    if torch.version.hip is not None:
+        return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
+    if torch.version.cuda is not None:
+        # the flags that torch was built with; get_arch_list() is empty where no driver is found
+        archs = torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
+        return TorchBuild(torch.__version__, "cuda", torch.version.cuda, tuple(archs))
+    return TorchBuild(torch.__version__, "cpu")
+
+
+def ask_nvidia_smi() -> tuple[SmiCard, ...]:
+    """The cards that nvidia-smi lists; none where it is missing or fails."""
+    return parse_smi(_output_of(_SMI))
+
+
+@functools.cache
+def ask_driver() -> str:
+    """The version of NVIDIA's driver, queried once per process; "" where nvidia-smi is missing or fails."""
+    return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
+
+
+class Clocks(NamedTuple):
+    """What the driver reports about a card at one moment: multiprocessor and memory clock in MHz, temperature in
+    degrees Celsius, power in watts; None where it does not say."""
+
+    sm_mhz: float | None
+    memory_mhz: float | None
+    celsius: float | None
+    watts: float | None
+
+    @property
+    def text(self) -> str:
+        """``"1480 MHz, memory 5005 MHz, 61 C, 212 W"``."""
+        named = (
+            ("", self.sm_mhz, "MHz"),
+            ("memory ", self.memory_mhz, "MHz"),
+            ("", self.celsius, "C"),
+            ("", self.watts, "W"),
+        )
+        return ", ".join(f"{name}{value:.0f} {unit}" for name, value, unit in named if value is not None) or "unknown"
+
+
+def ask_clocks(device: torch.device) -> Clocks | None:
+    """The clocks of a card now; None where nvidia-smi is missing or fails, or AMD's driver shows none."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        found = readings(pci_place(device))
+        return None if found is None else Clocks(*found)
+    return parse_clocks(_output_of((*_SMI_CLOCKS, "--id", smi_id(device))))
+
+
+def parse_clocks(text: str) -> Clocks | None:
+    """The clocks in a line of nvidia-smi's CSV; None where it has another form."""
+    parts = text.partition("\n")[0].split(",")
+    if len(parts) != len(Clocks._fields):
+        return None
+    values: list[float | None] = []
+    for part in parts:
+        value = None
+        with contextlib.suppress(ValueError):  # "[N/A]" on cards that do not say
+            value = float(part)
+        values.append(value)
+    return Clocks(*values)
+
+
+def ask_link(device: torch.device) -> Link | None:
+    """The PCIe link of a card; None where nvidia-smi is missing or does not say."""
+    if torch.version.hip is not None:
+        return None
+    return parse_link(_output_of((*_SMI_LINK, "--id", smi_id(device))))
+
+
+class ClockWatch:
+    """While the block runs, the clocks are queried once a second; ``highest`` are those at the highest multiprocessor
+    clock, None where they cannot be queried."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.highest: Clocks | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
+
+    def __enter__(self) -> ClockWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_WATCH_SECONDS):
+            found = ask_clocks(self.device)
+            if found is None:
+                return
+            if self.highest is None or (found.sm_mhz or 0) > (self.highest.sm_mhz or 0):
+                self.highest = found
+
+
+def _output_of(command: tuple[str, ...]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_smi(text: str) -> tuple[SmiCard, ...]:
+    """The cards in nvidia-smi's CSV; lines of another form are skipped."""
+    cards = []
+    for line in text.splitlines()[1:]:
+        parts = [part.strip() for part in line.rsplit(",", 2)]
+        if len(parts) != 3:
+            continue
+        major, _, minor = parts[1].partition(".")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+        cards.append(SmiCard(parts[0], capability, parts[2]))
+    return tuple(cards)
+
+
+def _free(name: str) -> int | None:
+    try:
+        return free_bytes(name)
+    except RuntimeError:  # a card that the driver lists but cannot start
+        return None
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def complaints(machine: Machine) -> list[str]:
+    """For each card that this torch cannot use, or not well, a sentence with what to install; [] if there is none."""
+    verdicts = [(info.name, judge(info, machine.build)) for info in machine.devices]
+    found = [f"{name}: {verdict.why}. Install: {verdict.install}" for name, verdict in verdicts if verdict.install]
+    for card in machine.smi:
+        if machine.build.kind == "cuda":
+            found.append(f"{card.name}: torch {machine.build.version} finds no GPU: is the driver new enough for it?")
+        else:
+            wheel = wheel_for(card.capability or (6, 1))
+            found.append(f"{card.name}: torch {machine.build.version} is built without CUDA. Install: {wheel}")
+    for arch in machine.amd:
+        if machine.build.kind == "hip":
+            found.append(f"{arch}: torch {machine.build.version} finds no GPU: {_MAY_OPEN}")
+        elif has_rocm_wheel(arch):  # graphics inside a processor have none
+            wheel = rocm_wheel_for(arch)
+            found.append(f"{arch}: torch {machine.build.version} is built without ROCm. Install: {wheel}")
+    return found
+
+
+def describe_facts(machine: Machine) -> list[str]:
+    """The lines that a bug report needs of any machine."""
+    lines = head_lines(machine)
+    for number in range(len(machine.devices)):
+        lines += device_lines(machine, number)
+    return lines + together_lines(machine)
+
+
+def head_lines(machine: Machine) -> list[str]:
+    """The package, Python, the system, torch, cards that it cannot use, and the driver."""
+    first = f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"
+    driver = [line("driver", machine.driver)] if machine.driver else []
+    return [first, *_torch_lines(machine), *driver]
+
+
+def _torch_lines(machine: Machine) -> list[str]:
+    build = machine.build
+    first = machine.devices[0].kind if machine.devices else ""
+    plain = {"mps": "Metal", "xpu": "XPU"}.get(first, "CPU only")
+    toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, plain)
+    lines = [line("torch", f"{build.version}, {toolkit}")]
+    if build.archs:
+        lines.append(line("code for", " ".join(build.archs)))
+    for card in machine.smi:
+        capability = "unknown" if card.capability is None else "{}.{}".format(*card.capability)
+        lines.append(line("unused GPU", f"{card.name}, compute capability {capability}, {card.memory}"))
+        if build.kind == "cuda":
+            lines.append(line("", "torch is built with CUDA but finds no GPU: is the driver new enough for it?"))
+        else:
+            lines.append(line("", "this torch is built without CUDA and cannot use it. Install"))
+            lines.append(line("", "  " + wheel_for(card.capability or (6, 1))))
+    for arch in machine.amd:
+        lines.append(line("unused GPU", f"AMD {arch}"))
+        if build.kind == "hip":
+            lines.append(line("", f"torch is built with ROCm but finds no GPU: {_MAY_OPEN}"))
+        else:
+            lines.append(line("", f"this torch is built without ROCm and cannot use it: {rocm_wheel_for(arch)}"))
+    return lines
+
+
+def device_lines(machine: Machine, number: int) -> list[str]:
+    """One device: its name, what it has, its memory, and whether this torch has code for it."""
+    info, free = machine.devices[number], machine.free[number]
+    if not info.is_gpu:
+        lines = [
+            line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
+        ]
+    else:
+        units = {"hip": "compute units", "xpu": "Xe cores"}.get(info.kind, "SMs")
+        units = "pairs of compute units" if info.is_rdna else units
+        lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
+        facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
+        facts += [f"{info.num_sms} {units}"] if info.kind != "mps" else []  # which does not tell
+        facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+        if info.kind == "hip" and info.wave_size:
+            facts += [f"LDS {info.shared_bytes >> 10} KiB", f"waves of {info.wave_size}"]
+        lines.append(line("", ", ".join(facts)))
+        if info.kind == "hip" and info.known_arch != info.arch:
+            what = f"it is a {info.known_arch}" if info.known_arch else "the system does not say what it is"
+            lines.append(line("", f"{OVERRIDE} makes it a {info.arch}; {what}"))
+        lines.append(line("memory", _memory(info.total_bytes, free)))
+        verdict = judge(info, machine.build)
+        lines.append(line("wheel", verdict.why))
+        if verdict.install:
+            lines.append(line("install", verdict.install))
+        if info.kind in _SPARED:
+            lines += [line("gets", _GETS[info.kind]), line("", _SPARED[info.kind])]
+    return lines
+
+
+def together_lines(machine: Machine) -> list[str]:
+    """What several cards could do together; nothing for one card."""
+    lines: list[str] = []
+    for number, link in enumerate(machine.links):
+        text = "PCIe link unknown" if link is None else link.text
+        lines.append(line("" if lines else "together", f"{_torch_name(machine.devices[number], number)}: {text}"))
+    count = len(machine.links)
+    for first in range(count):
+        for second in range(first + 1, count):
+            both = {(first, second), (second, first)} <= set(machine.direct)
+            how = "copies cross directly" if both else "copies cross through the computer's memory"
+            lines.append(line("", f"cuda:{first} and cuda:{second}: {how}"))
+    return lines
+
+
+def _torch_name(info: DeviceInfo, number: int) -> str:
+    return f"cuda:{number}" if info.kind in ("cuda", "hip") else f"{info.kind}:{number}"
+
+
+def line(label: str, text: str) -> str:
+    """``text`` after a label in its own column."""
+    return f"{label:{_LABEL}s}{text}".rstrip()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
+
+
+def _memory(total: int, free: int | None) -> str:
+    text = _size(total) if total else "unknown"
+    return text if free is None else f"{text}, {_size(free)} free"

@@ -1,0 +1,176 @@
+"""Which torch wheel has code for which card: decided by names alone, without asking a driver.
+
+A wheel holds machine code for some architectures (``sm_60``) and sometimes PTX (``compute_120``), which the driver
+compiles for newer ones. Machine code runs on its own architecture and on later ones of the same major version:
+sm_60 code runs on a GTX 1080 Ti (sm_61), sm_70 code does not run on it. On AMD the name has to be the same (gfx906).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .amd_system import OVERRIDE
+from .device import DeviceInfo
+
+INDEX = "https://download.pytorch.org/whl"
+# The wheels for CUDA 12.6 are the last with Maxwell, Pascal and Volta; torch 2.14 is the last that has them.
+LEGACY_INDEX, LEGACY_TORCH = "cu126", "2.14"
+CURRENT_INDEX = "cu130"
+_CUDA_FIRST, _CUDA_13_FIRST = (5, 0), (7, 5)
+ROCM_INDEX, ROCM_LEGACY_INDEX = "rocm7.2", "rocm6.3"
+_ROCM_GFX9 = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950")
+_ROCM_RDNA = ("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
+# From ROCm 6.4 on the wheels still name these two, but the rocBLAS inside has no code for them any more.
+_ROCM_LEGACY = ("gfx900", "gfx906")
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The torch that is installed.
+
+    Attributes:
+        version: ``"2.14.0+cu126"``.
+        kind: ``"cuda"``, ``"hip"`` or ``"cpu"``.
+        toolkit: the CUDA or ROCm version it was built with, "" for none.
+        archs: what ``torch.cuda.get_arch_list()`` returns: ``("sm_60", "sm_70", "compute_120")``.
+    """
+
+    version: str
+    kind: str
+    toolkit: str = ""
+    archs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a torch build can run on a card.
+
+    Attributes:
+        runs: it can.
+        why: one sentence.
+        install: what to install instead, as a pip command or a sentence; "" if there is no need to.
+    """
+
+    runs: bool
+    why: str
+    install: str = ""
+
+
+def code_for(capability: tuple[int, int], archs: tuple[str, ...]) -> str:
+    """The entry of an arch list that a CUDA card runs, ``"sm_60"`` or ``"compute_90"``, or "" if there is none."""
+    entries = [entry for entry in map(_parse, archs) if entry is not None]
+    native = [e for e in entries if e[0] == "sm" and _cubin_runs(e[1], e[2], capability)]
+    if native:
+        return _name(max(native, key=lambda entry: entry[1]))
+    # PTX with a letter is tied to its architecture ("a") or family ("f") like machine code
+    ptx = [e for e in entries if e[0] == "compute" and (e[1] <= capability if not e[2] else e[1] == capability)]
+    return _name(max(ptx, key=lambda entry: entry[1])) if ptx else ""
+
+
+def judge(info: DeviceInfo, build: TorchBuild) -> Verdict:
+    """Whether this build has code for this card, and if not, what to install."""
+    if not info.is_gpu:
+        return Verdict(True, "runs on the CPU")
+    if info.kind == "cuda":
+        return _judge_cuda(info, build)
+    if info.kind == "hip":
+        return _judge_hip(info, build)
+    return Verdict(True, f"torch runs on {info.kind} devices without a list of architectures")
+
+
+def _install(index: str) -> str:
+    """torch's companions hold code that was built against one build of it: they are replaced together."""
+    return f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}/{index}"
+
+
+def wheel_for(capability: tuple[int, int]) -> str:
+    """What to install for a CUDA card: a pip command, or a sentence if no wheel has code for it."""
+    major, minor = capability
+    if capability < _CUDA_FIRST:
+        return (
+            f"no wheel of torch 2.4 or newer has code for compute capability {major}.{minor}: build torch from source "
+            f"with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+        )
+    index = LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX
+    return _install(index)
+
+
+def has_rocm_wheel(arch: str) -> bool:
+    """Whether some wheel has code for an AMD card, by this name or by an override."""
+    return arch in _ROCM_GFX9 + _ROCM_RDNA or arch in ("gfx1031", "gfx1032", "gfx1034")
+
+
+def rocm_wheel_for(arch: str) -> str:
+    """What to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
+    if arch in _ROCM_GFX9 + _ROCM_RDNA:
+        index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
+        return _install(index)
+    if arch.startswith("gfx103"):
+        return (
+            f"no wheel names {arch}, but it runs gfx1030 code: set HSA_OVERRIDE_GFX_VERSION=10.3.0 and use the wheel "
+            f"of {INDEX}/{ROCM_INDEX}"
+        )
+    return f"no wheel has code for {arch}: build torch from source with PYTORCH_ROCM_ARCH={arch}"
+
+
+def _judge_cuda(info: DeviceInfo, build: TorchBuild) -> Verdict:
+    assert info.capability is not None
+    card = "sm_{}{}".format(*info.capability)
+    install = wheel_for(info.capability)
+    if build.kind != "cuda":
+        return Verdict(False, f"torch {build.version} is built without CUDA", install)
+    found = code_for(info.capability, build.archs)
+    if found == card:
+        return Verdict(True, f"this wheel has code for {card}")
+    if found.startswith("sm_"):
+        return Verdict(True, f"this wheel has {found} code, which runs on {card}")
+    if found:
+        return Verdict(True, f"this wheel has PTX for {found}, which the driver compiles for {card} at first use")
+    if info.capability < _CUDA_13_FIRST and info.capability >= _CUDA_FIRST:
+        install += f"  # torch {LEGACY_TORCH} is the last with code for {card}"
+    listed = " ".join(build.archs) or "nothing"
+    return Verdict(False, f"this wheel has NO code for {card}, only for {listed}", install)
+
+
+def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
+    if build.kind != "hip":
+        return Verdict(False, f"torch {build.version} is built without ROCm", rocm_wheel_for(info.arch))
+    if info.arch in (arch.split(":")[0] for arch in build.archs):
+        if info.arch in _ROCM_LEGACY and _version(build.toolkit) >= (6, 4):
+            why = f"this wheel names {info.arch}, but its rocBLAS does not since ROCm 6.4: matrix products may abort"
+            return Verdict(True, why, rocm_wheel_for(info.arch))
+        if info.known_arch != info.arch:
+            return Verdict(True, _overridden(info))
+        return Verdict(True, f"this wheel has code for {info.arch}")
+    listed = " ".join(build.archs) or "nothing"
+    return Verdict(False, f"this wheel has NO code for {info.arch}, only for {listed}", rocm_wheel_for(info.arch))
+
+
+def _overridden(info: DeviceInfo) -> str:
+    what = f"this {info.known_arch}" if info.known_arch else "this card, whatever it is"
+    same = (info.known_arch or "").startswith("gfx103") and info.arch == "gfx1030"
+    risk = "the instructions are the same" if same else "torch's own kernels may use instructions that it lacks"
+    return f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """``"6.4.43482"`` -> (6, 4, 43482); () if it is no version."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _parse(arch: str) -> tuple[str, tuple[int, int], str] | None:
+    """``"sm_90a"`` -> ("sm", (9, 0), "a"); None for other names."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    return None if match is None else (match[1], (int(match[2]), int(match[3])), match[4])
+
+
+def _name(entry: tuple[str, tuple[int, int], str]) -> str:
+    return f"{entry[0]}_{entry[1][0]}{entry[1][1]}{entry[2]}"
+
+
+def _cubin_runs(built_for: tuple[int, int], suffix: str, card: tuple[int, int]) -> bool:
+    if suffix == "a":  # architecture-specific instructions run on that architecture only
+        return built_for == card
+    return built_for[0] == card[0] and built_for[1] <= card[1]

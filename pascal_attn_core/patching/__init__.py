@@ -1,0 +1,1 @@
+"""Changes to a host that can be removed, and what they are made of."""

@@ -1,0 +1,171 @@
+"""Modules that stand in for another package, so that programs written for it import ours: ``import flash_attn``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .patch import Patch
+
+_lock = threading.RLock()
+
+
+class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
+    """Finds and loads modules by the names of another package, and the metadata of its distribution.
+
+    Args:
+        distribution: the name that ``importlib.metadata`` is asked for, and of the top module.
+        version: what it answers; the modules' ``__version__`` too.
+        modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
+            a module that begins with "." lies in ``package``.
+        package: what "." stands for.
+        eager: modules that are loaded by :meth:`install`, so that they exist without being imported; the others are
+            loaded when a program imports them.
+        adapt: changes the members of a module, given its name and them, before they are set.
+        enter: ``"module: function"``, called when the modules are put in; it returns what undoes it.
+    """
+
+    def __init__(
+        self,
+        distribution: str,
+        version: str,
+        modules: Mapping[str, Sequence[str]],
+        *,
+        package: str,
+        eager: Sequence[str] = (),
+        adapt: Callable[[str, dict[str, Any]], None] | None = None,
+        enter: str | None = None,
+    ):
+        self.distribution, self.version, self.package = distribution, version, package
+        self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
+        self._leave: Callable[[], None] | None = None
+        self._users = 0
+        self._loaded: dict[str, ModuleType] = {}
+        self._hidden: dict[str, ModuleType] = {}
+
+    @property
+    def is_installed(self) -> bool:
+        return self._users > 0
+
+    def install(self) -> Patch:
+        """Put the modules where ``import`` finds them; what was imported under their names before is hidden meanwhile.
+        A second call shares them: they go with the last Patch."""
+        with _lock:
+            if not self._users:
+                try:
+                    self._put_in()
+                except BaseException:
+                    self._take_away()
+                    raise
+            self._users += 1
+        return Patch(self.distribution, self._release, sites=len(self._modules))
+
+    def _put_in(self) -> None:
+        if self._enter is not None:
+            (enter,) = self._members(self._enter).values()
+            self._leave = enter()
+        roots = tuple(f"{name}." for name in self._modules if "." not in name)
+        for name, module in list(sys.modules.items()):
+            if name in self._modules or name.startswith(roots):
+                self._hidden[name] = sys.modules.pop(name, module)
+        sys.meta_path.insert(0, self)
+        for name in self._eager:
+            importlib.import_module(name)
+
+    def _release(self) -> list[str]:
+        with _lock:
+            self._users -= 1
+            return self._take_away() if not self._users else []
+
+    def _take_away(self) -> list[str]:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        sentences = []
+        for name, module in self._loaded.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+            elif name in sys.modules:
+                sentences.append(f"{name} was replaced in sys.modules since: left in place")
+        for name, before in self._hidden.items():
+            sys.modules.setdefault(name, before)
+        self._loaded, self._hidden = {}, {}
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+        return sentences
+
+    # ---- what the import system asks ---------------------------------------------------------------------------------
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        is_package = any(other.startswith(f"{name}.") for other in self._modules)
+        return ModuleSpec(name, self, origin=__file__, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name, f"Stands in for {spec.name}: {self.package}.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        members: dict[str, Any] = {"__file__": __file__, "__version__": self.version}
+        for source in self._modules[name]:
+            members.update(self._members(source))
+        if self._adapt is not None:
+            self._adapt(name, members)
+        vars(module).update(members)
+        self._loaded[name] = module
+
+    def _members(self, source: str) -> dict[str, Any]:
+        """What ``"module: a b c=d"`` names, by the names that programs find."""
+        where, _, names = source.partition(": ")
+        ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
+        pairs = (member.partition("=") for member in names.split())
+        return {public: getattr(ours, own or public) for public, _, own in pairs}
+
+    def find_distributions(self, context: Any = None) -> Iterator[_Metadata]:
+        name = None if context is None else context.name
+        if name is None or _normalised(name) == _normalised(self.distribution):
+            yield _Metadata(self.distribution, self.version)
+
+
+class _Metadata(importlib.metadata.Distribution):
+    """What ``importlib.metadata`` is shown under another package's name."""
+
+    def __init__(self, name: str, version: str):
+        self._files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Pascal Attention\n",
+            "top_level.txt": name,
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._files.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: this stands in for another package and has no files")
+
+
+def refuse_real_package(name: str, hint: str = "") -> None:
+    """
+    Raises:
+        RuntimeError: a package of that name, not ours, can be imported.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is not None and not isinstance(spec.loader, StandIn):
+        raise RuntimeError(
+            f"{name} must not be installed, got the one at {spec.origin or spec.name}; pass replace=True to hide it"
+            + hint
+        )
+
+
+def _normalised(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")

@@ -1,0 +1,310 @@
+"""Activations, linear layers, MLPs, blocks and embeddings against plain torch; what their checkpoints are called."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from attn_support.fresh import call
+from torch import Tensor, nn
+
+from pascal_attn_core.flash_attn.modules import activations as act
+from pascal_attn_core.flash_attn.modules import parallel, split
+from pascal_attn_core.flash_attn.modules.block import Block, ParallelBlock, StochasticDepth
+from pascal_attn_core.flash_attn.modules.dense import FusedDense, FusedMLP, fused_dense_func, fused_mlp_func
+from pascal_attn_core.flash_attn.modules.embedding import BertEmbeddings, GPT2Embeddings, PatchEmbed
+from pascal_attn_core.flash_attn.modules.mha import MHA
+from pascal_attn_core.flash_attn.modules.mlp import GatedMlp, Mlp
+from pascal_attn_core.flash_attn.modules.norms import RMSNorm
+
+F64 = torch.float64
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+PAIRS: list[Any] = [
+    (act.gelu_fwd, act.gelu_bwd, gelu),
+    (act.fast_gelu_impl, act.gelu_bwd, gelu),
+    (act.sqrelu_fwd, act.sqrelu_bwd, lambda x: x.clamp(min=0) ** 2),
+    (torch.relu, act.relu_bwd, lambda x: x.clamp(min=0)),
+]
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize(("forward", "backward", "defined"), PAIRS)
+def test_activations_and_their_gradients(dtype: torch.dtype, forward: Any, backward: Any, defined: Any) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(50, dtype=F64).to(dtype) * 3 for _ in range(2))
+    reference, leaf = x.double().clone().requires_grad_(), x.clone().requires_grad_()
+    expected = defined(reference)
+    expected.backward(grad.double())
+    out = forward(leaf)
+    out.backward(grad)
+    close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, **close)
+    for actual in (leaf.grad, backward(grad, x)):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), reference.grad, **close)
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+def test_swiglu_and_gelu_with_a_bias(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y, grad = (torch.randn(6, 5, dtype=F64).to(dtype) for _ in range(3))
+    bias = y[0].clone()
+    close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
+    ref_x, ref_y, ref_b = (t.double().clone().requires_grad_() for t in (x, y, bias))
+    for function, by_hand, own, ref, defined in (
+        (act.swiglu, act.swiglu_bwd, (x, y), (ref_x, ref_y), lambda a, b: a * torch.sigmoid(a) * b),
+        (
+            act.bias_gelu_impl,
+            lambda a, b, g: act.bias_gelu_back(g, a, b),
+            (x, bias),
+            (ref_x, ref_b),
+            lambda a, b: gelu(a + b),
+        ),
+    ):
+        leaves = [t.clone().requires_grad_() for t in own]
+        out, expected = function(*leaves), defined(*ref)
+        torch.testing.assert_close(out.double(), expected, **close)
+        wanted = torch.autograd.grad(expected, ref, grad.double())
+        for actual in (torch.autograd.grad(out, leaves, grad), by_hand(*own, grad)):
+            for one, other in zip(actual, wanted):
+                assert one.dtype == dtype
+                torch.testing.assert_close(one.double(), other, rtol=4 * CLOSE[dtype], atol=4 * CLOSE[dtype])
+
+
+def test_swiglu_keeps_only_its_inputs() -> None:
+    x, y = (torch.randn(64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        act.swiglu(x, y)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), y.data_ptr()]
+
+
+@pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("save_pre_act", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_fused_mlp(activation: str, level: int, save_pre_act: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 3, 4), (6, 4), (5, 6), *([(6,), (5,)] if bias else [])]
+    leaves = [torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes]
+    x, weight1, weight2, *biases = leaves
+    function = {"gelu_approx": gelu, "relu": torch.relu, "sqrelu": lambda t: torch.relu(t) ** 2}[activation]
+    expected = F.linear(function(F.linear(x, weight1, *biases[:1])), weight2, *biases[1:])
+    out, residual = fused_mlp_func(
+        x,
+        weight1,
+        weight2,
+        *biases,
+        activation=activation,
+        save_pre_act=save_pre_act,
+        checkpoint_lvl=level,
+        return_residual=True,
+    )
+    assert residual is x
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad((out * factor).sum(), leaves), torch.autograd.grad((expected * factor).sum(), leaves)
+    )
+
+
+def test_a_higher_checkpoint_level_keeps_less() -> None:
+    x, weight1, weight2 = torch.randn(8, 16), torch.randn(512, 16), torch.randn(4, 512)
+    weight1.requires_grad_()
+    weight2.requires_grad_()
+    sizes = []
+    for level in (0, 1, 2):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = fused_mlp_func(x, weight1, weight2, checkpoint_lvl=level)
+        sizes.append(sum(kept.values()))
+        del out
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_dense_layers() -> None:
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, 3, 4), FusedDense(4, 5, return_residual=True)
+    out, residual = layer(x)
+    assert residual is x
+    torch.testing.assert_close(out, F.linear(x, layer.weight, layer.bias))
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert isinstance(fused_dense_func(x, layer.weight), Tensor)
+    mlp = FusedMLP(4, 8, checkpoint_lvl=1, return_residual=True)
+    assert list(mlp.state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    torch.testing.assert_close(mlp(x)[0], mlp.fc2(gelu(mlp.fc1(x))))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlp(x)[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="activation must be one of"):
+        FusedMLP(4, activation="tanh")
+    with pytest.raises(ValueError, match="checkpoint_lvl must be"):
+        FusedMLP(4, checkpoint_lvl=3)
+    with pytest.raises(NotImplementedError, match="process_group must be None"):
+        FusedMLP(6)(x.flatten(0, 1), process_group=object())
+    with pytest.raises(NotImplementedError, match="ParallelFusedMLP is not provided"):
+        split.ParallelFusedMLP(4)
+
+
+def test_mlps() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6)
+    mlp = Mlp(6, return_residual=True)
+    out, residual = mlp(x)
+    assert residual is x
+    assert mlp.fc1.out_features == 24
+    torch.testing.assert_close(out, mlp.fc2(F.gelu(mlp.fc1(x))))
+    for activation in (F.sigmoid, F.silu, torch.tanh):
+        gated = GatedMlp(6, activation=activation, multiple_of=16)
+        assert gated.fc1.out_features == 32
+        assert list(gated.state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+        y, gate = gated.fc1(x).chunk(2, -1)
+        torch.testing.assert_close(gated(x), gated.fc2(y * activation(gate)))
+    assert GatedMlp(300).fc2.in_features == 896
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, RMSNorm])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_a_block_fused_or_not_is_the_same(norm: Any, prenorm: bool) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"mixer_cls": lambda dim: MHA(dim, 2), "norm_cls": norm, "prenorm": prenorm}
+    plain, fused = Block(16, **options), Block(16, fused_dropout_add_ln=True, **options)
+    keys = list(plain.state_dict())
+    assert keys[:6] == [
+        "mixer.Wqkv.weight",
+        "mixer.Wqkv.bias",
+        "mixer.out_proj.weight",
+        "mixer.out_proj.bias",
+        "norm1.weight",
+        "norm1.bias" if norm is nn.LayerNorm else "mlp.fc1.weight",
+    ]
+    fused.load_state_dict(plain.state_dict())
+    x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16) if prenorm else None
+    result = plain(x, residual)
+    torch.testing.assert_close(fused(x, residual), result)
+    if prenorm:
+        total = x + residual
+        first = plain.mixer(plain.norm1(total))
+        torch.testing.assert_close(result, (plain.mlp(plain.norm2(first + total)), first + total))
+    else:
+        first = plain.norm1(plain.mixer(x) + x)
+        torch.testing.assert_close(result, plain.norm2(plain.mlp(first) + first))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("two", [False, True])
+def test_a_parallel_block(tied: bool, two: bool) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"mixer_cls": lambda dim: MHA(dim, 2), "tied_norm": tied, "residual_in_fp32": True}
+    plain, fused = ParallelBlock(16, **options), ParallelBlock(16, fused_dropout_add_ln=True, **options)
+    fused.load_state_dict(plain.state_dict())
+    x, x2, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16) if two else None, torch.randn(2, 5, 16)
+    total = x + residual + (x2 if two else 0)
+    norm2 = plain.norm1 if tied else plain.norm2
+    expected = plain.mixer(plain.norm1(total)), plain.mlp(norm2(total)), total
+    torch.testing.assert_close(plain(x, x2, residual), expected)
+    torch.testing.assert_close(fused(x, x2, residual), expected)
+
+
+def test_stochastic_depth_and_what_a_block_refuses() -> None:
+    torch.manual_seed(0)
+    depth = StochasticDepth(0.25)
+    out = depth(torch.ones(4000, 2))
+    assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert 0.7 < (out[:, 0] > 0).float().mean() < 0.8
+    assert torch.equal(out[:, 0], out[:, 1])
+    assert torch.equal(depth.eval()(torch.ones(3)), torch.ones(3))
+    assert not StochasticDepth(1.0)(torch.ones(3)).any()
+    block = Block(16, lambda dim: MHA(dim, 2), drop_path1=1.0, drop_path2=0.5, fused_dropout_add_ln=True)
+    _, residual = block(torch.randn(2, 3, 16), torch.ones(2, 3, 16))
+    assert residual.shape == (2, 3, 16)
+    with pytest.raises(ValueError, match="fused_dropout_add_ln needs"):
+        Block(16, lambda dim: MHA(dim, 2), norm_cls=nn.Identity, fused_dropout_add_ln=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="residual_in_fp32 needs"):
+        Block(16, lambda dim: MHA(dim, 2), prenorm=False, residual_in_fp32=True)
+    marked = Block(16, lambda dim: MHA(dim, 2), sequence_parallel=True, mark_shared_params=True)
+    assert marked.norm2.weight._sequence_parallel
+    assert marked.norm1.bias._shared_params
+
+
+def test_embeddings() -> None:
+    ids = torch.tensor([[3, 1, 2], [0, 4, 4]])
+    gpt = GPT2Embeddings(6, 5, 8, word_embed_proj_dim=4)
+    assert list(gpt.state_dict()) == ["word_embeddings.weight", "project_in.weight", "position_embeddings.weight"]
+    words = gpt.word_embeddings.weight[ids] @ gpt.project_in.weight.T
+    torch.testing.assert_close(gpt(ids), words + gpt.position_embeddings.weight[:3])
+    bert = BertEmbeddings(6, 5, 8, 2)
+    places, types = torch.tensor([[2, 1, 0], [1, 1, 1]]), torch.tensor([[0, 1, 1], [0, 0, 1]])
+    expected = bert.word_embeddings.weight[ids] + bert.position_embeddings.weight[places]
+    torch.testing.assert_close(bert(ids, places, types), expected + bert.token_type_embeddings.weight[types])
+    torch.testing.assert_close(bert(ids, places), expected + bert.token_type_embeddings.weight[0])
+    image, patches = torch.randn(2, 3, 8, 12), PatchEmbed((8, 12), 4, 3, 10, fused_bias_fc=True)
+    conv = nn.Conv2d(3, 10, 4, 4)
+    conv.load_state_dict({"weight": patches.proj.weight.unflatten(1, (3, 4, 4)), "bias": patches.proj.bias})
+    torch.testing.assert_close(patches(image), conv(image).flatten(2).transpose(1, 2))
+    assert PatchEmbed((8, 12), 4, 3, 10, flatten=False)(image).shape == (2, 2, 3, 10)
+    with pytest.raises(ValueError, match=r"x must be \[B, C, 8, 12\]"):
+        patches(image[..., :8])
+
+
+def _two_processes(file: str) -> None:
+    mp.start_processes(_split, (2, file), nprocs=2, start_method="fork" if hasattr(os, "fork") else "spawn")
+
+
+def _split(rank: int, world: int, file: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    group = torch.distributed.group.WORLD
+    _collectives(rank, group)
+    torch.distributed.destroy_process_group()
+
+
+def _collectives(rank: int, group: Any) -> None:
+    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    gathered = parallel.all_gather(x, group)
+    assert gathered[:, 0].tolist() == [1, 1, 2, 2]
+    (gathered * torch.arange(4.0)[:, None]).sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
+    before = x.detach().clone()
+    assert parallel.all_reduce(before, group)[0, 0] == 3
+    assert torch.equal(before, x.detach())
+    assert (
+        parallel.reduce_scatter(torch.arange(4.0)[:, None] * (rank + 1), group)[:, 0].tolist()
+        == [
+            [0.0, 3.0],
+            [6.0, 9.0],
+        ][rank]
+    )
+    with pytest.raises(ValueError, match="multiple of 2"):
+        parallel.reduce_scatter(torch.zeros(3), group)
+    norm = nn.LayerNorm(2)
+    norm.weight._shared_params = norm.weight._sequence_parallel = True  # type: ignore[attr-defined]
+    norm.weight.data.fill_(rank + 5.0)
+    parallel.sync_shared_params(norm, group)
+    assert norm.weight.tolist() == [5.0, 5.0]
+    norm.weight.grad = torch.full((2,), rank + 1.0)
+    parallel.allreduce_sequence_parallel_grad(norm, group)
+    assert norm.weight.grad.tolist() == [3.0, 3.0]
+    assert [parallel.get_dim_for_local_rank(10, 3, r, 2) for r in range(3)] == [4, 4, 2]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_layers_split_over_two_processes(tmp_path: Path) -> None:
+    call(_two_processes, str(tmp_path / "store"))

@@ -1,0 +1,290 @@
+"""flash-attn's norms against their definition in float64: forward, gradients, masks, the order of results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core.flash_attn.modules import dropout_norms, norms
+
+F64 = torch.float64
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def normed(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    centred = total if rms else total - total.mean(-1, keepdim=True)
+    out = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    return out if bias is None else out + bias
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def leaf(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, dtype=F64).to(dtype).requires_grad_()
+
+
+def doubles(*tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("extra", [(), ("residual",), ("residual", "x1", "weight1"), ("rowscale",), ("x1",)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_triton_norm(
+    dtype: torch.dtype, rms: bool, zero_centered: bool, extra: tuple[str, ...], with_bias: bool
+) -> None:
+    torch.manual_seed(1)
+    shape, hidden = (2, 3, 10), 10
+    x, weight = leaf(*shape, dtype=dtype), leaf(hidden, dtype=dtype)
+    bias = leaf(hidden, dtype=dtype) if with_bias else None
+    residual = leaf(*shape, dtype=torch.promote_types(dtype, torch.float32)) if "residual" in extra else None
+    x1 = leaf(*shape, dtype=dtype) if "x1" in extra else None
+    weight1 = leaf(hidden, dtype=dtype) if "weight1" in extra else None
+    rowscale = torch.rand(2, 3) if "rowscale" in extra else None
+    leaves = [x, weight, bias, residual, x1, weight1]
+    ref_x, ref_w, ref_b, ref_r, ref_x1, ref_w1 = references = doubles(*leaves)
+    total = ref_x * (1.0 if rowscale is None else rowscale[..., None])
+    total = total + (0 if ref_x1 is None else ref_x1) + (0 if ref_r is None else ref_r)
+    shift = 1.0 if zero_centered else 0.0
+    expected = [normed(total, ref_w + shift, ref_b, 1e-4, rms)]
+    if ref_w1 is not None:
+        expected.append(normed(total, ref_w1 + shift, None, 1e-4, rms))
+    expected.append(total)
+    options = {"rowscale": rowscale, "prenorm": True, "zero_centered_weight": zero_centered, "eps": 1e-4}
+    if rms:
+        results = norms.rms_norm_fn(x, weight, bias, residual, x1, weight1, None, **options)
+    else:
+        results = norms.layer_norm_fn(x, weight, bias, residual, x1, weight1, None, is_rms_norm=rms, **options)
+    assert isinstance(results, tuple)
+    assert len(results) == len(expected)
+    assert results[0].dtype == dtype
+    assert results[-1].dtype == (dtype if residual is None else residual.dtype)
+    loss, ref_loss = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    for actual, wanted in zip(results, expected):
+        close(actual, wanted, dtype)
+        factor = torch.randn(shape, dtype=F64)
+        loss, ref_loss = loss + (actual.double() * factor).sum(), ref_loss + (wanted * factor).sum()
+    loss.backward()
+    ref_loss.backward()
+    for tensor, reference in zip(leaves, references):
+        if tensor is not None:
+            assert tensor.grad is not None
+            assert tensor.grad.dtype == tensor.dtype
+            close(tensor.grad, reference.grad, torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else dtype)
+
+
+def test_what_is_returned() -> None:
+    x, weight = torch.randn(4, 6).bfloat16(), torch.ones(6)
+    assert isinstance(norms.layer_norm_fn(x, weight, None), Tensor)
+    out, mask, mask1 = norms.layer_norm_fn(x, weight, None, return_dropout_mask=True)
+    assert mask is None
+    assert mask1 is None
+    assert out.dtype == x.dtype
+    out, total = norms.layer_norm_fn(x, weight, None, prenorm=True, residual_in_fp32=True, out_dtype=torch.float64)
+    assert out.dtype == F64
+    assert total.dtype == torch.float32
+    assert torch.equal(total, x.float())
+    results = norms.rms_norm_fn(
+        x, weight, None, x1=x, weight1=weight, dropout_p=0.5, prenorm=True, return_dropout_mask=True
+    )
+    out, out1, total, mask, mask1 = results
+    assert mask.dtype == mask1.dtype == torch.bool
+    assert not torch.equal(mask, mask1)
+    expected = (x.double() * mask + x.double() * mask1) * 2
+    close(total, expected, torch.bfloat16)
+    close(out, normed(expected, weight.double(), None, 1e-6, True), torch.bfloat16)
+    close(out1, out, torch.bfloat16)
+
+
+def test_results_are_written_where_they_are_wanted() -> None:
+    x, residual, weight = leaf(3, 6), leaf(3, 6), leaf(6)
+    out, total = torch.empty(3, 6, dtype=F64), torch.empty(3, 6, dtype=F64)
+    results = norms.layer_norm_fn(x, weight, None, residual, prenorm=True, out=out, residual_out=total)
+    assert results[0] is out
+    assert results[1] is total
+    torch.testing.assert_close(total, (x + residual).detach(), check_dtype=False)
+    (grad,) = torch.autograd.grad(out.pow(2).sum(), x)
+    (expected,) = torch.autograd.grad(norms.layer_norm_fn(x, weight, None, residual).pow(2).sum(), x)
+    torch.testing.assert_close(grad, expected)
+    norms.layer_norm_fn(x.detach(), weight.detach(), None, residual_out=(kept := torch.zeros(3, 6, dtype=F64)))
+    torch.testing.assert_close(kept, x.detach())
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_dropout_is_the_masks_scaled_and_so_are_its_gradients(rms: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = leaf(50, 40), leaf(40)
+    out, mask, _ = norms.layer_norm_fn(x, weight, None, dropout_p=0.3, is_rms_norm=rms, return_dropout_mask=True)
+    assert 0.6 < mask.double().mean() < 0.8
+    reference, ref_w = doubles(x, weight)
+    expected = normed(reference * mask / 0.7, ref_w, None, 1e-6, rms)
+    torch.testing.assert_close(out, expected)
+    (out**3).sum().backward()
+    (expected**3).sum().backward()
+    torch.testing.assert_close(x.grad, reference.grad)
+    assert x.grad is not None
+    assert not x.grad[~mask].any()
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("prenorm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_norm_and_a_linear_layer(rms: bool, prenorm: bool, bias: bool) -> None:
+    x, residual, weight, linear = leaf(2, 3, 6), leaf(2, 3, 6), leaf(6), leaf(4, 6)
+    shift, linear_bias = (leaf(6), leaf(4)) if bias else (None, None)
+    result = norms.layer_norm_linear_fn(
+        x, weight, shift, linear, linear_bias, residual, prenorm=prenorm, is_rms_norm=rms
+    )
+    out = result[0] if prenorm else result
+    if prenorm:
+        torch.testing.assert_close(result[1], x + residual)
+    leaves = [t for t in (x, residual, weight, shift, linear, linear_bias) if t is not None]
+    expected = normed(x + residual, weight, shift, 1e-6, rms) @ linear.T
+    expected = expected if linear_bias is None else expected + linear_bias
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.pow(2).sum(), leaves), torch.autograd.grad(expected.pow(2).sum(), leaves)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_norm_and_a_linear_layer_under_autocast() -> None:
+    x, weight, linear = torch.randn(3, 6), torch.randn(6), torch.randn(4, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = norms.layer_norm_linear_fn(x, weight, None, linear, None)
+    assert out.dtype == torch.bfloat16
+    close(out, normed(x.double(), weight.double(), None, 1e-6, False) @ linear.double().T, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_the_older_norm(rms: bool, scaled: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x0, residual = leaf(2, 3, 8, dtype=dtype), leaf(2, 3, 8, dtype=torch.promote_types(dtype, torch.float32))
+    weight, bias, layerscale = leaf(8, dtype=dtype), leaf(8, dtype=dtype), leaf(8, dtype=dtype)
+    rowscale = torch.rand(2, 3)
+    function = dropout_norms.dropout_add_rms_norm if rms else dropout_norms.dropout_add_layer_norm
+    out, total, mask = function(
+        x0,
+        residual,
+        weight,
+        bias,
+        0.4,
+        1e-5,
+        rowscale=rowscale if scaled else None,
+        layerscale=layerscale if scaled else None,
+        prenorm=True,
+        return_dropout_mask=True,
+    )
+    assert mask.dtype == torch.uint8
+    assert out.dtype == dtype
+    assert total.dtype == residual.dtype
+    leaves = [x0, residual, weight, bias, *([layerscale] if scaled else [])]
+    r_x, r_r, r_w, r_b, *r_s = references = doubles(*leaves)
+    scale = rowscale[..., None].double() * r_s[0] if scaled else 1.0
+    ref_total = r_x * scale * mask / 0.6 + r_r
+    expected = normed(ref_total, r_w, r_b, 1e-5, rms)
+    close(out, expected, dtype)
+    close(total, ref_total, dtype)
+    factor = torch.randn(2, 3, 8, dtype=F64)
+    ((out.double() + total.double()) * factor).sum().backward()
+    ((expected + ref_total) * factor).sum().backward()
+    for tensor, reference in zip(leaves, references):
+        assert tensor.grad is not None
+        close(tensor.grad, reference.grad, dtype)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_two_older_norms_of_one_sum(rms: bool) -> None:
+    x0, x1, residual, weight, bias, weight1, bias1 = *(leaf(4, 8) for _ in range(3)), *(leaf(8) for _ in range(4))
+    name = "dropout_add_rms_norm" if rms else "dropout_add_layer_norm"
+    function = getattr(dropout_norms, f"{name}_parallel_residual")
+    out0, out1, total, mask0, mask1 = function(
+        x0, x1, residual, weight, bias, weight1, bias1, 0.3, 1e-5, prenorm=True, return_dropout_mask=True
+    )
+    expected = x0 * mask0 / 0.7 + x1 * mask1 / 0.7 + residual
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(out0, normed(expected, weight, bias, 1e-5, rms))
+    torch.testing.assert_close(out1, normed(expected, weight1, bias1, 1e-5, rms))
+    alone = function(x0, None, None, weight, None, None, None, 0.0, 1e-5)
+    assert alone[1] is None
+    assert len(alone) == 2
+
+
+def test_the_modules_and_their_names_in_a_checkpoint() -> None:
+    x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    for module, keys in [
+        (norms.RMSNorm(6), ["weight"]),
+        (norms.RMSNorm(6, zero_centered_weight=True), ["weight"]),
+        (dropout_norms.RMSNorm(6), ["weight"]),
+        (dropout_norms.DropoutAddRMSNorm(6), ["weight"]),
+        (dropout_norms.DropoutAddLayerNorm(6), ["weight", "bias"]),
+    ]:
+        assert list(module.state_dict()) == keys
+        rms = len(keys) == 1
+        torch.testing.assert_close(module(x), normed(x.double(), torch.ones(6, dtype=F64), None, 1e-5, rms).float())
+    out, total = norms.RMSNorm(6)(x.bfloat16(), residual=residual, prenorm=True, residual_in_fp32=True)
+    assert out.dtype == torch.bfloat16
+    assert total.dtype == torch.float32
+    prenorm = dropout_norms.DropoutAddLayerNorm(6, prenorm=True, p=0.5, residual_in_fp32=True)
+    out, total = prenorm(x.bfloat16())
+    assert total.dtype == torch.float32
+    assert (total == 0).float().mean() > 0.1
+    assert torch.equal(prenorm.eval()(x.bfloat16())[1], x.bfloat16().float())
+    dropped = norms.RMSNorm(6, dropout_p=0.5)
+    assert (dropped(x) == 0).any()
+    assert not (dropped.eval()(x) == 0).any()
+    weight = torch.randn(6)
+    torch.testing.assert_close(
+        dropout_norms.layer_norm(x, weight, None, 1e-5), norms.layer_norm_fn(x, weight, None, eps=1e-5)
+    )
+    torch.testing.assert_close(dropout_norms.rms_norm(x, weight, 1e-5), norms.rms_norm_fn(x, weight, None, eps=1e-5))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_the_definitions_that_flash_attns_tests_use(rms: bool) -> None:
+    x, x1, residual, weight, weight1 = *(leaf(3, 6) for _ in range(3)), leaf(6), leaf(6)
+    mask, mask1 = torch.rand(3, 6) > 0.5, torch.rand(3, 6) > 0.5
+    reference = norms.rms_norm_ref if rms else norms.layer_norm_ref
+    out, out1, total = reference(
+        x, weight, None, residual, x1, weight1, dropout_p=0.5, prenorm=True, dropout_mask=mask, dropout_mask1=mask1
+    )
+    expected = x * mask * 2 + x1 * mask1 * 2 + residual
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(out, normed(expected, weight, None, 1e-6, rms))
+    torch.testing.assert_close(out1, normed(expected, weight1, None, 1e-6, rms))
+    assert reference(x.float(), weight, None, upcast=True).dtype == torch.float32
+
+
+WRONG = [
+    ({"residual": torch.zeros(2, 6)}, r"residual must be \[3, 6\]"),
+    ({"weight": torch.ones(5)}, r"weight must be \[6\], got \[5\]"),
+    ({"x1": torch.zeros(3, 6), "rowscale": torch.ones(3)}, "rowscale must be None with x1"),
+    ({"rowscale": torch.ones(2)}, r"rowscale must be \[3\]"),
+    ({"dropout_p": 1.0}, "dropout_p must be at least 0"),
+    ({"out": torch.zeros(3, 5)}, "out must be"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), WRONG)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> None:
+    arguments = {"x": torch.zeros(3, 6), "weight": torch.ones(6), "bias": None, **changed}
+    with pytest.raises(ValueError, match=words):
+        norms.layer_norm_fn(**arguments)
+    with pytest.raises(TypeError, match="floating point"):
+        norms.layer_norm_fn(torch.zeros(3, 6).int(), torch.ones(6), None)
+
+
+def test_no_rows_and_much_in_one_row() -> None:
+    assert norms.layer_norm_fn(torch.zeros(0, 6), torch.ones(6), None).shape == (0, 6)
+    x = (
+        torch.randn(2, 40000) * 100
+    ).half()  # the squares do not fit into float16, nor the row into flash-attn's kernel
+    out = norms.rms_norm_fn(x, torch.ones(40000).half(), None)
+    close(out, normed(x.double(), torch.ones(40000, dtype=F64), None, 1e-6, True), torch.float16)

@@ -1,0 +1,303 @@
+"""Rotary embedding against complex multiplication in float64: forward, gradients, in place, offsets, packed, xPos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core.flash_attn.modules.rotary import (
+    ApplyRotaryEmb,
+    RotaryEmbedding,
+    apply_rotary,
+    apply_rotary_emb,
+    apply_rotary_emb_func,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
+)
+
+F64 = torch.float64
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """``x [..., tokens, heads, dim]`` by places ``[..., tokens]``, as complex numbers."""
+    half = cos.shape[1]
+    x = x.double()
+    body, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = body.unflatten(-1, (half, 2)) if interleaved else body.unflatten(-1, (2, half)).transpose(-1, -2)
+    factor = torch.complex(cos.double()[places], sin.double()[places])[..., None, :]
+    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
+    out = out.flatten(-2) if interleaved else out.transpose(-1, -2).flatten(-2)
+    return torch.cat([out, rest], -1)
+
+
+def tables(positions: int, half: int, dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(positions, half, dtype=F64) * 6.3
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (7, 2), (300, 150)])
+@pytest.mark.parametrize("offset", [0, 3, "tensor"])
+def test_a_batch(dtype: torch.dtype, interleaved: bool, inplace: bool, dim: int, half: int, offset: Any) -> None:
+    torch.manual_seed(0)
+    batch, tokens = 2, 5
+    cos, sin = tables(12, half, dtype)
+    x = torch.randn(batch, tokens, 3, dim, dtype=F64).to(dtype).requires_grad_()
+    offsets = torch.tensor([1, 6]) if offset == "tensor" else offset
+    places = torch.arange(tokens) + (offsets[:, None] if offset == "tensor" else torch.full((batch, 1), offset))
+    reference = x.detach().double().requires_grad_()
+    expected = turned(reference, cos, sin, places, interleaved)
+    out = apply_rotary_emb(x, cos, sin, interleaved, inplace, offsets)
+    assert out.shape == x.shape
+    assert out.dtype == dtype
+    assert (out.data_ptr() == x.data_ptr()) == inplace
+    close(out, expected, dtype)
+    grad = torch.randn(out.shape, dtype=F64).to(dtype)
+    kept = grad.clone()
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert x.grad is not None
+    assert reference.grad is not None
+    assert torch.equal(grad, kept)
+    close(x.grad, reference.grad, dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [0, 2, "tensor"])
+@pytest.mark.parametrize("lengths", [[3, 0, 4, 1], [5], [0, 0, 2]])
+def test_packed_sequences_and_what_lies_behind_them(interleaved: bool, offset: Any, lengths: list[int]) -> None:
+    cos, sin = tables(14, 4)
+    total, behind = sum(lengths), 2
+    x = torch.randn(total + behind, 2, 10, dtype=F64, requires_grad=True)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    offsets = torch.arange(len(lengths)) if offset == "tensor" else offset
+    starts = offsets if offset == "tensor" else torch.full((len(lengths),), offset)
+    places = torch.cat([torch.arange(n) + start for n, start in zip(lengths, starts)])
+    reference = x.detach().clone().requires_grad_()
+    expected = torch.cat([turned(reference[:total], cos, sin, places, interleaved), reference[total:]])
+    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=ends, max_seqlen=max(lengths))
+    close(out, expected, F64)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert x.grad is not None
+    assert reference.grad is not None
+    close(x.grad, reference.grad, F64)
+
+
+def test_apply_rotary_turns_back_and_autograd_does_not_look_inside() -> None:
+    cos, sin = tables(6, 4)
+    x = torch.randn(1, 6, 2, 8, dtype=F64, requires_grad=True)
+    out = apply_rotary(x, cos, sin)
+    assert not out.requires_grad
+    torch.testing.assert_close(apply_rotary(out, cos, sin, conjugate=True), x.detach())
+    y = x.detach().clone()
+    assert apply_rotary(y, cos, sin, inplace=True) is y
+    torch.testing.assert_close(y, out)
+
+
+def test_tokens_behind_the_table_are_not_turned_where_the_offsets_are_a_tensor() -> None:
+    cos, sin = tables(4, 4)
+    x = torch.randn(1, 3, 1, 8, dtype=F64)
+    out = apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([2]))
+    torch.testing.assert_close(out[:, 2], x[:, 2])
+    torch.testing.assert_close(out[:, :2], turned(x[:, :2], cos, sin, torch.tensor([[2, 3]]), False))
+
+
+@pytest.mark.parametrize("kind", ["packed", "gqa", "kv", "strided"])
+@pytest.mark.parametrize("own_tables", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_in_place(kind: str, own_tables: bool, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    cos, sin = tables(9, 4)
+    cos_k, sin_k = tables(9, 4) if own_tables and kind != "kv" else (cos, sin)
+    shape = {"packed": (2, 5, 3, 2, 10), "strided": (2, 5, 3, 2, 10), "gqa": (2, 5, 6, 10), "kv": (2, 5, 2, 2, 10)}
+    leaf = torch.randn(shape[kind], dtype=F64)
+    if kind == "strided":
+        leaf = leaf.transpose(0, 1).contiguous().transpose(0, 1)
+    leaf.requires_grad_()
+    reference = leaf.detach().clone().requires_grad_()
+    places = torch.arange(5)[None] + torch.tensor([[1], [3]])
+    offsets = torch.tensor([1, 3])
+    if kind == "kv":
+        k, v = reference.unbind(2)
+        expected = torch.stack([turned(k, cos, sin, places, interleaved), v], 2)
+        out = apply_rotary_emb_kv_(leaf, cos, sin, interleaved, offsets)
+    elif kind == "gqa":
+        q, k, v = reference.split([4, 1, 1], 2)
+        parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
+        expected = torch.cat(parts, 2)
+        out = apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, interleaved, offsets, num_heads_q=4)
+    else:
+        q, k, v = reference.unbind(2)
+        parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
+        expected = torch.stack(parts, 2)
+        extra = (cos_k, sin_k) if own_tables else (None, None)
+        out = apply_rotary_emb_qkv_(leaf, cos, sin, *extra, interleaved, offsets)
+    assert out.data_ptr() == leaf.data_ptr()
+    torch.testing.assert_close(leaf.detach(), expected.detach())
+    grad = torch.randn_like(out)
+    kept = grad.clone()
+    out.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(grad, kept)
+    torch.testing.assert_close(leaf.grad, reference.grad)
+    with torch.no_grad():
+        again = reference.detach().clone()
+        same = apply_rotary_emb_kv_ if kind == "kv" else apply_rotary_emb_qkv_
+        heads = {"num_heads_q": 4} if kind == "gqa" else {}
+        assert same(again, cos, sin, seqlen_offsets=offsets, **heads) is again
+
+
+def test_second_derivatives_and_a_view_of_something_that_wants_gradients() -> None:
+    cos, sin = tables(4, 2)
+    x = torch.randn(1, 4, 1, 5, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda t: apply_rotary_emb(t, cos, sin).pow(3), (x,))
+    qkv = torch.randn(1, 4, 3, 1, 5, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb_qkv_(t * 1.0, cos, sin), (qkv,))
+    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb((t * 1.0)[:, :, 0], cos, sin, inplace=True), (qkv,))
+    assert torch.autograd.gradgradcheck(lambda t: apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
+
+
+@pytest.mark.parametrize("cut", ["unbind", "split", "chunk"])
+def test_parts_of_a_split_in_place(cut: str) -> None:
+    cos, sin = tables(4, 2)
+    places = torch.arange(4)[None]
+    leaf = torch.randn(1, 4, 3, 2, 5, dtype=F64, requires_grad=True)
+    base = leaf * 1.0
+    if cut == "unbind":
+        q, k, v = base.unbind(2)
+    else:
+        q, k, v = (part.squeeze(2) for part in (base.split(1, 2) if cut == "split" else base.chunk(3, 2)))
+    q, k = (apply_rotary_emb(part, cos, sin, inplace=True) for part in (q, k))
+    torch.testing.assert_close(base[:, :, 0], q)
+    turns = [turned(part, cos, sin, places, False) for part in leaf.unbind(2)[:2]]
+    (grad,) = torch.autograd.grad((q**2 * k + v).sum(), leaf)
+    (expected,) = torch.autograd.grad((turns[0] ** 2 * turns[1] + leaf[:, :, 2]).sum(), leaf)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_autograd_hears_of_the_writing_where_it_matters() -> None:
+    cos, sin = tables(4, 2)
+    x = torch.randn(1, 4, 2, 5, dtype=F64, requires_grad=True).sigmoid()  # whose gradient needs what it returned
+    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_plain_functions() -> None:
+    cos, sin = tables(5, 3)
+    x = torch.randn(2, 5, 2, 8, dtype=F64)
+    for interleaved in (False, True):
+        places = torch.arange(5).expand(2, 5)
+        torch.testing.assert_close(
+            apply_rotary_emb_torch(x, cos, sin, interleaved), turned(x, cos, sin, places, interleaved)
+        )
+        per_sequence = cos.expand(2, 5, 3), sin.expand(2, 5, 3)
+        torch.testing.assert_close(
+            apply_rotary_emb_torch(x, *per_sequence, interleaved), turned(x, cos, sin, places, interleaved)
+        )
+    assert rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
+    assert rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True).tolist() == [-2, 1, -4, 3]
+    assert apply_rotary_emb_func is apply_rotary_emb
+    assert ApplyRotaryEmb.apply(x, cos, sin).shape == x.shape
+
+
+@pytest.mark.parametrize("scale_base", [None, 4.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["packed", "gqa", "apart"])
+def test_the_module(scale_base: float | None, interleaved: bool, form: str) -> None:
+    torch.manual_seed(0)
+    dim, tokens, offset = 8, 6, 2
+    rotary = RotaryEmbedding(dim, base=500.0, interleaved=interleaved, scale_base=scale_base)
+    assert not rotary.state_dict()
+    length = tokens + offset
+    angles = torch.arange(length, dtype=F64)[:, None] * 500.0 ** (-torch.arange(0, dim, 2, dtype=F64) / dim)
+    power = torch.zeros(length, 1, dtype=F64)
+    if scale_base is not None:
+        power = ((torch.arange(length, dtype=F64) - length // 2) / scale_base)[:, None]
+    scale = ((torch.arange(0, dim, 2, dtype=F64) + 0.4 * dim) / (1.4 * dim)) ** power
+    places = (torch.arange(tokens) + offset).expand(2, tokens)
+    q, k, v = (torch.randn(2, tokens, heads, 10) for heads in (2, 2, 2))
+    want_q = turned(q, angles.cos() * scale, angles.sin() * scale, places, interleaved)
+    want_k = turned(k, angles.cos() / scale, angles.sin() / scale, places, interleaved)
+    if form == "packed":
+        q, k, v = rotary(torch.stack([q, k, v], 2), seqlen_offset=offset).unbind(2)
+    elif form == "gqa":
+        q, k, v = rotary(torch.cat([q, k, v], 2), seqlen_offset=offset, num_heads_q=2).split(2, 2)
+    else:
+        given, kv = q.clone(), torch.stack([k, v], 2)
+        q, out = rotary(given, kv, seqlen_offset=offset)
+        assert out is kv
+        assert torch.equal(given, q)
+        k, v = out.unbind(2)
+    close(q, want_q, torch.float32)
+    close(k, want_k, torch.float32)
+
+
+def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
+    rotary = RotaryEmbedding(4, pos_idx_in_fp32=True)
+    with pytest.raises(ValueError, match="max_seqlen must be given"):
+        rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([1]))
+    rotary(torch.randn(1, 2, 3, 1, 4))
+    assert rotary._cos_cached is not None
+    assert rotary._cos_cached.shape == (2, 2)
+    rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([7]), max_seqlen=20)
+    assert rotary._cos_cached.shape == (20, 2)
+    rotary.bfloat16()(torch.randn(1, 2, 3, 1, 4).bfloat16())
+    assert rotary._cos_cached.dtype == torch.bfloat16
+    # computed in float32, although the frequencies are bfloat16 now
+    exact = RotaryEmbedding(4)
+    exact._update_cos_sin_cache(2000, torch.device("cpu"), torch.float32)
+    rotary._update_cos_sin_cache(2000, torch.device("cpu"), torch.bfloat16)
+    assert exact._cos_cached is not None
+    torch.testing.assert_close(rotary._cos_cached, exact._cos_cached.bfloat16())
+
+
+WRONG = [
+    (lambda x, c, s: apply_rotary_emb(x[0], c, s), r"x must be \[B, tokens, heads, head_dim\]"),
+    (lambda x, c, s: apply_rotary_emb(x, c[:2], s[:2]), "cos must have 4 positions, got 2"),
+    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=3), "cos must have 7 positions, got 6"),
+    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=-1), "must not be negative"),
+    (lambda x, c, s: apply_rotary_emb(x, c, s[:3]), "cos and sin must be"),
+    (lambda x, c, s: apply_rotary_emb(x[..., :3], c, s), r"\[positions, at most 1\]"),
+    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=torch.tensor([1])), "seqlen_offsets must be"),
+    (lambda x, c, s: apply_rotary_emb(x[0], c, s, cu_seqlens=torch.tensor([0, 4])), "max_seqlen must be given"),
+    (lambda x, c, s: apply_rotary_emb(x, c.clone().requires_grad_(), s), "must not require a gradient"),
+    (lambda x, c, s: apply_rotary_emb_qkv_(x, c, s), "qkv must be"),
+    (lambda x, c, s: apply_rotary_emb_qkv_(x, c, s, num_heads_q=1), "num_heads_q = 1"),
+    (lambda x, c, s: apply_rotary_emb_kv_(x[:, :, None], c, s), "kv must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_what_does_not_fit_is_refused_before_anything_is_written(call: Any, words: str) -> None:
+    cos, sin = tables(6, 4)
+    x = torch.randn(2, 4, 2, 8, dtype=F64)
+    before = x.clone()
+    with pytest.raises(ValueError, match=words) as caught:
+        call(x, cos, sin)
+    assert isinstance(caught.value, RuntimeError)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.torch_2_5
+def test_it_compiles_as_one_graph() -> None:
+    cos, sin = tables(6, 4, torch.float32)
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    compiled = torch.compile(lambda t: apply_rotary_emb(t, cos, sin), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), apply_rotary_emb(x, cos, sin))
+    compiled(x).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,234 @@
+"""flash-attn 1's and 3's names against plain attention, packing helpers, and the kind of error that programs expect."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from attn_support.flash_attn.oracle import plain
+from torch import Tensor
+
+from pascal_attn_core import flash_attn as fa2
+from pascal_attn_core.flash_attn.modules import padding, version1, version3
+from pascal_attn_core.flash_attn.options import FlashArgumentError
+
+F64 = torch.float64
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64)
+
+
+def upper_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Query i sees keys 0 ... i; ``[tokens, heads, dim]``."""
+    scores = torch.einsum("lhd,shd->hls", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+    return torch.einsum("hls,shd->lhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("packed", ["", "kv"])
+def test_version_1_looks_from_the_upper_left(packed: str) -> None:
+    lengths, key_lengths = [3, 5, 2], [5, 3, 2]
+    ends, key_ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths, key_lengths))
+    q, kv = rand(10, 2, 8).requires_grad_(), rand(10, 2, 2, 8).requires_grad_()
+    if packed:
+        out, lse, none = version1.flash_attn_unpadded_kvpacked_func(
+            q, kv, ends, key_ends, 5, 5, 0.0, causal=True, return_attn_probs=True
+        )
+    else:
+        out, lse, none = version1.flash_attn_unpadded_func(
+            q, *kv.unbind(1), ends, key_ends, 5, 5, 0.0, causal=True, return_attn_probs=True
+        )
+    assert none is None
+    assert lse.shape == (3, 2, 5)
+    pieces = list(zip(q.split(lengths), kv.split(key_lengths)))
+    expected = [upper_left(one, *other.unbind(1)) for one, other in pieces]
+    wanted = torch.cat([part for part, _ in expected])
+    torch.testing.assert_close(out, wanted)
+    for b, (_, part) in enumerate(expected):
+        torch.testing.assert_close(lse[b, :, : lengths[b]], part, check_dtype=False)
+        assert (lse[b, :, lengths[b] :] == -torch.inf).all()
+    factor = torch.randn_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad((out * factor).sum(), (q, kv)), torch.autograd.grad((wanted * factor).sum(), (q, kv))
+    )
+
+
+def test_version_1s_other_names() -> None:
+    qkv, ends = rand(6, 3, 2, 8), torch.tensor([0, 4, 6]).int()
+    expected = fa2.flash_attn_varlen_qkvpacked_func(qkv, ends, 4, causal=True)
+    torch.testing.assert_close(version1.flash_attn_unpadded_qkvpacked_func(qkv, ends, 4, 0.0, causal=True), expected)
+    split = version1.flash_attn_unpadded_qkvpacked_split_func(qkv, ends, 4, 2, 1, 0.0, causal=True)
+    torch.testing.assert_close(split, expected)
+    layer = version1.FlashAttention(softmax_scale=0.3)
+    batch = rand(2, 5, 3, 2, 8)
+    whole = plain(*batch.unbind(2), softmax_scale=0.3, causal=True)[0]
+    torch.testing.assert_close(layer(batch, causal=True)[0], whole)
+    keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    out, weights = layer(batch, keep)
+    assert weights is None
+    assert not out[0, 3:].any()
+    torch.testing.assert_close(out[:1, :3], plain(*batch[:1, :3].unbind(2), softmax_scale=0.3)[0])
+    torch.testing.assert_close(layer(qkv, cu_seqlens=ends, max_s=4)[0][:4], layer(qkv[None, :4])[0][0])
+    mha = version1.FlashMHA(16, 2, causal=True, dtype=F64)
+    assert list(mha.state_dict()) == ["Wqkv.weight", "Wqkv.bias", "out_proj.weight", "out_proj.bias"]
+    x = rand(2, 5, 16)
+    heads = mha.Wqkv(x).unflatten(-1, (3, 2, 8))
+    torch.testing.assert_close(mha(x)[0], mha.out_proj(plain(*heads.unbind(2), causal=True)[0].flatten(-2)))
+    with pytest.raises(ValueError, match="need_weights must be False"):
+        mha(x, need_weights=True)
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window_size": (2, 1), "softcap": 3.0}])
+def test_version_3(flags: dict[str, Any]) -> None:
+    q, k, v = rand(2, 5, 4, 8), rand(2, 7, 2, 8), rand(2, 7, 2, 8)
+    expected, lse = plain(q, k, v, **flags)
+    torch.testing.assert_close(version3.flash_attn_func(q, k, v, **flags), expected)
+    out, got = version3.flash_attn_func(q, k, v, return_attn_probs=True, num_splits=4, pack_gqa=True, **flags)
+    torch.testing.assert_close((out, got.double()), (expected, lse))
+    torch.testing.assert_close(
+        version3.flash_attn_func(q, k, v, 0.3, True), plain(q, k, v, softmax_scale=0.3, causal=True)[0]
+    )
+    gqa = torch.cat([q, k[:, :5], v[:, :5]], 2)
+    torch.testing.assert_close(
+        version3.flash_attn_qkvpacked_func(gqa, num_heads_q=4, **flags), plain(q, k[:, :5], v[:, :5], **flags)[0]
+    )
+    qkv = rand(2, 5, 3, 2, 8)
+    torch.testing.assert_close(version3.flash_attn_qkvpacked_func(qkv, **flags), plain(*qkv.unbind(2), **flags)[0])
+
+
+def test_version_3_with_a_second_product() -> None:
+    q, k, v, qv = rand(2, 5, 4, 8), rand(2, 7, 2, 8), rand(2, 7, 2, 12), rand(2, 5, 4, 12)
+    keys, values = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+    scores = torch.einsum("blhd,bshd->bhls", q, keys) + torch.einsum("blhd,bshd->bhls", qv, values)
+    expected = torch.einsum("bhls,bshd->blhd", (scores * 20**-0.5).softmax(-1), values)
+    torch.testing.assert_close(version3.flash_attn_func(q, k, v, qv=qv), expected)
+    with pytest.raises(ValueError, match="qv must be"):
+        version3.flash_attn_func(q, k, v, qv=q)
+
+
+def test_version_3_counts_only_the_used_tokens() -> None:
+    ends, key_ends = torch.tensor([0, 4, 6]).int(), torch.tensor([0, 3, 8]).int()
+    used, key_used = torch.tensor([2, 0]).int(), torch.tensor([3, 4]).int()
+    q, k, v = (rand(n, 2, 8).requires_grad_() for n in (6, 8, 8))
+    out, lse = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, used, key_used, return_attn_probs=True)
+    expected = plain(q[None, :2], k[None, :3], v[None, :3])[0][0]
+    torch.testing.assert_close(out[:2], expected)
+    assert not out[2:].any()
+    assert (lse[:, 2:] == -torch.inf).all()
+    out.sum().backward()
+    assert k.grad is not None
+    assert not k.grad[3:].any()
+    only_keys = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, seqused_k=key_used, causal=True)
+    torch.testing.assert_close(only_keys[4:], plain(q[None, 4:], k[None, 3:7], v[None, 3:7], causal=True)[0][0])
+    with pytest.raises(ValueError, match="seqused_q must be from 0 to the lengths"):
+        version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, torch.tensor([5, 1]))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_version_3s_cache(paged: bool, new: bool) -> None:
+    torch.manual_seed(0)
+    table = torch.tensor([[2, 0], [1, 3]]).int() if paged else None
+    pages = rand(4, 4, 2, 8), rand(4, 4, 2, 8)
+    caches = [t.clone() if paged else t.unflatten(0, (2, 2)).flatten(1, 2).clone() for t in pages]
+    lengths = torch.tensor([3, 5]).int()
+    ends, new_ends = torch.tensor([0, 2, 3]).int(), torch.tensor([0, 2, 3]).int()
+    q, k, v = rand(3, 4, 8), rand(3, 2, 8), rand(3, 2, 8)
+    extra: dict[str, Any] = {"k": k, "v": v, "cu_seqlens_k_new": new_ends} if new else {}
+    out, lse = version3.flash_attn_with_kvcache(
+        q,
+        *caches,
+        cache_seqlens=lengths,
+        page_table=table,
+        cu_seqlens_q=ends,
+        max_seqlen_q=2,
+        causal=True,
+        return_softmax_lse=True,
+        **extra,
+    )
+    assert lse.shape == (4, 3)
+    for b in range(2):
+        rows = slice(*ends[b : b + 2].tolist())
+        keys, values = (
+            t[table[b].long()].flatten(0, 1) if table is not None else t.unflatten(0, (2, 2)).flatten(1, 2)[b]
+            for t in pages
+        )
+        keys, values = keys[: lengths[b]], values[: lengths[b]]
+        if new:
+            keys, values = torch.cat([keys, k[rows]]), torch.cat([values, v[rows]])
+        torch.testing.assert_close(out[rows], plain(q[None, rows], keys[None], values[None], causal=True)[0][0])
+    same = version3.flash_attn_with_kvcache(q[None, :2], caches[0][:1], caches[1][:1], cache_seqlens=3)
+    torch.testing.assert_close(same, plain(q[None, :2], caches[0][:1, :3], caches[1][:1, :3])[0])
+
+
+def test_parts_over_disjoint_keys_are_combined() -> None:
+    q, k, v = rand(2, 3, 2, 8), rand(2, 9, 2, 8), rand(2, 9, 2, 8)
+    parts = [plain(q, k[:, s], v[:, s]) for s in (slice(0, 4), slice(4, 4), slice(4, 9))]
+    outs = torch.stack([out for out, _ in parts])
+    outs[1] = torch.nan  # a part without keys may hold anything
+    all_lse = torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    expected, lse = plain(q, k, v)
+    target = torch.empty_like(expected)
+    out, got = version3.flash_attn_combine(outs, all_lse, target)
+    assert out is target
+    torch.testing.assert_close((out, got), (expected, lse.transpose(1, 2)))
+    assert version3.flash_attn_combine(outs, all_lse, out_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    nothing, lse = version3.flash_attn_combine(outs[1:2], all_lse[1:2])
+    assert not nothing.any()
+    assert (lse == -torch.inf).all()
+    metadata = version3.get_scheduler_metadata(1, 2, 3, 4, 4, 8, torch.tensor([3]))
+    assert metadata.dtype == torch.int32
+
+
+@pytest.mark.parametrize("name", ["q_descale", "attention_chunk", "k_descale", "v_descale"])
+def test_version_3_refuses_what_would_change_the_result(name: str) -> None:
+    q = rand(1, 2, 1, 8)
+    value: Any = 4 if name == "attention_chunk" else torch.ones(1)
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+        version3.flash_attn_func(q, q, q, **{name: value})
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+        version3.flash_attn_with_kvcache(q, q, q, **{name: value})
+
+
+def test_several_sequences_in_a_row_of_a_batch() -> None:
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    x = rand(3, 6, 4).requires_grad_()
+    tokens, indices, ends, longest = padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert ends.tolist() == [0, 2, 5, 8, 10, 16]
+    assert ends.dtype == torch.int32
+    assert longest == 6
+    assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
+    torch.testing.assert_close(padding.pad_input(tokens, indices, 3, 6)[2], x[2])
+    with pytest.raises(ValueError, match="whole numbers"):
+        padding.unpad_input_for_concatenated_sequences(x, lengths.double())
+
+
+def test_rows_and_what_they_came_from() -> None:
+    x, indices = rand(5, 2, 3).requires_grad_(), torch.tensor([4, 1])
+    rows, same = padding.index_first_axis_residual(x, indices)
+    torch.testing.assert_close(rows, x[indices])
+    (rows.sum() + 2 * same.sum()).backward()
+    assert x.grad is not None
+    assert x.grad[:, 0, 0].tolist() == [2, 3, 2, 2, 3]
+
+
+def test_errors_are_of_flash_attns_kind_too() -> None:
+    error = pickle.loads(pickle.dumps(FlashArgumentError("words")))
+    assert isinstance(error, ValueError)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "words"
+    cache, q, table = torch.zeros(4, 16, 1, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 2).int()
+    for arguments in ({"cache_seqlens": 33}, {"cache_seqlens": 32, "k": q, "v": q}):
+        with pytest.raises(RuntimeError, match="block_table"):
+            fa2.flash_attn_with_kvcache(q, cache, cache, block_table=table, **arguments)
+    for wrong in (
+        lambda: fa2.flash_attn_func(q[0], q, q),
+        lambda: fa2.flash_attn_func(q, q, q, dropout_p=2.0),
+        lambda: fa2.flash_attn_varlen_func(q[0], q[0], q[0], torch.tensor([0, 5]), torch.tensor([0, 1])),
+        lambda: fa2.flash_attn_qkvpacked_func(torch.zeros(1, 2, 2, 1, 8)),
+    ):
+        with pytest.raises(RuntimeError):
+            wrong()

@@ -1,0 +1,159 @@
+"""Which blocks a launch has whose tiles are distributed evenly, from sizes alone."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from attn_support.fused.emulation import T4, V100
+from attn_support.randomness import seeds, times
+
+from pascal_attn_core.call import check_call
+from pascal_attn_core.fused.code.params import TensorEven
+from pascal_attn_core.fused.code.source import Variant, all_variants
+from pascal_attn_core.fused.launch import stream_k
+from pascal_attn_core.fused.launch.launches import Launch, parts_bytes
+from pascal_attn_core.fused.launch.plan import Plan, key_tiles, tensor_plan
+from pascal_attn_core.fused.launch.stream_k import MOST_PIECES, Pieces, busiest, distribute, part_floats
+from pascal_attn_core.fused.trust.kernels import parts
+
+
+def _one_by_one(sizes: tuple[int, ...], units: int, cols: int, places: int) -> int:
+    """When the last block is done of a launch with one for each tile, those of a head first that have most keys."""
+    return busiest([size * cols for size in sorted(sizes, reverse=True)] * units, places)
+
+
+def _cases() -> list[tuple[tuple[int, ...], int, int, int]]:
+    draw = random.Random(seeds(1)[0])
+    found: list[tuple[tuple[int, ...], int, int, int]] = [
+        ((32,) * 8, 8, 64, 40), ((32,) * 8, 32, 64, 40), ((128,) * 32, 8, 64, 40), ((64,), 1, 32, 80),
+        ((0, 0, 9), 7, 64, 3),
+    ]  # fmt: skip
+    for _ in range(times(60)):
+        rows, places = draw.randint(1, 24), draw.choice((1, 3, 40, 68, 80))
+        longest = draw.choice((3, 20, 300))
+        sizes = [draw.randint(0, longest) for _ in range(rows)] if draw.random() < 0.6 else [longest] * rows
+        found.append((tuple(sizes), draw.randint(1, 30), draw.choice((32, 64)), places))
+    return [case for case in found if distribute(*case) is not None]
+
+
+@pytest.mark.parametrize("case", _cases(), ids=str)
+def test_each_tile_meets_each_of_its_keys_once(case: tuple[tuple[int, ...], int, int, int]) -> None:
+    sizes, units, cols, places = case
+    found = distribute(*case)
+    assert found is not None
+    assert len(found.listed) <= MOST_PIECES
+    of_tile = defaultdict(list)
+    for piece in found.listed:
+        of_tile[piece.tile].append(piece)
+    assert sorted(of_tile) == list(range(found.whole, len(sizes) * units))
+    places_in_memory = []
+    for tile, pieces in of_tile.items():
+        pieces.sort(key=lambda piece: piece.part)
+        assert [piece.part for piece in pieces] == list(range(pieces[0].parts))
+        assert [piece.first for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+        assert pieces[-1].end == sizes[tile % len(sizes)]
+        assert all(piece.first < piece.end for piece in pieces) or len(pieces) == 1
+        assert {(piece.parts, piece.slot) for piece in pieces} == {(len(pieces), pieces[0].slot)}
+        if len(pieces) > 1:
+            places_in_memory += [piece.slot + piece.part for piece in pieces]
+    assert sorted(places_in_memory) == list(range(found.slots))
+    total = units * sum(sizes) * cols
+    costs = [size * cols for size in sizes * units][: found.whole] + [piece.cost(cols) for piece in found.listed]
+    assert total / places <= busiest(costs, places) <= found.keys
+    order = [piece.cost(cols) for piece in found.listed]
+    assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize(("heads", "tokens", "most"), [(8, 2048, 0.12), (8, 8192, 0.02), (32, 2048, 0.04)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal: bool) -> None:
+    """Of a T4, which a block for each tile leaves idle for a fifth of the time, or two fifths under a causal rule."""
+    rows = tokens // 256
+    sizes = tuple(4 * (i + 1) for i in range(rows)) if causal else (tokens // 64,) * rows
+    found = distribute(sizes, heads, 64, 40)
+    assert found is not None
+    assert 1 - heads * sum(sizes) * 64 / 40 / found.keys < most
+    assert found.keys < _one_by_one(sizes, heads, 64, 40)
+
+
+def test_tiles_that_fill_the_card_are_left_alone() -> None:
+    assert distribute((64,) * 16, 10, 64, 40) is None
+    assert distribute((2,) * 64, 1, 64, 40) is None  # parts would take longer than what they save
+    assert distribute((1 << 17,), 3, 64, 40) is None  # more keys than a piece can name
+    assert distribute(tuple(range(1, 500)), 1, 64, 40) is None  # more pieces than a launch can have
+
+
+def test_a_piece_is_two_words() -> None:
+    found = distribute((32,) * 8, 32, 64, 40)
+    assert found is not None
+    words = list(found.words)[: 2 * len(found.listed)]
+    assert not any(list(found.words)[len(words) :])
+    for piece, who, keys in zip(found.listed, words[::2], words[1::2]):
+        assert (who & 0xFFF, who >> 12 & 0xFFF) == (piece.tile - found.whole, piece.slot)
+        assert (who >> 24 & 0xF, who >> 28) == (piece.part, piece.parts)
+        assert (keys & 0xFFFF, keys >> 16) == (piece.first, piece.end)
+        assert max(who, keys) < 1 << 32
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _plan(heads: int, tokens: int, card: Any = T4, head_dim: int = 64, **rules: Any) -> Plan:
+    query = torch.empty(1, heads, tokens, head_dim, dtype=torch.float16, device="meta")
+    return tensor_plan(check_call(query, query, query, **rules), card.num_sms, card.capability)
+
+
+def test_calls_that_leave_some_of_the_card_idle_are_distributed() -> None:
+    found = _plan(8, 2048)
+    assert found.forward.kind == "tensor_even"
+    assert found.pieces is not None
+    assert found.pieces.over_unlisted == pytest.approx(3680 / 4096, abs=0.02)
+    assert found.unlisted == Plan(Variant("tensor", 64, "float16"))
+    assert _plan(8, 2048, is_causal=True).forward.kind == "tensor_even"
+    assert _plan(24, 4096, V100).forward.kind == "volta"  # 4 % are less than what is worth it
+    assert _plan(10, 4096).pieces is None
+    assert _plan(8, 2048, scale=-1.0).forward.kind == "tensor"  # where numbers are added there is no such kernel
+    mask = torch.empty(2048, 2048, dtype=torch.bool, device="meta")
+    assert _plan(8, 2048, attn_mask=mask).forward.kind == "tensor"  # with a mask its loop is slower
+    assert _plan(8, 2048, attn_mask=mask, is_causal=True).forward.kind == "tensor_even"
+
+
+def test_every_kernel_that_a_plan_may_name_is_among_all() -> None:
+    variants = set(all_variants())
+    for head_dim in (32, 36, 40, 64, 80, 96, 128, 256):
+        for card in (T4, V100)[: 1 + (head_dim <= 128)]:
+            assert _plan(8, 2048, card, head_dim).forward in variants
+
+
+def test_the_memory_of_parts_is_that_of_a_few_tiles() -> None:
+    found = _plan(8, 2048)
+    assert found.pieces is not None
+    assert parts_bytes(found) == found.pieces.slots * 4 * part_floats(256, 64) == 64 * 256 * 72 * 4
+    assert parts_bytes(_plan(8, 2048, is_causal=True)) == parts_bytes(found.unlisted) == 0
+
+
+def test_key_tiles_are_those_of_the_band() -> None:
+    variant = Variant("tensor_even", 64, "float16")
+    query, key = (torch.empty(1, 1, n, 64, dtype=torch.float16, device="meta") for n in (600, 900))
+    assert key_tiles(check_call(query, key, key), variant.geometry) == (15, 15, 15)
+    assert key_tiles(check_call(query, key, key, is_causal=True), variant.geometry) == (4, 8, 10)
+    window = {"window": (100, 0), "alignment": "upper_left"}
+    assert key_tiles(check_call(query, key, key, **window), variant.geometry) == (4, 6, 3)
+    mask = torch.empty(600, 900, dtype=torch.bool, device="meta")
+    assert key_tiles(check_call(query, key, key, mask, **window), variant.geometry) == (4, 6, 4)
+
+
+def test_a_launch_with_listed_blocks_is_not_cut() -> None:
+    launch = Launch(Variant("tensor_even", 64, "float16"), "pa_tensor_even", (96, 1, 1), 256, TensorEven(), (), 1 << 40)
+    assert parts(launch, 1 << 20) == [launch]
+
+
+def test_it_knows_what_it_costs() -> None:
+    whole, first, last = stream_k.Piece(0, 0, 10), stream_k.Piece(0, 0, 10, 0, 0, 2), stream_k.Piece(0, 10, 20, 0, 1, 2)
+    assert whole.cost(64) == 640 < first.cost(64) < last.cost(64)
+    assert Pieces(3, (first, last)).slots == 2
+    assert Pieces(3, (first, last)).listed_tiles == 1

@@ -1,0 +1,143 @@
+"""Which rows of a call on AMD's cards have their keys cut, and the launches that this becomes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pascal_attn_core.call import AttentionCall, check_call, empty_output
+from pascal_attn_core.fused.code.source import Variant, amd_variants
+from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, AmdGeometry, blocks_of_unit
+from pascal_attn_core.fused.launch import tail_rows as module
+from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, plan_call
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import amd as tool  # noqa: E402
+
+MI50, RX_6800 = {"num_sms": 60, "arch": "gfx906"}, {"num_sms": 30, "arch": "gfx1030"}
+
+
+def _call(*shape: int, keys: int | None = None, dtype: torch.dtype = torch.float16, **options: Any) -> AttentionCall:
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    key = torch.empty((*shape[:-2], keys or shape[-2], shape[-1]), dtype=dtype, device="meta")
+    return check_call(query, key, key, **options)
+
+
+def _plan(*shape: int, card: dict[str, Any] = MI50, **options: Any) -> Plan:
+    return plan_call(_call(*shape, **options), **card)
+
+
+def test_the_blocks_of_an_almost_empty_round_get_ranges_of_keys() -> None:
+    """512 blocks where 480 are four rounds: 256 rows of each of 16 heads are the other 32."""
+    plan = _plan(1, 16, 4096, 64)
+    assert plan.last is not None
+    assert (plan.forward.kind, plan.last.variant.kind, plan.splits) == ("forward", "ranges", 0)
+    assert (plan.last.first, 16 * (4096 - plan.last.first) // 128) == (3840, 32)
+    assert plan.last.ranges * 32 <= 3 * 120  # whole rounds once more
+    assert plan.variants == (plan.forward, plan.last.variant)
+    assert _plan(1, 16, 4096, 64, card=RX_6800).last is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 15, 4096, 64), {}),  # four whole rounds
+        ((1, 119, 128, 64), {}),  # one round, all but full
+        ((1, 16, 4096, 64), {"is_causal": True}),
+        ((1, 16, 4096, 64), {"window": (100, 100)}),
+        ((1, 16, 4096, 64), {"dtype": torch.float32}),
+        ((1, 16, 4096, 64), {"softcap": 3.0}),
+        ((1, 16, 4096, 60), {}),
+        ((1, 16, 4096, 48), {}),
+        ((1, 16, 4096, 64), {"attn_mask": torch.ones(4096, 4096, dtype=torch.bool, device="meta")}),
+        ((1, 2, 40, 64), {}),
+    ],
+    ids=str,
+)
+def test_other_calls_are_computed_as_ever(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    assert _plan(*shape, **options).last is None
+
+
+def test_nothing_changes_on_nvidias_cards() -> None:
+    assert plan_call(_call(1, 16, 4096, 64), 60, (6, 1)).last is None
+
+
+@pytest.mark.parametrize("card", [MI50, RX_6800, {"num_sms": 64, "arch": "gfx900"}], ids=lambda card: card["arch"])
+def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, Any]) -> None:
+    found = 0
+    for heads, tokens, head_dim in itertools.product((1, 3, 8, 16, 40), (700, 2300, 4096, 9000), RANGES_HEAD_DIMS):
+        last = _plan(1, heads, tokens, head_dim, card=card).last
+        if last is not None:
+            found += 1
+            geometry = last.variant.geometry
+            tiles = -(-tokens // geometry.cols)
+            rows = heads * -(-(tokens - last.first) // geometry.rows) * geometry.rows
+            assert 4 * last.ranges * rows * (head_dim + 2) <= module.MAX_PART_BYTES
+            assert (last.ranges - 1) * -(-tiles // last.ranges) < tiles
+            assert 0 < last.first < tokens
+            assert last.first % geometry.rows == 0
+    assert found >= 10
+
+
+def test_what_is_taken_is_the_same_for_any_number_of_heads_that_a_part_has() -> None:
+    """A part of the heads on another device is computed by the plan of the whole."""
+    plan = _plan(1, 16, 4096, 64)
+    some = plan.last.calls(_call(1, 5, 4096, 64))  # type: ignore[union-attr]
+    assert [part.seq_len_q for part in some] == [3840, 256]
+
+
+def test_every_row_is_computed_once() -> None:
+    """By launches that read and write where their rows lie, at heads and tokens in any order of memory."""
+    query = torch.zeros(2, 4096, 8, 64, dtype=torch.float16).transpose(1, 2)
+    call = check_call(query, query, query)
+    plan = plan_call(call, **MI50)
+    assert plan.last is not None
+    out, lse = empty_output(call), torch.zeros(2, 8, 4096)
+    whole, ranges, joining = forward_launches(call, plan, out, lse)
+    first, rows = plan.last.first, plan.forward.geometry.rows
+    assert (whole.grid, whole.params.lq) == ((first // rows, 8, 2), first)
+    assert ranges.grid == ((4096 - first) // rows * plan.last.ranges, 8, 2)
+    assert (joining.grid, joining.params.splits) == ((2 * 8 * (4096 - first) // 4, 1, 1), plan.last.ranges)
+    for launch in (ranges, joining):
+        assert launch.params.lq == 4096 - first
+        assert launch.params.q == query.data_ptr() + 2 * first * query.stride(2)
+        assert launch.params.o == out.data_ptr() + 2 * first * out.stride(2)
+        assert launch.params.lse == lse.data_ptr() + 4 * first
+        assert (launch.params.k, launch.params.lk) == (query.data_ptr(), 4096)
+
+
+def test_the_kind_has_the_tiles_of_the_forward_kernel_and_no_other_variants() -> None:
+    for arch in ARCHS:
+        ranges = [variant for variant in amd_variants(arch) if variant.kind == "ranges"]
+        assert [variant.head_dim for variant in ranges] == list(RANGES_HEAD_DIMS)
+        for variant in ranges:
+            assert variant.exists
+            assert variant.cuts_keys
+            own, whole = variant.geometry, replace(variant, kind="forward").geometry
+            assert (own.rows, own.cols, own.threads) == (whole.rows, whole.cols, whole.threads)
+    for wrong in (Variant("ranges", 64, "float32", arch="gfx906"), Variant("ranges", 48, "float16", arch="gfx906")):
+        assert not wrong.exists
+        with pytest.raises(KeyError):
+            wrong.geometry  # noqa: B018
+
+
+def test_blocks_of_a_unit_are_those_that_registers_and_shared_memory_leave_room_for() -> None:
+    table = tool.read_table()
+    for arch in ARCHS:
+        for head_dim in RANGES_HEAD_DIMS:
+            for kind in ("forward", "ranges"):
+                variant = Variant(kind, head_dim, "float16", arch=arch)
+                geometry = variant.geometry
+                assert isinstance(geometry, AmdGeometry)
+                waves = tool.read_cell(table[tool.row_name(variant)][arch]).waves
+                of_block = geometry.threads // (64 if arch < "gfx91" else 32)
+                assert blocks_of_unit(arch, geometry) <= 4 * waves // of_block, variant.name
