@@ -8,14 +8,9 @@ from torch import nn
 
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
-from .attention_patch import name_of_model
 from .comfy import host, inputs
 from .patches import ffn
 from .patches.injection import install, network_of
-
-MIB = 1 << 20
-_SHARE = 32  # of the card's memory, for one feed-forward call
-_LEAST_MIB, _MOST_MIB = 64, 1024
 
 
 class PascalFFNChunking:
@@ -44,8 +39,8 @@ class PascalFFNChunking:
         """The node's inputs, as ComfyUI asks for them."""
         budget = (
             "Largest extra memory of one feed-forward call in MiB, besides its input and output. The smallest number "
-            f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{_SHARE} of the "
-            f"card's memory, clamped to {_LEAST_MIB}-{_MOST_MIB} MiB."
+            f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{ffn.SHARE} of "
+            f"the card's memory, clamped to {ffn.LEAST_MIB}-{ffn.MOST_MIB} MiB."
         )
         tokens = (
             "Calls with fewer tokens run unchunked. A 1024 x 1024 image has 4096 tokens in most models. Each chunk "
@@ -67,10 +62,10 @@ class PascalFFNChunking:
     def patch(self, model: Any, budget_mib: int, min_tokens: int, unique_id: str | None = None) -> tuple[Any, str]:
         """A clone of ``model`` with chunked feed-forward layers, and what can be said of each before a run."""
         patched = model.clone()
-        budget = budget_mib or budget_from(host.free_and_total_bytes(patched.load_device)[1])
+        budget = budget_mib or ffn.budget_from(host.free_and_total_bytes(patched.load_device)[1])
         binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
         settings = f"budget {budget} MiB, from {min_tokens} tokens"
-        chunking = ffn.Chunking(binding, name_of_model(patched.model), settings, unique_id)
+        chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
         install(patched, chunking)
         report = binding.preview(network_of(patched))
         inline = inside_blocks(network_of(patched))
@@ -91,11 +86,6 @@ def inside_blocks(model: nn.Module) -> str:
         f"{len(kinds)} blocks ({names}) compute their feed-forward layers inside their own forward: there is no module "
         "to chunk"
     )
-
-
-def budget_from(total_bytes: int) -> int:
-    """MiB for one feed-forward call on a card of this size."""
-    return max(_LEAST_MIB, min(_MOST_MIB, total_bytes // _SHARE // MIB))
 
 
 def status(report: FfnReport, subject: str, settings: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..pascal_attn_core.int8.report import Int8Report
-from .attention_patch import name_of_model
 from .comfy import comfy_kitchen, host, inputs
 from .patches import int8
 from .patches.injection import install, network_of
@@ -84,7 +83,7 @@ class PascalInt8Linear:
         chosen = int8.chosen_by(*options[1:3])
         settings = ", ".join(filter(None, [f"error at most {max_error:.1%}, weights {weights}", chosen]))
         files = int8.Files(patched, int8_files)
-        layers = int8.Int8Layers(binding, name_of_model(patched.model), settings, unique_id, files, chosen)
+        layers = int8.Int8Layers(binding, host.name_of_model(patched.model), settings, unique_id, files, chosen)
         install(patched, layers)
         comfy_kitchen.install(patched, files.served)
         report = binding.report(network_of(patched))

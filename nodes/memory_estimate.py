@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..pascal_attn_core.machine.device import MIB, device_info
-from .attention_patch import name_of_model
 from .comfy import host as _host
 from .estimate.arithmetic import arithmetic, dtype_of
 from .estimate.chart import draw_largest
@@ -18,7 +17,7 @@ from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.largest import Largest, Size, axes_of, find_largest, largest_decode, size_now, sizes_of
 from .estimate.text import Subject, largest_text, text_of
 from .estimate.trace import ModelCall, trace_model
-from .ffn_chunking import budget_from
+from .patches.ffn import budget_from
 from .reporting.preview import as_image
 
 log = logging.getLogger("pascal_attn")
@@ -96,7 +95,7 @@ class PascalMemoryEstimate:
             largest = Fitting.of(model, wanted, conditioning, tokens, followed, host, total - taken, vae)
         call, copies, how = followed
         found = figures(call, host)
-        name = name_of_model(model.model)
+        name = _host.name_of_model(model.model)
         text = text_of(call, found, host, Subject(name, wanted.shapes, copies, how, model.model_size(), free, total))
         if largest is not None:
             text = f"{text}\n{largest.text()}"

@@ -8,12 +8,12 @@ import torch
 
 from ..pascal_attn_core.observe.report import shares_text
 from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
-from .attention_patch import install, name_of_model
 from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
 from .comfy.second import share_over, visible_cards
 from .engine import runs
 from .engine.engine import Engine, Settings
+from .patches.attention import install
 from .patches.override import OVERRIDE, engine_of, previous_of
 
 _CALLBACK = f"{host.KEY}_second_card"
@@ -90,7 +90,7 @@ class PascalSecondCard:
         share_over(patched, (home, other), least_tokens)
         set_before = patched.model_options["transformer_options"].get(OVERRIDE)
         if engine_of(set_before) is None:
-            engine = Engine(Settings(), name_of_model(patched.model), "diffusion model", unique_id)
+            engine = Engine(Settings(), host.name_of_model(patched.model), "diffusion model", unique_id)
             before = previous_of(set_before)
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
         _say_afterwards(patched, unique_id)

@@ -12,10 +12,7 @@ from .call import AttentionOutput
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .ffn import (
-    host_hooks,  # noqa: F401  # registers the hooks of accelerate and diffusers for patch_ffn
-    patch_ffn,
-)
+from .ffn import patch_ffn
 from .int8 import patch_linear_int8
 from .lazy_mask import LazyMask, mask_rule
 from .observe.memory import measure_memory

@@ -68,7 +68,7 @@ class Earlier:
     """
 
     def __init__(self, root: Path):
-        self._sources = _module(root / FUSED / "source.py")
+        self._sources = _sources(root / FUSED)
         self._packs = root / FUSED / "prebuilt"
         self._manifest: dict[str, Any] = json.loads((self._packs / "manifest.json").read_text())
         self.table = (root / TABLE).read_text()
@@ -106,14 +106,15 @@ class Earlier:
         return lzma.decompress((self._packs / pack).read_bytes())[place[0] : place[1]]
 
 
-def _module(path: Path) -> ModuleType:
-    """A module with those beside it, as those of a package of its own."""
+def _sources(fused: Path) -> ModuleType:
+    """Its ``source.py``, in whichever folder it was then, and what that imports, as a package of their own."""
     package = ModuleType("earlier_fused")
-    package.__path__ = [str(path.parent)]
+    package.__path__ = [str(fused)]
     for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
         del sys.modules[name]
     sys.modules[package.__name__] = package
-    return importlib.import_module(f"{package.__name__}.{path.stem}")
+    path = next(fused.rglob("source.py")).relative_to(fused).with_suffix("")
+    return importlib.import_module(".".join((package.__name__, *path.parts)))
 
 
 @contextlib.contextmanager

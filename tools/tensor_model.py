@@ -322,8 +322,8 @@ def waste(
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
         splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
             What joining them takes is not counted.
-        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.launch.stream_k`. Time in which they
-            write and read parts counts as idle.
+        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.launch.stream_k`.
+            Time in which they write and read parts counts as idle.
     """
     tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))

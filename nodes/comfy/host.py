@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 log = logging.getLogger("pascal_attn")
 KEY = "pascal_attn"  # of our callbacks, wrappers and injections on a model
@@ -134,6 +135,14 @@ def say(text: str, unique_id: str | None, status: str = "") -> None:
     """One line in the log, and on the node the same or a shorter one."""
     log.info("pascal_attn: %s", text)
     send_status(status or text, unique_id)
+
+
+def name_of_model(model: nn.Module) -> str:
+    """``"Flux"``, ``"SDXL"``: ComfyUI's class of the model; ``"SD15"``, that of its configuration, where many share it;
+    its network's where there is neither."""
+    kinds = type(model).__name__, type(getattr(model, "model_config", None)).__name__
+    shared = ("BaseModel", "NoneType", "BASE")
+    return next((kind for kind in kinds if kind not in shared), type(model.diffusion_model).__name__)
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,9 @@ from ..comfy import host
 from ..engine.runs import Run
 from .injection import Injection, network_of
 
+MIB = 1 << 20
+SHARE = 32  # of the card's memory, for one feed-forward call
+LEAST_MIB, MOST_MIB = 64, 1024
 log = logging.getLogger("pascal_attn")
 register(CastingLayers("comfy_cast_weights"))
 
@@ -46,3 +49,8 @@ def _headline(report: FfnReport, min_tokens: int) -> str:
 
 
 _OTHERS = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}
+
+
+def budget_from(total_bytes: int) -> int:
+    """MiB for one feed-forward call on a card of this size."""
+    return max(LEAST_MIB, min(MOST_MIB, total_bytes // SHARE // MIB))

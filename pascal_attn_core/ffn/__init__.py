@@ -17,6 +17,7 @@ from torch import nn
 
 from ..config import number_of
 from ..patching.patch import Patch, PatchGroup
+from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
 from .find import Found, find_ffn
 from .forward import attach
 from .plan import Settings, Site

@@ -1,7 +1,7 @@
-"""How :mod:`.` recognises the hooks that accelerate and diffusers put on modules (offloading, casting, caches).
+"""How this package recognises the hooks that accelerate and diffusers put on modules (offloading, casting, caches).
 
-Attribute names are the only mark that both leave, so they are listed here. It is registered with the package itself and
-not with :mod:`..diffusers`: a model that another program has hooked may be passed to ``patch_ffn`` as well. Neither
+Attribute names are the only mark that both leave, so they are listed here. They are registered here and not
+in :mod:`..diffusers`: a model that another program has hooked may be passed to ``patch_ffn`` as well. Neither
 library is imported.
 """
 

@@ -72,7 +72,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "flash_attn.modules.mha": (
         ".modules.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
-        ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention get_alibi_slopes",
+        ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
+        "get_alibi_slopes",
         ".modules.rotary: RotaryEmbedding",
         ".modules.dense: FusedDense",
         ".modules.split: ColumnParallelLinear ParallelMHA RowParallelLinear",

@@ -1,8 +1,8 @@
 """What this process knows of one device: the owner of all that is loaded, verified, timed, planned or capped there.
 
-A part of it is an object of a class of its own (:class:`..routes.tiled.Walks`, :class:`..fused.trust.kernels.Kernels` ...) and
-is made when it is first needed. For other facts about a device, or other kernels on it, make a :class:`Runtime` with
-them and install it by :func:`using`.
+A part of it is an object of a class of its own (:class:`..routes.tiled.Walks`,
+:class:`..fused.trust.kernels.Kernels` ...) and is made when it is first needed. For other facts about a device, or
+other kernels on it, make a :class:`Runtime` with them and install it by :func:`using`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ..launch.stream_k import MOST_PIECES
+from ..geometry.tensor import MOST_PIECES
 
 _POINTER, _I64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 

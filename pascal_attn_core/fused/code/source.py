@@ -1,4 +1,4 @@
-"""The CUDA source: text files beside this one, joined into one text per kernel, and the macros of each variant."""
+"""The CUDA source: text files in ``fused/cuda``, joined into one text per kernel, and the macros of each variant."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from ..geometry import amd as amd_geometry
 from ..geometry.amd import AmdGeometry
 from ..geometry.gradient import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
+from ..geometry.tables import read_tables
 from ..geometry.tensor import (
     EVEN_HEAD_DIM,
     FLOAT_MASK_HEAD_DIM,
+    MOST_PIECES,
     TENSOR_HEAD_DIMS,
     TENSOR_TABLES,
     VOLTA_HEAD_DIMS,
     TensorGeometry,
     tensor_geometry,
 )
-from ..launch.stream_k import MOST_PIECES
-from ..tables import read_tables
 from . import linear_source
 from .compilation import Compilation
 from .linear_source import LinearVariant
@@ -297,7 +297,7 @@ class Variant(Compilation):
 
     @property
     def is_even(self) -> bool:
-        """Whether the blocks of a launch are listed, so that all multiprocessors end together: see :mod:`..launch.stream_k`."""
+        """Whether the blocks of a launch are listed, so that all multiprocessors end together (``stream_k.py``)."""
         return self.kind.endswith("_even")
 
     def runs_on(self, capability: tuple[int, int]) -> bool:

@@ -16,10 +16,10 @@ What the host does for a variant with an ``arch``:
 
 - machine code: :func:`..code.prebuilt.find_amd`, which is renamed already; else HIPRTC with the text
   ``source(variant.kind, variant.arch)``, the macros ``variant.macros()`` as ``-Dname=value``, :func:`options` and
-  ``--offload-arch=`` :func:`compile_target`, and the result through :func:`..code.amd_code.renamed`. ``digest(variant)`` is
-  the key of a cached one, together with ``base(arch)`` and the compiler's version.
-- a launch: ``variant.functions``, the grid and the threads of :class:`..launch.launches.Launch`, no dynamic shared memory. The
-  whole argument buffer is the one structure of :mod:`..code.params`, 8-byte aligned; there are no hidden arguments.
+  ``--offload-arch=`` :func:`compile_target`, and the result through :func:`..code.amd_code.renamed`.
+  ``digest(variant)`` is the key of a cached one, together with ``base(arch)`` and the compiler's version.
+- a launch: ``variant.functions``, the grid and the threads of a ``Launch``, no dynamic shared memory.
+  The whole argument buffer is the one structure of :mod:`..code.params`, 8-byte aligned; there are no hidden arguments.
 - plans: ``plan_call(call, compute_units, arch=...)`` and ``variants_of(call, arch)``. There is no ``int8`` kind and
   none on tensor cores.
 """
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tables import read_tables
+from .tables import read_tables
 
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030")
 # Architectures with the instructions of one of ARCHS.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tables import read_tables
+from .tables import read_tables
 
 
 @dataclass(frozen=True)

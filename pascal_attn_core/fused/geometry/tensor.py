@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..tables import read_tables
+from .tables import read_tables
+
+MOST_PIECES = 400  # blocks that the parameters of a launch can list, of which CUDA takes 4 KiB
 
 
 @dataclass(frozen=True)

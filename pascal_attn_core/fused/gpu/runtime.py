@@ -1,5 +1,5 @@
 """What the kernels need of a GPU maker's software: a :class:`Driver`, which loads and launches machine code, and a
-compiler for what does not ship. CUDA's is in ``cuda_runtime.py`` and ``nvrtc.py``, HIP's in ``hip_runtime.py`` and
+compiler for what does not ship. CUDA's is in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py`` and
 ``hiprtc.py``; :func:`.vendors.gpu_runtime_of` says which one serves a device."""
 
 from __future__ import annotations

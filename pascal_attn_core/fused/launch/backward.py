@@ -8,7 +8,8 @@ from torch import Tensor
 from ...call import AttentionCall
 from ..code.params import AllGradients, Backward, TensorBackward
 from ..code.source import Variant
-from .launches import Launch, View, common_fields, result_fields, softcap_fields, steps, views, work_of
+from .launch import Launch
+from .launches import View, common_fields, result_fields, softcap_fields, steps, views, work_of
 from .plan import Plan
 
 

@@ -13,32 +13,14 @@ from torch import Tensor
 
 from ...call import AttentionCall
 from ...lazy_mask import LazyMask
-from ..code.compilation import Compilation
-from ..code.params import CappedForward, Forward, Params, TensorEven, TensorForward
+from ..code.params import CappedForward, Forward, TensorEven, TensorForward
 from ..code.source import Variant
+from .launch import Launch
 from .plan import Plan
 from .stream_k import Pieces, part_floats
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a side of the band that cuts nothing
-
-
-class Launch(NamedTuple):
-    """One kernel launch. ``keep`` holds tensors that must live until it has been queued; ``work`` is about the number
-    of its multiplications."""
-
-    variant: Compilation
-    function: str
-    grid: tuple[int, int, int]
-    threads: int
-    params: Params
-    keep: tuple[Tensor, ...] = ()
-    work: int = 0
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block that is asked for at launch."""
-        return self.variant.dynamic_bytes if self.function == self.variant.functions[0] else 0
 
 
 class View(NamedTuple):

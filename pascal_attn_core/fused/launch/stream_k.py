@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST_PIECES = 400  # that the parameters of a launch hold, of which CUDA takes 4 KiB
+from ..geometry.tensor import MOST_PIECES
+
 _MOST_PARTS, _MOST_SLOTS, _MOST_TILES, _MOST_KEY_TILES = 15, 1 << 12, 1 << 12, 0xFFFF  # that the words of a piece hold
 _LEAST = 2  # tiles of keys of a part
 # What a part costs, in keys that its block could multiply meanwhile. Writing or reading the sums of a row takes

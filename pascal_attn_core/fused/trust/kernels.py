@@ -22,7 +22,7 @@ from ..code.compilation import Compilation
 from ..code.source import digest
 from ..gpu.runtime import CompileError, Driver, DriverError, GpuRuntime
 from ..gpu.vendors import gpu_runtime_of
-from ..launch.launches import Launch
+from ..launch.launch import Launch
 from . import verify
 
 log = logging.getLogger("pascal_attn")

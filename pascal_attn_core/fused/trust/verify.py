@@ -18,7 +18,8 @@ from ..code.linear_source import LinearVariant
 from ..code.source import Variant
 from ..launch.backward import backward_launches
 from ..launch.int8 import int8_launches
-from ..launch.launches import Launch, forward_launches
+from ..launch.launch import Launch
+from ..launch.launches import forward_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..code.linear_source import TILES, LinearVariant
-from ..launch.launches import Launch
+from ..launch.launch import Launch
 from ..launch.linear import LinearCall, linear_launches
 
 # Of the activations, whose functions no two makers round alike. Far below any mistake in which element goes where.

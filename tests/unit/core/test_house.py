@@ -87,7 +87,7 @@ def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment(
             if isinstance(node, ast.Attribute) and node.attr == attribute
         }
 
-    assert users("get_device_properties") == {"device.py"}
+    assert users("get_device_properties") == {"machine/device.py"}
     assert users("environ") == {"config.py", "cli/demo/__init__.py"}  # the demo silences other libraries
 
 

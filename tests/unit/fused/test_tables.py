@@ -8,7 +8,7 @@ import pytest
 
 from pascal_attn_core.fused import tables
 from pascal_attn_core.fused.code.source import Geometry
-from pascal_attn_core.fused.tables import read_tables
+from pascal_attn_core.fused.geometry.tables import read_tables
 
 
 def test_a_line_is_a_geometry_for_each_of_its_head_dims_in_each_table(

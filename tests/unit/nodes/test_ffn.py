@@ -303,7 +303,7 @@ def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:  # noqa:
 
 
 def test_the_budget_from_the_card_is_a_share_of_it() -> None:
-    budget_from = node_module("ffn_chunking").budget_from
+    budget_from = node_module("patches.ffn").budget_from
     assert budget_from(11 << 30) == 352
     assert budget_from(1 << 30) == 64
     assert budget_from(140 << 30) == 1024

@@ -1,4 +1,4 @@
-"""Reads the tables of tile sizes, ``geometry/*.txt``: a geometry for each kind of kernel and head_dim."""
+"""Reads the tables of tile sizes, ``*.txt`` beside this file: a geometry for each kind of kernel and head_dim."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-FOLDER = Path(__file__).parent / "geometry"
+FOLDER = Path(__file__).parent
 Geometry = TypeVar("Geometry")
 
 

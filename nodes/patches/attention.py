@@ -1,0 +1,111 @@
+"""What Pascal Attention Patch puts on a clone of a diffusion model: an override, wrappers around it, and callbacks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from ..comfy import host, memory_required
+from ..comfy.host import KEY
+from ..comfy.objects import Replacements, replace_functions
+from ..comfy.others import AUTO, REPLACE, name_of
+from ..comfy.second import shared_over
+from ..comfy.sites import by_name
+from ..engine.engine import Engine
+from ..engine.runs import PASSED
+from ..reporting.gain import status_line
+from .override import OVERRIDE, engine_of, make_override, previous_of
+from .replacements import named_attention
+from .scope import Scope, make_wrapper
+
+# What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
+# some models refine the prompt before the first step, ControlNets are called beside the model; and on multi-GPU hosts
+# the model itself runs in a thread of its own.
+_AROUND = {"OUTER_SAMPLE": "preparation call", "CALC_COND_BATCH": "ControlNet call", "APPLY_MODEL": "call"}
+
+
+def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, behind: bool) -> None:
+    """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
+    patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+    scope = Scope()
+    for around in (*_AROUND, "PREPARE_SAMPLING"):
+        patched.remove_wrappers_with_key(getattr(WrappersMP, around), KEY)
+    for around, word in _AROUND.items():
+        if whole_model or around == "APPLY_MODEL":
+            wrapper = make_wrapper(engine, scope, word, catches=whole_model)
+            patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
+    override: Any = make_override(engine, scope, before, runs_first=behind)
+    options[OVERRIDE] = override
+    if override.memory_efficient:
+        patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, memory_required.preparing)
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, memory_required.batching)
+    names = whole_model and not host.uses_sdpa()  # where torch's SDPA is used, the wrapper sees these calls there
+    replace_functions(patched, lambda model: _named(engine, scope, model) if names else {})
+    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
+    after = functools.partial(_after_run, engine, before=before, behind=behind)
+    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
+
+
+def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
+    """Methods of the diffusion model's modules that call attention by its name, past the override."""
+    network = model.diffusion_model
+    assert isinstance(network, nn.Module)
+    found: Replacements = {}
+    for name, module in network.named_modules(prefix="diffusion_model"):
+        for method in by_name(type(module)):
+            block = name.removeprefix("diffusion_model").lstrip(".") or "model"
+            found[f"{name}.{method}"] = named_attention(engine, scope, block, "by name")
+    return found
+
+
+def _before_run(engine: Engine, patcher: Any) -> None:
+    engine.share(*shared_over(patcher))
+    engine.begin()
+
+
+def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
+    if not engine.is_running:  # something failed before the sampling began
+        return
+    current = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+    run = engine.run
+    if run.count() == 0 and engine.is_compiled:
+        run.note("compiled by torch.compile: attention runs inside the compiled graph, where calls are not counted")
+    elif run.count() == 0 and not engine.failure:
+        engine.warn(f"no attention call reached the patch: {_why_none(engine, current, run.came_before)}")
+    if before is not None and run.count():
+        run.note(_beside(name_of(before), behind, run))
+    finished = engine.end()
+    if finished is not None:
+        host.say(finished.line(), engine.unique_id, status_line(finished, host.attention_name()))
+
+
+def _beside(name: str, behind: bool, run: Any) -> str:
+    if behind:
+        return (
+            f"{name}, set before this patch, may change the result and runs first: it received {run.came_before:,} "
+            f"calls; {run.count():,} calls reached this patch ('earlier_patch' changes the order)"
+        )
+    return (
+        f"{name}, set before this patch, only computes attention and is replaced: this patch took "
+        f"{run.count('taken'):,} calls, the other {run.count(PASSED):,} ('earlier_patch' changes the order)"
+    )
+
+
+def _why_none(engine: Engine, current: Any, came_before: int) -> str:
+    if current is None:
+        return "another node removed it; put that node before Pascal Attention Patch"
+    if engine_of(current) is not engine:
+        return f"{name_of(current)} replaced it and passes nothing on; put that node before Pascal Attention Patch"
+    previous = previous_of(current)
+    if came_before:
+        return (
+            f"{name_of(previous)}, set before it, computed all {came_before:,} calls itself; set 'earlier_patch' to "
+            f"'{REPLACE}' if that patch does not change the result"
+        )
+    return f"this model does not offer its attention calls to patches; try coverage '{AUTO}'"
