@@ -115,4 +115,4 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: 
     )
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
     query, key, value, _, given = prepared(query, key, value, None, given)
-    return check_call(query, key, value, None, *given)
+    return check_call(query, key, value, None, given)

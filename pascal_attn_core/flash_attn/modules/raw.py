@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...call import AttentionCall, Gradients, Options, Results, check_call
+from ...call import AttentionCall, Gradients, Options, Results, Wanted, check_call
 from ...config import AttentionConfig, default_config
 from ...routes.run import choose, gradients, note, run, show
 from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
@@ -259,7 +259,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Attentio
         options.softcap,
     )
     query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
-    return check_call(query, key, value, alibi_mask(options.slopes, q, k), *given)
+    return check_call(query, key, value, alibi_mask(options.slopes, q, k), given)
 
 
 def _config(options: FlashOptions) -> AttentionConfig:
@@ -304,7 +304,7 @@ def _go_back(
     if tuple(lse.shape) != expected:
         raise FlashArgumentError(f"softmax_lse must have shape {list(expected)}, got {list(lse.shape)}")
     saved = Results(out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, seed)
-    grads: Gradients = gradients(call, _config(options), dout.transpose(1, 2), saved, None)
+    grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
     return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
 
 
