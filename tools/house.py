@@ -1,4 +1,4 @@
-"""Size and shape of the code: lines, modules and the imports between them, long functions, docstrings that are fragments.
+"""Size and shape of the code: lines, modules and the imports between them, long functions, fragments of docstrings.
 
 ``python tools/path.py --house`` prints it. The rules about imports are those of tests/unit/core/test_layers.py.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
