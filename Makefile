@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # does not fit it with another torch.
 INSTALL = $(BIN)/pip install -q -c $(VENV)/torch.txt
 
+.DELETE_ON_ERROR:
 .PHONY: setup demo test check bench gpu docs clean
 
 setup: $(VENV)/.test
