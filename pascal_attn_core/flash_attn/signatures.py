@@ -52,8 +52,8 @@ def called_as(
 
 
 def options_of(function: Callable[..., Any], first: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for ``(own, parameters, *options, **named)`` that passes its options on to ``function``: its signature
-    shows the parameters of ``function`` from number ``first`` on."""
+    """A decorator for a function ``(own, ..., *options, **named)`` that passes its options on to ``function``: its
+    signature shows the parameters of ``function`` from number ``first`` on."""
 
     def decorate(packed: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in inspect.signature(packed).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

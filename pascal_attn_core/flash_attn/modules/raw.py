@@ -1,5 +1,5 @@
-"""flash-attn's functions without autograd: ``_flash_attn_forward``, ``_flash_attn_backward`` and their ``varlen`` forms,
-by which ring attention and diffusers' backend ``flash`` reach its kernels.
+"""flash-attn's functions without autograd: ``_flash_attn_forward``, ``_flash_attn_backward`` and their varlen forms.
+Ring attention and diffusers' backend ``flash`` reach its kernels by them.
 
 A forward pass returns lse, and a backward pass goes back from a given (out, lse), which may come from more keys than it
 is handed (Dao 2023, FlashAttention-2, Algorithm 2). Shapes are flash-attn's: q ``[B, L, Hq, D]``, k ``[B, S, Hkv, D]``,
@@ -188,9 +188,8 @@ def _options(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
     query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
-    return check_call(
-        query, key, value, alibi_mask(options.slopes, q, k), *options.given(enable_gqa=q.shape[2] != k.shape[2])
-    )
+    given = options.given(enable_gqa=q.shape[2] != k.shape[2])
+    return check_call(query, key, value, alibi_mask(options.slopes, q, k), *given)
 
 
 def _config(options: FlashOptions) -> AttentionConfig:
