@@ -67,7 +67,7 @@ class TorchForm:
         return True if self.fold or self.upcast else None if self.q_step else False
 
     def words(self) -> str:
-        """What was done to the call, for a reader."""
+        """The rewriting of the call, in words."""
         parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
         extra = ["bfloat16 in float32"] if self.upcast else []
         if self.q_step:
