@@ -24,7 +24,8 @@ from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
+from pascal_attn_core.fused.code.kinds import ALL_KINDS
+from pascal_attn_core.fused.code.source import Variant, all_variants, digest, linear_variants, source
 from pascal_attn_core.fused.gpu import nvrtc as _nvrtc
 from pascal_attn_core.fused.gpu.nvrtc import usage
 

@@ -1,4 +1,4 @@
-"""What a card of AMD's is by the system, whatever the environment makes the runtime take it for; and its clocks.
+"""AMD's cards as the system knows them, whatever the environment makes the runtime take them for; and their clocks.
 
 ``HSA_OVERRIDE_GFX_VERSION=10.3.0`` makes ROCm take every card for a gfx1030, which is how most RX 5000 cards run
 torch's wheels. They lack some of that architecture's instructions, and one of those ends the process. The kernel driver
@@ -76,8 +76,8 @@ def _reading(file: Path, unit: float) -> float | None:
 
 
 def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:
-    """What a card is, ``"gfx1010"``, where the environment makes it another one, or :data:`UNKNOWN`; "" where it is
-    left as it is.
+    """The architecture of a card, ``"gfx1010"``, where the environment makes it another one, or :data:`UNKNOWN`; ""
+    where it is left as it is.
 
     Args:
         place: of the card.
