@@ -41,6 +41,7 @@ class PascalVAEAttention:
         "nan",
         "low vram",
         "pascal",
+        "gtx 1080",
         "p40",
     )
     RETURN_TYPES = ("VAE",)
