@@ -279,7 +279,7 @@ def test_an_image_must_be_for_the_card(image: bytes, info: DeviceInfo, code: int
         return
     with pytest.raises(DriverError) as caught:
         driver.load(0, image, ("pa_forward",))
-    assert caught.value.code == code
+    assert caught.value.error_code == code
     assert not driver.problems  # a real runtime says so too
 
 

@@ -261,6 +261,12 @@ def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
     assert len(found) > 3
 
 
+def test_no_part_has_more_batch_elements_than_a_grid_may() -> None:
+    launch = _launch(8, 8)._replace(grid=(1, 1, 140_000), work=140_000)
+    found = [(part.params.first_batch, part.grid[2]) for part in parts(launch, 1 << 40)]
+    assert found == [(0, 65_535), (65_535, 65_535), (131_070, 8_930)]
+
+
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     query = torch.randn(1, 1, 8, 16)
     with pytest.raises(UnsupportedAttention, match="the fused kernel needs a CUDA or ROCm device, got cpu"):
