@@ -41,6 +41,7 @@ class PascalVAEAttention:
         "nan",
         "low vram",
         "pascal",
+        "gtx 1080",
         "p40",
     )
     RETURN_TYPES = ("VAE",)
@@ -157,7 +158,7 @@ def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: l
     """All of a decoding or encoding: watched, and with a word of warning where another node took our place."""
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        if not names and not engine.run.bands and engine.run.count() == 0:
+        if not names and not engine.run.gains and engine.run.count() == 0:
             engine.run.note(f"{what} runs as it is; this VAE has no attention")
         warn_if_replaced(engine, network, names)
         if engine.settings.nan_guard:

@@ -237,11 +237,11 @@ class Engine:
             try:
                 template = None if decision is None else decision.template
                 if template is not None and not autocast_on(query):
-                    call = _like(template, query, key, value, mask)
+                    call = template.with_tensors(query, key, value, mask, template.sinks)
                 else:
                     given = query
                     query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
-                    call = check_call(query, key, value, attn_mask, *options)
+                    call = check_call(query, key, value, attn_mask, options)
                     if decision is None or query is not given:  # under autocast
                         decision = self._decide(call, place)
                         plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
@@ -494,33 +494,6 @@ class Engine:
                 host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
 
         return checkpoint
-
-
-def _like(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionCall:
-    """A call of the same kind, which needs no check."""
-    return AttentionCall(
-        query,
-        key,
-        value,
-        mask,
-        call.batch,
-        call.num_heads,
-        call.num_kv_heads,
-        call.seq_len_q,
-        call.seq_len_kv,
-        call.head_dim,
-        call.head_dim_v,
-        call.scale,
-        call.dropout_p,
-        call.is_causal,
-        call.left,
-        call.right,
-        call.offset,
-        False,
-        call.enable_gqa,
-        call.softcap,
-        call.sinks,
-    )
 
 
 def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:

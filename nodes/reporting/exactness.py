@@ -29,7 +29,7 @@ class Exactness:
 
     Attributes:
         kind: the call, the largest of the run.
-        rows: how many rows of one head were compared.
+        rows: how many rows of one head were compared: those whose right answer is finite.
         error, plain_error: largest absolute error of ours, and of plain attention computed in the call's dtype.
         largest: the largest absolute value of the right answer.
         host: how far the first call of each kind was from the host's own answer.
@@ -51,13 +51,34 @@ class Exactness:
         return _FACTOR * plain_error + ulps * self.largest
 
     @property
+    def is_known(self) -> bool:
+        """Whether there was a right answer to compare with: there is none where query, key or value held NaN."""
+        return self.rows > 0
+
+    @property
     def is_exact(self) -> bool:
-        """Whether all errors are those of rounding. NaN is not."""
-        return self.error <= self.limit and all(found.is_rounding for found in self.host)
+        """Whether all errors are those of rounding. NaN is not, where the right answer is a number."""
+        right = not self.is_known or self.error <= self.limit
+        return right and all(found.is_rounding for found in self.host)
+
+    @property
+    def verdict(self) -> str:
+        """The result in some words."""
+        if not self.is_exact:
+            return "NOT EXACT"
+        return "exact within rounding" if self.is_known else "exactness could not be checked"
+
+    @property
+    def tone(self) -> str:
+        """The tone of the picture's row, see ``picture.TONES``."""
+        return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
 
     def text(self) -> str:
         """One line for the report."""
-        verdict = "exact within rounding" if self.is_exact else "NOT EXACT"
+        if not self.is_known:
+            found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
+            return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"
+        verdict = self.verdict
         if not self.error <= self.limit:
             verdict += f" (rounding explains at most {self.limit:.2g})"
         plain = f"plain {self.kind.dtype} attention: {self.plain_error:.2g}"
@@ -90,12 +111,12 @@ def check(run: Run) -> Exactness | None:
 
 
 def exactness_of(sample: Sample) -> Exactness:
-    """The errors of a sample."""
+    """The errors of a sample, over the rows whose right answer is finite."""
     right = _plain(sample, torch.float64)
+    known = torch.isfinite(right).all(dim=-1)
     plain = _plain(sample, sample.query.dtype)
-    return Exactness(
-        sample.kind, len(sample.query), _distance(sample.out, right), _distance(plain, right), _largest(right)
-    )
+    errors = [_distance(answer[known], right[known]) for answer in (sample.out, plain)]
+    return Exactness(sample.kind, int(known.sum()), *errors, _largest(right[known]))
 
 
 def _plain(sample: Sample, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from ..code.compilation import Compilation
 from ..code.source import digest
 from ..gpu.runtime import CompileError, Driver, DriverError, GpuRuntime
 from ..gpu.vendors import gpu_runtime_of
-from ..launch.launch import Launch
+from ..launch import Launch
 from . import verify
 
 log = logging.getLogger("pascal_attn")

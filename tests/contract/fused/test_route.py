@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.int8 import error_bound
-from pascal_attn_core.fused.launch.launch import Launch
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa

@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime, cuda_driver
 from pascal_attn_core.fused.gpu.runtime import CompileError
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using

@@ -79,11 +79,19 @@ def test_calls_that_were_all_passed_say_why():
     [
         ((), "Nothing gained: no attention call reached a patch."),
         ((run(),), "Nothing gained: no attention call reached a patch."),
-        ((run(part="feed-forward"),), "No attention was patched: only feed-forward layers."),
+        ((run(part="feed-forward", notes=["0 of 9 modules chunked"]),), "Nothing gained: 0 of 9 modules chunked."),
     ],
 )
 def test_without_calls_it_says_so(runs, sentence):
     assert line(*runs) == sentence
+
+
+def test_layers_in_int8_and_bands_are_gains_beside_attention_that_had_nothing_to_gain():
+    int8, vae = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
+    plain = run([(kind("double 0", torch_stores=False), {"elapsed_ms": 9.0})])
+    assert line(plain, int8, vae) == "Gained: 40 of 40 layers in int8, not exact; in bands."
+    assert GAIN.status_line(int8, SDPA) == "Flux: 40 of 40 layers in int8, not exact"
+    assert int8.line() == "Flux: 40 of 40 layers in int8, not exact"
 
 
 def test_differences_that_nobody_would_notice_are_none():

@@ -358,7 +358,7 @@ def with_chunked_feed_forward_layers_in_both_orders():
                 ours = sample(model)
             near(ours, stock)
             assert far(ours, alone) < 0.01
-            notes = {run.part: run.notes[0] for run in found}
+            notes = {run.part: run.gains[0] for run in found}
             assert notes["feed-forward"].startswith("2 of 2 feed-forward modules chunked"), notes
             assert "linear layers in int8" in notes["int8"], notes
     assert torch.equal(sample(base), stock)
@@ -408,8 +408,8 @@ def the_record_and_the_text_say_what_happened():
     with runs() as found, log_lines() as lines:
         sample(model)
     (run,) = found
-    assert run.notes[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.notes
-    assert "the float ones in host memory" in run.notes[0], run.notes
+    assert run.gains[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.gains
+    assert "the float ones in host memory" in run.gains[0], run.gains
     assert sum("256 -> 512, error" in note for note in run.notes) == 2, run.notes
     assert any("20 of 20 linear layers in int8" in line for line in lines), lines
     text = node(base)[1]
