@@ -244,7 +244,7 @@ class Engine:
             else:
                 given = query
                 query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
-                call = check_call(query, key, value, attn_mask, *options)
+                call = check_call(query, key, value, attn_mask, options)
                 if decision is None or query is not given:  # under autocast
                     decision = self._decide(call, known)
                     plain = query is given and attn_mask is mask and not torch.is_grad_enabled()

@@ -125,8 +125,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     _FA3: (
         ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-        "flash_attn_with_kvcache get_scheduler_metadata",
-        ".modules.version3_raw: _flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
+        "flash_attn_with_kvcache get_scheduler_metadata _flash_attn_backward=flash_attn_backward "
+        "_flash_attn_forward=flash_attn_forward",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")

@@ -31,7 +31,7 @@ from ..machine.runtime import Runtime
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import Attempt, Clock, TimingTable, least_times, log, power_of_two
+from .timing_table import Attempt, Clock, TimingTable, least_times, log, positive, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
@@ -244,7 +244,7 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
         if basis not in cpu_bases(self.info):
             raise ValueError(f"rows x keys must be one of {cpu_bases(self.info)}, got {basis}")
         return TileTiming(
-            None if ratio is None else float(ratio), basis, str(row["measured"]), dict(row["milliseconds"])
+            None if ratio is None else positive(ratio), basis, str(row["measured"]), dict(row["milliseconds"])
         )
 
 

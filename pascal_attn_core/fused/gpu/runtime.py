@@ -17,7 +17,6 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
-OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
 # some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999). HIP
 # numbers its errors as the CUDA driver does.
@@ -28,22 +27,19 @@ class DriverError(RuntimeError):
     """A call of the CUDA driver, or of the HIP runtime, failed.
 
     Attributes:
-        code: the driver's number for the error, -1 if unknown. The message holds its words, and the function's name.
+        error_code: the driver's number for the error, -1 if unknown; torch's ``AcceleratorError`` calls it so too. The
+            message holds its words, and the function's name.
     """
 
     def __init__(self, message: str, code: int = -1):
         super().__init__(message)
-        self.code = code
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.code == OUT_OF_MEMORY
+        self.error_code = code
 
     @property
     def loses_device(self) -> bool:
         """Whether this process can no longer use the device, by any route. The kernel that is to blame may be another
         than the one that was to be loaded or launched: faults are reported by the next call of the driver."""
-        return self.code in LOST
+        return self.error_code in LOST
 
 
 def driver_error(maker: str, function: str, words: str, code: int) -> DriverError:

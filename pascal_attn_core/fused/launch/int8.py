@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...call import AttentionCall
 from ..code.params import Forward, Quantize
-from .launch import Launch
-from .launches import common_fields, result_fields, steps, views, work_of
+from . import Launch
+from .fields import common_fields, result_fields, steps, views, work_of
 from .plan import Plan
 
 _WORDS = 16  # words of a chunk: rows are padded to a multiple of 64 elements

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...call import AttentionCall
+from ...checks import is_out_of_memory
 from ...config import RouteUnavailable, cache_folder
 from ...machine.own_thread import in_backward, in_own_thread
 from ...machine.runtime import Runtime, runtime_of
@@ -22,7 +23,7 @@ from ..code.compilation import Compilation
 from ..code.source import digest
 from ..gpu.runtime import CompileError, Driver, DriverError, GpuRuntime
 from ..gpu.vendors import gpu_runtime_of
-from ..launch.launch import Launch
+from ..launch import Launch
 from . import verify
 
 log = logging.getLogger("pascal_attn")
@@ -155,7 +156,7 @@ class Kernels:
         try:
             functions = driver.load(self.index, image, variant.functions)
         except DriverError as error:
-            if not error.is_out_of_memory or self._captures():
+            if not is_out_of_memory(error) or self._captures():
                 raise
             torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
             functions = driver.load(self.index, image, variant.functions)
@@ -190,7 +191,9 @@ class Kernels:
                 return
             try:
                 error = self.largest_error(variant)
-            except torch.cuda.OutOfMemoryError as short:
+            except (RuntimeError, MemoryError) as short:
+                if isinstance(short, RouteUnavailable) or not is_out_of_memory(short):
+                    raise
                 raise self.unavailable(variant, short) from short
             if not error <= verify.tolerance(variant):
                 self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
@@ -210,8 +213,7 @@ class Kernels:
         """
         if isinstance(error, DriverError) and error.loses_device:
             raise error
-        is_short = error.is_out_of_memory if isinstance(error, DriverError) else not isinstance(error, RouteUnavailable)
-        if not is_short:
+        if isinstance(error, RouteUnavailable) or not is_out_of_memory(error):
             self.disable(variant, f"no kernel {variant.name}: {error}")
             return KernelUnavailable(self._failed[variant])
         reason = f"no memory for the kernel {variant.name}: {error}"

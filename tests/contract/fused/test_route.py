@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.int8 import error_bound
-from pascal_attn_core.fused.launch.launch import Launch
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
@@ -212,6 +212,15 @@ def test_auto_takes_it_for_what_torch_has_no_kernel_for() -> None:
         "route fused: torch's function has no sliding window"
     )
     torch.testing.assert_close(out, reference_sdpa(query, query, query, window=(64, 0))[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_negated_view_is_read_as_what_it_means(place: int, queued: list[Launch]) -> None:
+    inputs = [torch.randn(1, 2, 40, 64) for _ in range(3)] + [torch.randn(1, 1, 40, 40)]
+    expected = sdpa(*(-t if i == place else t for i, t in enumerate(inputs)), config=FUSED)
+    inputs[place] = torch._neg_view(inputs[place])
+    assert torch.equal(sdpa(*inputs, config=FUSED), expected)
+    assert len(queued) == 2
 
 
 def test_few_queries_are_spread_over_the_card(queued: list[Launch]) -> None:

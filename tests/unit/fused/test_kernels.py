@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime, cuda_driver
 from pascal_attn_core.fused.gpu.runtime import CompileError
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
@@ -259,6 +259,12 @@ def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
     ]
     assert sorted(covered) == [(tile, batch) for tile in range(11) for batch in range(3)]
     assert len(found) > 3
+
+
+def test_no_part_has_more_batch_elements_than_a_grid_may() -> None:
+    launch = _launch(8, 8)._replace(grid=(1, 1, 140_000), work=140_000)
+    found = [(part.params.first_batch, part.grid[2]) for part in parts(launch, 1 << 40)]
+    assert found == [(0, 65_535), (65_535, 65_535), (131_070, 8_930)]
 
 
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
