@@ -9,10 +9,10 @@ from attn_support.oracle import exact, int8_bound
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
-from pascal_attn_core.config import ROUTES
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.routes import route_names
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 # Normal numbers: what 8 bits of Q and K cost (fp16 attention itself errs by 3e-4).
@@ -56,7 +56,7 @@ def test_zero_rows_and_zero_keys_are_no_division_by_zero() -> None:
 
 
 def test_it_is_never_chosen_unasked_and_refuses_what_it_cannot_do() -> None:
-    assert "fused-int8" not in ROUTES
+    assert "fused-int8" not in route_names()
     assert AttentionConfig(route="fused-int8").route == "fused-int8"
     tensor = torch.zeros(1, 1, 8, 64, requires_grad=True)
     call = check_call(tensor, tensor, tensor, scale=-1.0)
