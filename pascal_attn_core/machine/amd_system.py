@@ -7,6 +7,7 @@ knows better: ``gfx_target_version`` in the topology that it shows (Linux kernel
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +31,10 @@ class Node(NamedTuple):
 
 def nodes(folder: Path = _NODES) -> list[Node]:
     """The GPUs that the kernel driver lists; [] where there is no such list."""
-    try:
-        files = sorted(folder.glob("*/properties"), key=lambda file: (len(file.parent.name), file.parent.name))
-        found = [_node(file.read_text(encoding="utf-8")) for file in files]
-    except OSError:
-        return []
+    found: list[Node | None] = []
+    for file in sorted(folder.glob("*/properties"), key=lambda file: (len(file.parent.name), file.parent.name)):
+        with contextlib.suppress(OSError):  # a container may read the files of its own cards only
+            found.append(_node(file.read_text(encoding="utf-8")))
     return [node for node in found if node is not None]
 
 
