@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from earlier import Earlier, checked_out, code_hash
-from linear_share import linear_share
-from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
-
-from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
-from pascal_attn_core.fused.gpu import nvrtc as _nvrtc
-from pascal_attn_core.fused.gpu.nvrtc import usage
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from earlier import Earlier, checked_out, code_hash  # noqa: E402
+
+from pascal_attn_core.fused.code import prebuilt  # noqa: E402
+from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
+from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant, all_variants, digest, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
+from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
+from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, linear_share, share  # noqa: E402
+
 BUILD = ROOT / "build" / "fused"
 TABLE = ROOT / "docs" / "fused-static.txt"
 ARCHS = (50, 60, 61, 70, 75, 80, 90)

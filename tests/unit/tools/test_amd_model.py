@@ -3,22 +3,16 @@ shipped kernels."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from attn_support.amd.code import OBJDUMP, Instruction, Operand, instruction
+from attn_support.amd.memory import Memory
+from attn_support.amd.wave import Wave
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd_model as model  # noqa: E402
-from amd_model import ComputeUnit, Event, Pace, Speed, Trace, main_blocks  # noqa: E402
-from amd_unit import GCN, RDNA2, Timing  # noqa: E402
-from support.amd.code import OBJDUMP, Instruction, Operand, instruction  # noqa: E402
-from support.amd.memory import Memory  # noqa: E402
-from support.amd.wave import Wave  # noqa: E402
+from tools.models import amd as model
+from tools.models.amd import ComputeUnit, Event, Pace, Speed, Trace, main_blocks
+from tools.models.compute_unit import GCN, RDNA2, Timing
 
 VECTOR, SLOW, LDS, BARRIER = Event("vector"), Event("vector", 16), Event("lds", 8), Event("barrier")
 WAIT = Event("wait", waits=(("lgkmcnt", 0),))

@@ -1,11 +1,11 @@
 """What share of a card's tensor cores a kernel can keep busy, from its machine code: a model of one multiprocessor.
 
-    python tools/tensor_model.py FILE.cubin --warps 8 --blocks 1          each loop with products of each function
-    python tools/tensor_model.py FILE.cubin --machine V100 --function pa_forward
-    python tools/tensor_model.py --kinds tensor tensor_grad_query         ours, compiled by NVRTC
-    python tools/tensor_model.py --kinds tensor --mask bool               and where the mask cuts every tile
-    python tools/tensor_model.py --kinds volta --machine V100
-    python tools/tensor_model.py --calls                                  wasted products, and idle multiprocessors
+    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1          each loop with products of each function
+    python -m tools.models.tensor FILE.cubin --machine V100 --function pa_forward
+    python -m tools.models.tensor --kinds tensor tensor_grad_query         ours, compiled by NVRTC
+    python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
+    python -m tools.models.tensor --kinds volta --machine V100
+    python -m tools.models.tensor --calls                                  wasted products, and idle multiprocessors
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -40,13 +40,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from maxwell import sections
-from volta import Instruction, decode, loops, usual_path
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.geometry.tensor import TensorGeometry
 from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
+from tools.fused import compiled
+
+from .sass import Instruction, product_loops, sections, usual_path, volta
 
 SCHEDULERS = 4
 _LANES = 32
@@ -90,7 +91,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Counts:
-    """What one warp's round of the loop takes, in cycles of its scheduler; ``shared``: a round of four warps, one on
+    """Cycles that one warp's round of the loop takes of its scheduler; ``shared``: a round of four warps, one on
     each scheduler, in cycles of the pipe that they share."""
 
     issued: int
@@ -296,7 +297,7 @@ class _Simulation:
 
 @dataclass(frozen=True)
 class Waste:
-    """Of the products that a launch computes, the share that is wasted (beyond the band, as a causal mask's diagonal,
+    """The share of the products of a launch that is wasted (beyond the band, as a causal mask's diagonal,
     and beyond the ends of the sequences), and the share of the card's time in which multiprocessors have no block."""
 
     unwanted: float
@@ -311,8 +312,7 @@ def waste(
     heads: int,
     places: int,
     allowed: Callable[[int], tuple[int, int]] | None = None,
-    splits: int = 1,
-    pieces: Pieces | None = None,
+    cut: int | Pieces = 1,
 ) -> Waste:
     """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
 
@@ -320,10 +320,9 @@ def waste(
         queries, keys: rows and columns of the scores; heads: launches of them (batch times heads).
         places: blocks that the card holds at once.
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
-        splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
-            What joining them takes is not counted.
-        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.launch.stream_k`.
-            Time in which they write and read parts counts as idle.
+        cut: ranges that the columns of a tile of rows are cut into, one block each (:func:`.plan.tensor_splits`), or
+            the blocks where they are listed (:mod:`pascal_attn_core.fused.launch.stream_k`). What joining ranges takes
+            is not counted; time in which listed blocks write and read parts counts as idle.
     """
     tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
@@ -334,12 +333,12 @@ def waste(
         begin, end = spans[0][0], spans[-1][1]
         tiles.append(max(0, -(-(end - begin) // cols)))
     made = sum(tiles) * rows * cols
-    if pieces is not None:
-        whole = [tiles[i % len(tiles)] * cols for i in range(pieces.whole)]
-        jobs = [*whole, *(piece.cost(cols) for piece in pieces.listed)]
+    if isinstance(cut, Pieces):
+        whole = [tiles[i % len(tiles)] * cols for i in range(cut.whole)]
+        jobs = [*whole, *(piece.cost(cols) for piece in cut.listed)]
     else:
-        each = [(of, -(-of // splits)) for of in tiles]
-        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(splits)]
+        each = [(of, -(-of // cut)) for of in tiles]
+        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(cut)]
         jobs = [part * cols for part in sorted(parts, reverse=True)] * heads  # of each head the longest first
     return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
 
@@ -363,7 +362,7 @@ HEAD = (
 def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
     """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts."""
     for function, code in sections(cubin).items():
-        for loop in loops(decode(code)):
+        for loop in product_loops(volta(code)):
             yield function, usual_path(loop, masked=masked)
 
 
@@ -403,7 +402,7 @@ def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None
         assert isinstance(own, TensorGeometry)
         allowed = (lambda i: (0, i + 1)) if call.causal else None
         heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, splits, pieces)
+        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, pieces or splits)
         blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
         words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits, *blocks]
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
@@ -411,8 +410,6 @@ def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None
 
 def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
     """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
-    from fused import compiled
-
     from pascal_attn_core.fused.code.source import all_variants
 
     for variant in all_variants():
