@@ -93,9 +93,9 @@ def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
     host.prompt_id = str
     config = engine.AttentionConfig
     settings = {
-        "passed to ComfyUI": engine.Settings(),
-        TAKEN: engine.Settings(config(route="torch"), 0),
-        UNGUARDED: engine.Settings(config(route="torch"), 0, nan_guard=False),
+        "passed to ComfyUI": engine.PatchSettings(),
+        TAKEN: engine.PatchSettings(config(route="torch"), 0),
+        UNGUARDED: engine.PatchSettings(config(route="torch"), 0, nan_guard=False),
     }
     return {
         f"{label}{what}": override.make_override(engine.Engine(given, "Model", "model", None), scope.Scope(), None)

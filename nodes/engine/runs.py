@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
 _PENDING = 512  # after so many pairs of CUDA events those that are over are read
+
+
+class Place(NamedTuple):
+    """Where a call comes from: its block of the model, and how it came, as ``CallKind`` has them."""
+
+    block: str = ""
+    via: str = "override"
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
+from ..checks import is_out_of_memory
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route
-from .torch_faults import broken_promise, fault_reasons, is_out_of_memory, torch_sdpa, unkept
+from .torch_faults import broken_promise, fault_reasons, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -89,7 +90,12 @@ class TorchRoute(Route):
         why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
-    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm, **options: Any) -> Results:
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
+        """``plan`` None: the tensors of the call as they are."""
+        if plan is None:
+            mask = call.attn_mask
+            assert not isinstance(mask, LazyMask)
+            plan = TorchForm(call.query, call.key, call.value, mask)
         return Results(run_form(call, plan))
 
 

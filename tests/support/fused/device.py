@@ -70,7 +70,7 @@ class CardKernels(Kernels):
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
 
-    def machine_code(self, variant: Compilation) -> bytes:
+    def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
         cubin = super().machine_code(variant)
         self.driver.variants[cubin] = variant
         return cubin

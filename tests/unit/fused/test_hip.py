@@ -289,7 +289,7 @@ def test_a_launch_goes_to_the_current_stream_with_its_parameters_and_the_device_
     gpu = HipRuntime(lambda: driver, HipCompiler)
 
     class Known(Kernels):
-        def machine_code(self, variant: Variant) -> bytes:
+        def machine_code(self, variant: Variant, *, compiled: bool = False) -> bytes:
             code = super().machine_code(variant)
             driver.variants[code] = variant
             return code

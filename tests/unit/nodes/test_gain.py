@@ -146,9 +146,9 @@ def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
     monkeypatch.setattr(engine_module.host, "compute_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(engine_module.host, "throw_if_interrupted", lambda: None)
     monkeypatch.setattr(engine_module.host, "prompt_id", lambda: "p")
-    engine = engine_module.Engine(engine_module.Settings(min_keys=0), "Model", "diffusion model", None)
+    engine = engine_module.Engine(engine_module.PatchSettings(min_keys=0), "Model", "diffusion model", None)
     plain = torch.randn(1, 2, 64, 16)
     engine.begin()
-    assert engine.attend(plain, plain, plain, block="a") is not None
+    assert engine.attend(plain, plain, plain, place=engine_module.Place("a")) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)

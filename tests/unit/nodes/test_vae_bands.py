@@ -81,7 +81,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     """Its ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
-    network.attend = attention.channels_first(engine, scopes.Scope(), "mid")(one_head)
+    network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(one_head)
     return bands.in_bands(engine, network, "decode", mode, estimate)(network.decode), engine
 
 

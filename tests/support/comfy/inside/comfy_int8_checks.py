@@ -245,8 +245,7 @@ def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
     model = patched(base)
     near(sample(model), stock)
     module, loaded = layer(model), model.model.model_loaded_weight_memory
-    state = int8_weight(model).state
-    assert state.source.stays_in_host_memory(module)
+    assert int8_weight(model).layer.source.stays_in_host_memory(module)
     binding(model).detach(network(model))
     module.comfy_cast_weights = True
     assert model.model.model_lowvram
