@@ -7,8 +7,9 @@ simulator's own allocation of registers: what ptxas would reorder is not seen. D
 is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
-``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11, and needs no GPU and
-no nvcc: ``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
+``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11 (the wheel
+nvidia-cuda-runtime-cu11, and cudaProfiler.h, which that wheel lacks, from any CUDA), and needs no GPU and no nvcc:
+``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
 For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
 with ``YY`` and the comments.
 """

@@ -22,10 +22,11 @@ steady. What an instruction occupies:
   programming guide, throughput of native arithmetic instructions);
 - a barrier, or a counter in shared memory, the warps that wait there.
 
-How much work waits before shared memory is documented nowhere: 192 cycles (six LDSM.x4 of each scheduler) is where the
-model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128, compiled by
-CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With 48 cycles these
-come to 57, 43 and 42 %, ours change by a point.
+How much work waits before shared memory is documented nowhere. It is fitted: 192 cycles (six LDSM.x4 of each scheduler)
+is where the model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128,
+compiled by CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
+``--queue 48`` these come to 57, 43 and 42 %. Ours change by a point, except head_dim 96, which falls from 82 to 71 %:
+its four warps meet at a barrier, while the warps of the kernels for 64 and 128 wait for counters.
 
 Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles), the instruction cache, clocks. On Volta a load
 of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
@@ -36,7 +37,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +59,6 @@ _HALF = ("HADD2", "HFMA2", "HMUL2")
 _CONTROL = ("BAR", "BRA", "BSYNC", "BSSY", "BREAK", "NOP", "EXIT", "WARPSYNC", "DEPBAR", "BMOV", "YIELD", "ULDC",
             "MEMBAR", "CALL", "RET")  # fmt: skip
 _BARRIER_LATENCY = 15
-_QUEUE = 192  # cycles of work that the pipe of shared memory accepts beyond what it is doing, see above
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Machine:
         product: cycles of its scheduler's tensor cores for an instruction, by kind.
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
         num_sms: of the card; arch: 75 is sm_75.
+        queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Machine:
     num_sms: int
     arch: int
     conversion: int = 8
+    queue: int = 192
 
 
 MACHINES = {
@@ -247,7 +249,7 @@ class _Simulation:
         if x.waits:
             when = max(when, *(clear for i, clear in enumerate(warp.boards) if x.waits >> i & 1))
         if pipe == "shared":
-            return max(when, int(self.shared_free) - _QUEUE)
+            return max(when, int(self.shared_free) - self.machine.queue)
         return max(when, self.free[warp.scheduler][pipe])
 
     def _issue(self, warp: _Warp) -> None:
@@ -427,11 +429,12 @@ def main() -> None:
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
+    parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
     parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
     parser.add_argument("--unlisted", action="store_true", help="for --calls: without even distribution")
     parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
-    machines = [MACHINES[name] for name in arguments.machine]
+    machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
     if arguments.calls:
         for machine in machines:
             print_calls(arguments.head_dim, machine, listed=not arguments.unlisted)
