@@ -43,14 +43,15 @@ _HEAD = """\
 
 
 def every_variant() -> Iterator[Compilation]:
-    """Of attention, then of linear layers."""
+    """Every variant of attention, then of linear layers."""
     yield from all_variants()
     yield from linear_variants()
 
 
 def archs_of(variant: Compilation) -> list[int]:
-    """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
-    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
+    """The architectures that a variant is for. Newer cards take the kernels on tensor cores by name only, compiled when
+    they do; scores with a cap, and sinks, are looked at on one architecture, since they leave the products as they
+    are."""
     if variant.kind.startswith("capped"):
         return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]

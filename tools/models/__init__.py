@@ -1,4 +1,5 @@
-"""What machine code can reach on a card that is not here: counted, or played back on a model of its scheduler."""
+"""The speed that machine code can reach on a card that is not here: counted, or played back on a model of its
+scheduler."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What share of its time a compute unit of AMD's multiplies, and how long a call takes: a model on machine code.
+"""A model, on machine code, of the share of its time in which a compute unit of AMD's multiplies, and of call times.
 
     python -m tools.models.amd                                 the calls that noflash-attention publishes times of
     python -m tools.models.amd --head-dim 128 --dtype float32

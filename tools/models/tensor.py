@@ -1,4 +1,4 @@
-"""What share of a card's tensor cores a kernel can keep busy, from its machine code: a model of one multiprocessor.
+"""A model of one multiprocessor: the share of its tensor cores that a kernel can keep busy, by its machine code.
 
     python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1          each loop with products of each function
     python -m tools.models.tensor FILE.cubin --machine V100 --function pa_forward

@@ -19,7 +19,7 @@ WAIT = Event("wait", waits=(("lgkmcnt", 0),))
 
 
 def _cycles(*waves: list[Event], timing: Timing = GCN) -> int:
-    """Of one block. The last instruction ends the run in the cycle after it has been issued."""
+    """Cycles of one block. The last instruction ends the run in the cycle after it has been issued."""
     return ComputeUnit([waves], timing).run()
 
 
@@ -34,7 +34,7 @@ def test_four_waves_have_a_simd_each_and_the_fifth_shares_one() -> None:
 
 
 def test_instructions_of_other_kinds_are_issued_beside_arithmetic() -> None:
-    """By another wave of the SIMD."""
+    """Another wave of the SIMD issues them."""
     one, other = [VECTOR] * 20, [Event("scalar")] * 20
     assert _cycles(one, [VECTOR], [VECTOR], [VECTOR], other) == 19 * 4 + 1
 
@@ -76,7 +76,7 @@ def test_bank_conflicts_are_those_of_the_addresses(name: str, step: int, cycles:
 
 
 def _events(*texts: str) -> list[Event]:
-    """Of a wave of 32 lanes."""
+    """Events of a wave of 32 lanes."""
     trace, wave = Trace(RDNA2), Wave(0, Memory(()), np.zeros(1, np.uint32), [], size=32)
     for text in texts:
         name, _, rest = text.partition(" ")

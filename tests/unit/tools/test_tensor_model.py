@@ -118,7 +118,7 @@ def test_a_result_is_waited_for() -> None:
 
 
 def test_a_barrier_holds_warps_together() -> None:
-    """Of two warps of a scheduler one multiplies while the other converts; a barrier keeps both in step."""
+    """One of two warps of a scheduler multiplies while the other converts; a barrier keeps both in step."""
     apart = [*[code("MUFU", writes=0)] * 7, code("MUFU", stall=2, writes=0), *[code("HMMA.1688", stall=8, waits=1)] * 8]
     free, held = (model.simulate(loop(*apart, *end), T4, 8, 1, rounds=60) for end in ((), (code("BAR"),)))
     assert held < free - 0.1
@@ -146,7 +146,8 @@ def test_a_counter_is_waited_for() -> None:
 
 
 def test_our_own_kernels_are_found() -> None:
-    """Their loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
+    """The loops of our kernels have the products of their tiles: 64 x 32 scores of one warp, three products, 32
+    deep."""
     try:
         name, cubin, warps, blocks = next(model.own_cubins(["tensor_grad_query"], T4))
     except SystemExit:
