@@ -12,13 +12,11 @@ import comfy.model_management as host
 import comfy.sd
 import comfy.utils
 import torch
-from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, runs, unload
 from comfy_inproc import load_vae
 from comfy_vae_parts import IMAGE, NODE, kl, latent, patched, vae_around
 
 import nodes
-
-__all__ = ["run_checks"]
 
 ALWAYS, NEEDED, AS_IT_IS = "always in bands", "in bands when needed", "as it is"
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError

@@ -10,14 +10,12 @@ import comfy.patcher_extension as extension
 import comfy.sample
 import comfy.sd
 import torch
-from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, runs, unload
 from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora, load_model, load_pack
 from comfy_patch_networks import applied, built, noise, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
 SMALL = 0.02  # MiB: everything is chunked as finely as it may be
-
-__all__ = ["run_checks"]
 
 
 def patched(model, budget=SMALL, min_tokens=2):

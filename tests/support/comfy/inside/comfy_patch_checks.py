@@ -7,13 +7,13 @@ import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
 import comfy.sampler_helpers
 import torch
-from comfy_checks import Skip, check, close, log_lines, pack, replaced, run_checks, runs, unload
-from comfy_inproc import LATENTS, load_model, sample
+from comfy_checks import Skip, check, close, log_lines, pack, replaced, runs, unload
+from comfy_inproc import LATENTS, load_model, load_pack, sample
 from comfy_patch_networks import NETWORKS, applied, patcher_of
 
 import nodes
 
-__all__ = ["run_checks"]
+load_pack()
 KEY = "optimized_attention_override"
 IS_SDPA = host_attention.optimized_attention is host_attention.attention_pytorch
 

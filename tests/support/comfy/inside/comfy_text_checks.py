@@ -9,15 +9,13 @@ import comfy.model_management as host
 import comfy.sd
 import comfy.sd1_clip
 import torch
-from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, runs, unload
 from comfy_inproc import load_checkpoint, load_pack, load_t5
 
 NODE = load_pack()["PascalTextEncoderAttention"]
 PROMPT = "a photo of a (cat:1.3), a dog and a horse"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 LOADED: dict = {}
-
-__all__ = ["run_checks"]
 
 
 def patched(clip, route="auto", budget_mib=0, nan_guard=True):

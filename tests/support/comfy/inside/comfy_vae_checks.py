@@ -17,7 +17,6 @@ from comfy_checks import (
     pack,
     raises,
     replaced,
-    run_checks,
     runs,
     unload,
 )
@@ -32,8 +31,6 @@ from comfy_vae_parts import (
     patched,
     vae_around,
 )
-
-__all__ = ["run_checks"]
 
 
 def decoding_equals(name, route):
