@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.comfy.stub import node_module
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe.memory import measure
@@ -53,9 +53,8 @@ class Block(nn.Module):
 
 
 def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = shadows.Shadow(mode).of(module)
-    tracer = trace.Tracer(mode)
+    tracer = trace.Tracer()
+    shadow = shadows.Shadow(tracer.shapes).of(module)
     tracer.watch(shadow)
     override = (lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs)) if announced else None
     return tracer.run(lambda: shadow(x, override))

@@ -102,7 +102,7 @@ def memory_of_a_whole_evaluation_is_what_it_really_takes():
         model, measured = load_model(name), []
         call = followed(model, name, 1)
         peak = max([call.other_bytes, *(shape.live_bytes + shape.extra_bytes for shape in call.ffn)])
-        silent = trace.Tracer(None)
+        silent = trace.Tracer()
         model.model_options["transformer_options"][OVERRIDE] = lambda func, *a, silent=silent, **k: silent.override(
             func, *a, **k
         )
