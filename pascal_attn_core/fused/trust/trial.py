@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...checks import is_out_of_memory
 from ...config import cache_folder, switched_on
 from ...machine.device import MIB, free_bytes
 from ...machine.runtime import Runtime
@@ -354,7 +355,9 @@ def _run_one(kernels: Kernels, variant: Compilation, tell: Callable[..., None]) 
     tell(variant=variant.name, begun=True)
     try:
         error = kernels.largest_error(variant)
-    except (KernelUnavailable, torch.cuda.OutOfMemoryError) as short:
+    except Exception as short:
+        if not isinstance(short, KernelUnavailable) and not is_out_of_memory(short):
+            raise
         tell(variant=variant.name, refused=str(short))
         return
     tell(variant=variant.name, error=error if error < float("inf") else 1e30, limit=verify.tolerance(variant))

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import gap
 from ..code.linear_source import TILES, LinearVariant
-from ..launch.launch import Launch
+from ..launch import Launch
 from ..launch.linear import LinearCall, linear_launches
 
-# Of the activations, whose functions no two makers round alike. Far below any mistake in which element goes where.
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 # Rotation and columns: whole groups in two pieces of a row, and columns that can only be read four codes at a time.
 _SHAPES = ((256, 512), (4, 276))
 
@@ -87,5 +86,4 @@ def _difference(call: LinearCall, right: Tensor) -> float:
     out = call.out.cpu()
     if call.activation == "none":
         return 0.0 if torch.equal(out, right.to(out.dtype)) else float("inf")
-    error = (out.float() - right).abs().max().nan_to_num(nan=torch.inf)
-    return (error / right.abs().max()).item()
+    return gap(out, right).relative
