@@ -60,14 +60,12 @@ class ModelCall:
         attention, ffn: its calls in order.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
-        is_rough: not traced but estimated: only the largest calls, approximately.
     """
 
     attention: list[AttentionShape] = field(default_factory=list)
     ffn: list[FfnShape] = field(default_factory=list)
     other_bytes: int = 0
     unread: list[str] = field(default_factory=list)
-    is_rough: bool = False
 
 
 class Tracer(WithoutData):

@@ -47,6 +47,8 @@ class _Holder(NamedTuple):
 
     def has_changed(self) -> bool:
         now, kept = self.read(), self.kept
+        if not (now or kept):
+            return False
         if len(now) == len(kept) and all(map(is_, now.values(), kept.values())) and all(map(is_, now, kept)):
             return False
         return list(now) != list(kept) or not all(map(_is_equal, now.values(), kept.values()))
