@@ -326,7 +326,6 @@ def the_memory_estimate_of_a_live_model_is_that_of_the_model():
     def estimated(model):
         latent = latents.of(model, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
         found = follow(model, latent, conditioning("wan_t2v"), 16, 1).call
-        assert not found.is_rough, found
         return found.attention, found.ffn
 
     base, stock = wan()
