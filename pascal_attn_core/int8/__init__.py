@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from ..patching.patch import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup, require_sites
+from ..patching.selectors import require_matches
+from ..patching.targets import denoisers_of
 from ..routes.timing_table import median_times
 from .find import Found, find_linear
 from .layer import WEIGHTS, Layer, Settings
@@ -41,18 +41,19 @@ __all__ = [
 
 
 def patch_linear_int8(
-    model: nn.Module,
+    model: Any,
     *,
     include: Any = None,
     exclude: Any = None,
     max_error: float = 0.05,
-    calibrate: Callable[[nn.Module], Any] | None = None,
+    calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
 ) -> Int8Patch:
     """Run linear layers of ``model`` in 8-bit integers. Not exact.
 
     Args:
-        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
+            their layers begin with that of the component (``"transformer_2.blocks.0.ffn.net.2"``).
         include: exactly these layers instead of the default, which is those of the repeated blocks without embeddings,
             norms, modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
             ``(name, module) -> bool``, or several of them.
@@ -70,11 +71,11 @@ def patch_linear_int8(
         A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
     Raises:
-        TypeError, ValueError: an invalid argument.
+        TypeError: an argument of a wrong type.
+        ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
+    target, model = model, denoisers_of(model)
+    require_matches(model, include=include, exclude=exclude)
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
         raise TypeError(f"max_error must be a number, got {max_error!r}")
     if not max_error >= 0:
@@ -94,11 +95,11 @@ def patch_linear_int8(
                 group.add(layer.detach)
         if calibrate is not None:
             settings.gathers = True
-            calibrate(model)
+            calibrate(target)
             settings.gathers = False
             for layer in layers.values():
                 layer.decide()
-    return Int8Patch(group, settings, found, layers)
+    return require_sites(Int8Patch(group, settings, found, layers))
 
 
 class Int8Patch(Patch):

@@ -30,6 +30,18 @@ def selectors(what: str, given: Any) -> list[Selector]:
     return several
 
 
+def require_matches(model: nn.Module, **given: Any) -> None:
+    """
+    Raises:
+        TypeError: an argument is no pattern, class or predicate.
+        ValueError: one of them chooses no module of the model.
+    """
+    for what, value in given.items():
+        for selector in selectors(what, value):
+            if not any(matches([selector], name, module) for name, module in model.named_modules()):
+                raise ValueError(f"{what} must choose a module, got {selector!r}, which matches none")
+
+
 def matches(chosen: list[Selector], name: str, module: nn.Module) -> bool:
     """Whether any of them chooses the module with this qualified name."""
     for selector in chosen:
