@@ -18,7 +18,7 @@ from .estimate.largest import Largest, Size, axes_of, find_largest, largest_deco
 from .estimate.text import Subject, largest_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .patches.ffn import budget_from
-from .reporting.preview import as_image
+from .reporting.picture import as_image
 
 log = logging.getLogger("pascal_attn")
 

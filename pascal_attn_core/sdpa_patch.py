@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import check_call, is_causal_bias
+from .call import Options, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, number_of, switched_on
 from .patching.interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -248,13 +248,16 @@ def _attend(original: Any, scope: _Scope, args: tuple, kwargs: dict[str, Any]) -
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
-    if not torch._C._len_torch_function_stack():
-        if _is_plainly_short(config, args, kwargs):
-            return TORCH_SDPA(*args, **kwargs)
-    else:
-        with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
+    try:
+        if not torch._C._len_torch_function_stack():
             if _is_plainly_short(config, args, kwargs):
                 return TORCH_SDPA(*args, **kwargs)
+        else:
+            with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
+                if _is_plainly_short(config, args, kwargs):
+                    return TORCH_SDPA(*args, **kwargs)
+    except RuntimeError:  # another route may take what torch's kernel does not; else the error comes again
+        pass
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:
@@ -281,8 +284,10 @@ def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, An
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether our check refuses the arguments; torch's function then computes them or raises its own error."""
+    call = bind_sdpa(args, kwargs)
+    assert not isinstance(call, str)
     try:
-        check_call(*args, **kwargs)
+        check_call(*call[:4], Options(*call[4:]))
     except (TypeError, ValueError) as error:
         _note_refusal(str(error))
         return True

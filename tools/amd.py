@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.amd_code import metadata
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, AmdGeometry, wave_size
@@ -114,9 +113,12 @@ def compiled(variant: Variant) -> bytes:
     return path.read_bytes()
 
 
+_COUNTS = (".vgpr_count", ".sgpr_count", ".private_segment_fixed_size", ".group_segment_fixed_size")
+
+
 @dataclass(frozen=True)
 class Facts:
-    """Of one function: registers, bytes of scratch of a lane, shared memory of a block in bytes."""
+    """The needs of one function: registers, bytes of scratch of a lane, shared memory of a block in bytes."""
 
     name: str
     vector: int
@@ -126,17 +128,11 @@ class Facts:
 
 
 def facts(code: bytes) -> list[Facts]:
-    """Of every function of a code object, by its metadata."""
-    return [
-        Facts(
-            kernel[".name"],
-            kernel[".vgpr_count"],
-            kernel[".sgpr_count"],
-            kernel[".private_segment_fixed_size"],
-            kernel[".group_segment_fixed_size"],
-        )
-        for kernel in metadata(code)["amdhsa.kernels"]
-    ]
+    """The facts of every function of a code object, as llvm-readelf shows its metadata."""
+    readelf = shutil.which(f"llvm-readelf-{CLANG}") or "llvm-readelf"
+    notes = subprocess.run([readelf, "--notes", "-"], input=code, capture_output=True, check=True).stdout.decode()
+    kernels = [dict(re.findall(r"^    (\.\w+): +(\S+)$", part, re.MULTILINE)) for part in notes.split("\n  - ")[1:]]
+    return [Facts(k[".name"], *(int(k[name]) for name in _COUNTS)) for k in kernels if ".name" in k]
 
 
 def waves(arch: str, vector: int, shared: int, threads: int) -> int:

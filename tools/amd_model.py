@@ -41,8 +41,8 @@ from support.amd.wave import Wave  # noqa: E402
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant  # noqa: E402
-from pascal_attn_core.fused.launch.launch import Launch  # noqa: E402
-from pascal_attn_core.fused.launch.launches import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch import Launch  # noqa: E402
+from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of  # noqa: E402
 
 

@@ -84,20 +84,18 @@ def direct(name: str) -> Callable[..., Any]:
 
 def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
     """The pack's override at its defaults (which leaves these calls), and with every call taken by torch's kernel."""
-    is_old = importlib.util.find_spec(f"{name}.nodes._engine") is not None  # a baseline from before there were folders
-    folders = ("_", "_", "_", "_") if is_old else ("engine.", "comfy.", "comfy.", "comfy.")
     engine, override, scope, host = (
-        importlib.import_module(f"{name}.nodes.{folder}{part}")
-        for folder, part in zip(folders, ("engine", "override", "scope", "host"))
+        importlib.import_module(f"{name}.nodes.{part}")
+        for part in ("engine.engine", "patches.override", "patches.scope", "comfy.host")
     )
     host.throw_if_interrupted = lambda: None
     host.compute_device = lambda: torch.device("cpu")
     host.prompt_id = str
     config = engine.AttentionConfig
     settings = {
-        "passed to ComfyUI": engine.Settings(),
-        TAKEN: engine.Settings(config(route="torch"), 0),
-        UNGUARDED: engine.Settings(config(route="torch"), 0, nan_guard=False),
+        "passed to ComfyUI": engine.PatchSettings(),
+        TAKEN: engine.PatchSettings(config(route="torch"), 0),
+        UNGUARDED: engine.PatchSettings(config(route="torch"), 0, nan_guard=False),
     }
     return {
         f"{label}{what}": override.make_override(engine.Engine(given, "Model", "model", None), scope.Scope(), None)

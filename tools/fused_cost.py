@@ -49,7 +49,7 @@ class IdleDriver:
 class TrustedKernels(Kernels):
     """Not checked at their first use: nothing is computed."""
 
-    def machine_code(self, variant: Variant) -> bytes:
+    def machine_code(self, variant: Variant, *, compiled: bool = False) -> bytes:
         return b""
 
     def largest_error(self, variant: Variant) -> float:

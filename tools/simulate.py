@@ -39,9 +39,9 @@ from share import KERNELS  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
 from pascal_attn_core.fused.code.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
+from pascal_attn_core.fused.launch import Launch  # noqa: E402
 from pascal_attn_core.fused.launch.backward import backward_launches  # noqa: E402
-from pascal_attn_core.fused.launch.launch import Launch  # noqa: E402
-from pascal_attn_core.fused.launch.launches import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Plan, variants_of  # noqa: E402
 from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402

@@ -25,124 +25,11 @@ from pascal_attn_core import patch_vae
 from pascal_attn_core.vae.banded import Banded
 from pascal_attn_core.vae.calls import with_numbers
 from pascal_attn_core.vae.run import Run
-from tools.families.autoencoders import FAMILIES
-from tools.families.family import Family, NotInThisVersion
+from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 
 PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
 
 
-def _sample(*shape: int) -> Any:
-    return lambda draw: {"sample": draw(*shape)}
-
-
-_VIDEO_BLOCKS = {"block_out_channels": (16, 16, 32), "latent_channels": 4, "norm_num_groups": 8}
-_LTX: dict[str, Any] = {
-    "latent_channels": 8,
-    "block_out_channels": (8, 16, 32, 64),
-    "layers_per_block": (1, 1, 1, 1, 1),
-    "decoder_block_out_channels": (8, 16, 32),
-    "decoder_layers_per_block": (1, 1, 1, 1),
-    "decoder_spatio_temporal_scaling": (True, True, True),
-    "decoder_inject_noise": (False,) * 4,
-    "upsample_residual": (True,) * 3,
-    "upsample_factor": (2,) * 3,
-    "patch_size": 2,
-}
-#: autoencoders that do not attend, and so are not among the families of the attention's table
-WITHOUT_ATTENTION = [
-    Family(
-        "AutoencoderTiny",
-        {
-            "encoder_block_out_channels": (8, 8),
-            "decoder_block_out_channels": (8, 8),
-            "num_encoder_blocks": (1, 2),
-            "num_decoder_blocks": (2, 1),
-        },
-        _sample(2, 3, 16, 16),
-    ),
-    Family(
-        "AutoencoderOobleck",
-        {
-            "encoder_hidden_size": 8,
-            "downsampling_ratios": [2, 4],
-            "channel_multiples": [1, 2],
-            "decoder_channels": 8,
-            "decoder_input_channels": 4,
-        },
-        _sample(2, 2, 256),
-    ),
-    Family(
-        "AutoencoderKLLTXVideo",
-        {
-            "latent_channels": 8,
-            "block_out_channels": (8, 16),
-            "down_block_types": ("LTXVideoDownBlock3D",) * 2,
-            "decoder_block_out_channels": (8, 16),
-            "layers_per_block": (1, 1, 1),
-            "decoder_layers_per_block": (1, 1, 1),
-            "spatio_temporal_scaling": (True, True),
-            "decoder_spatio_temporal_scaling": (True, True),
-            "decoder_inject_noise": (False,) * 3,
-            "downsample_type": ("conv", "conv"),
-            "patch_size": 2,
-            "upsample_residual": (False, False),
-            "upsample_factor": (1, 1),
-        },
-        _sample(1, 3, 9, 32, 32),
-    ),
-    Family(
-        "AutoencoderKLLTX2Video",
-        {
-            **_LTX,
-            "down_block_types": ("LTX2VideoDownBlock3D",) * 4,
-            "spatio_temporal_scaling": (True,) * 4,
-        },
-        _sample(1, 3, 9, 64, 64),
-    ),
-    Family(
-        "AutoencoderKLLTX2Audio",
-        {
-            "base_channels": 8,
-            "ch_mult": (1, 2),
-            "num_res_blocks": 1,
-            "latent_channels": 4,
-            "mel_bins": 16,
-            "resolution": 32,
-        },
-        _sample(1, 2, 32, 16),
-    ),
-    Family(
-        "AutoencoderKLCogVideoX",
-        {
-            **_VIDEO_BLOCKS,
-            "down_block_types": ("CogVideoXDownBlock3D",) * 3,
-            "layers_per_block": 1,
-            "up_block_types": ("CogVideoXUpBlock3D",) * 3,
-            "temporal_compression_ratio": 4,
-        },
-        _sample(1, 3, 9, 16, 16),
-    ),
-    Family(
-        "AutoencoderKLMagvit",
-        {
-            **_VIDEO_BLOCKS,
-            "layers_per_block": 1,
-            "down_block_types": ("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
-            "up_block_types": ("SpatialUpBlock3D", "SpatialTemporalUpBlock3D", "SpatialTemporalUpBlock3D"),
-        },
-        _sample(1, 3, 9, 16, 16),
-    ),
-    Family(
-        "AutoencoderKLKVAE",
-        {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2)},
-        _sample(1, 3, 32, 32),
-    ),
-    Family(
-        "AutoencoderKLKVAEVideo",
-        {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4},
-        _sample(1, 3, 9, 32, 32),
-    ),
-]
 #: not an autoencoder with a latent that it decodes
 _LEFT_OUT = {"LTX2VideoDiffusionDecoderModel"}
 
@@ -159,7 +46,7 @@ class Row(NamedTuple):
 
 def families(names: list[str]) -> Iterator[Family]:
     """All, or those whose name contains one of ``names``."""
-    for family in (*FAMILIES, *WITHOUT_ATTENTION):
+    for family in (*sections()["autoencoders"], *sections()[WITHOUT_ATTENTION]):
         if family.model.rpartition(".")[2] not in _LEFT_OUT and (
             not names or any(name in family.name for name in names)
         ):

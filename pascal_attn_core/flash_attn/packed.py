@@ -108,4 +108,4 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: 
     given = replace(options, alignment=alignment).given(enable_gqa=q.shape[1] != k.shape[1])
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
     query, key, value, _, given = prepared(query, key, value, None, given)
-    return check_call(query, key, value, None, *given)
+    return check_call(query, key, value, None, given)

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+_LARGEST = 16 << 20  # bytes of a file that is read
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file in one step: a reader sees all of it, or what was there before. A missing folder is made, for this
@@ -40,15 +42,15 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; an empty one where there is no file.
 
     Raises:
-        OSError: the file cannot be read, or is none: a pipe, a device, a folder.
+        OSError: the file cannot be read, is larger than 16 MiB, or is none: a pipe, a device, a folder.
         ValueError: it is not JSON, or holds something other than an object.
     """
     try:
-        is_file = stat.S_ISREG(path.stat().st_mode)
+        status = path.stat()
     except FileNotFoundError:
         return {}
-    if not is_file:
-        raise OSError(f"{path} is no regular file")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+        raise OSError(f"{path} is no regular file of at most {_LARGEST} bytes")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:

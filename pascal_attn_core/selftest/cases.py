@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import sdpa, sdpa_with_lse
 from ..checks import exact_limit, gap
-from ..config import ROUTES, AttentionConfig, UnsupportedAttention
+from ..config import AttentionConfig, UnsupportedAttention
 from ..flash_attn import flash_attn_varlen_func
 from ..reference import reference_sdpa
+from ..routes import route_names
 
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO = "auto"
-ALL_ROUTES = (*ROUTES, AUTO)
+ALL_ROUTES = (*route_names(), AUTO)
 _VARLEN = ((60, 90), (1, 33), (130, 70))  # tokens of query and key of each sequence
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...capture import CapturedCall
+from ...checks import gap
 from ...observe.memory import available_bytes
 from ..oracle import reference_gradients, reference_rows, spread_rows
 from .candidates import BASELINE, Attend, Candidate, torch_kernel
@@ -95,11 +96,5 @@ class _Oracle:
 
     def error_of(self, found: Any) -> float:
         """The largest difference divided by the largest value of the reference, the worst of the outputs."""
-        errors = []
-        for out, expected in zip(found if self.backward else (found[..., self.rows, :],), self.expected):
-            if out.shape != expected.shape:
-                raise ValueError(f"output must have shape {tuple(expected.shape)}, got {tuple(out.shape)}")
-            if out.numel():
-                difference = (out.detach().to(expected) - expected).abs().max().item()
-                errors.append(difference / (expected.abs().max().item() or 1.0))
-        return max(errors, default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
+        outs = found if self.backward else (found[..., self.rows, :],)
+        return max((gap(out, expected).relative for out, expected in zip(outs, self.expected)), default=0.0)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import AttentionCall, Gradients, Results, check_call
+from ...call import AttentionCall, Gradients, Results, Wanted, check_call
 from ...config import AttentionConfig, default_config
 from ...routes.run import choose, gradients, note, run, show
 from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
@@ -189,7 +189,7 @@ def _options(
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
     query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
     given = options.given(enable_gqa=q.shape[2] != k.shape[2])
-    return check_call(query, key, value, alibi_mask(options.slopes, q, k), *given)
+    return check_call(query, key, value, alibi_mask(options.slopes, q, k), given)
 
 
 def _config(options: FlashOptions) -> AttentionConfig:
@@ -230,7 +230,7 @@ def _go_back(
     if lse.shape != call.out_shape[:-1]:
         raise FlashArgumentError(f"softmax_lse must have shape {list(call.out_shape[:-1])}, got {list(lse.shape)}")
     saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, saved.seed)
-    grads: Gradients = gradients(call, _config(options), dout.transpose(1, 2), saved, None)
+    grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
     return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
 
 

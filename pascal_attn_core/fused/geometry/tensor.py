@@ -42,7 +42,7 @@ class TensorGeometry:
 
     @property
     def own_bytes(self) -> int:
-        """Of counters and bounds, in shared memory beside the tiles."""
+        """Shared memory of counters and bounds, beside the tiles."""
         return (8 * self.warps if self.counters else 0) + (8 if self.bounds else 0)
 
     def tile_bytes(self, head_dim: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..code.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES, LinearVariant
 from ..code.params import Linear, QuantizeRows
-from .launch import Launch
+from . import Launch
 
 # What a call may be -> (number in the kernel, whether the weight has gates).
 ACTIVATIONS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..code.source import Variant
-from .launch import Launch
+from . import Launch
 from .plan import Packed
 
 _OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta", "pa_round_query")

@@ -15,7 +15,7 @@ from ...call import AttentionCall
 from ..code.source import HEAD_DIMS, AnyGeometry, Variant
 from ..geometry.gradient import gradient_head_dims
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
-from .alignment import rows_are_readable
+from .fields import rows_are_readable
 from .stream_k import Pieces, busiest, distribute
 from .tail_rows import LastRows, last_rows
 

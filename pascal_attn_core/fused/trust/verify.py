@@ -18,10 +18,10 @@ from ...reference import allowed_keys, reference_sdpa
 from ..code.compilation import Compilation
 from ..code.linear_source import LinearVariant
 from ..code.source import Variant
+from ..launch import Launch
 from ..launch.backward import backward_launches
+from ..launch.forward import forward_launches
 from ..launch.int8 import int8_launches
-from ..launch.launch import Launch
-from ..launch.launches import forward_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import gap
 from ..code.linear_source import TILES, LinearVariant
-from ..launch.launch import Launch
+from ..launch import Launch
 from ..launch.linear import LinearCall, linear_launches
 
 # Rotation and columns: whole groups in two pieces of a row, and columns that can only be read four codes at a time.

@@ -114,7 +114,7 @@ def test_diffusers_models(make: Callable[[], tuple[nn.Module, dict]], chunked: i
 def test_convolutional_feed_forwards_are_named() -> None:
     with torch.device("meta"):
         model = diffusers.SanaTransformer2DModel(num_layers=1)
-    with pytest.raises(ValueError, match="got .*: .*convolution"):
+    with pytest.raises(ValueError, match=r"got .*: .*convolution"):
         patch_ffn(model)
 
 
@@ -165,7 +165,7 @@ def test_bert_pairs_are_named_with_the_models_own_remedy() -> None:
 
 def test_mixtures_of_experts_are_named_and_left_alone() -> None:
     config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
-    with pytest.raises(ValueError, match="got .*: .*experts"):
+    with pytest.raises(ValueError, match=r"got .*: .*experts"):
         patch_ffn(transformers.MixtralForCausalLM(config))
 
 

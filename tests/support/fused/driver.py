@@ -20,7 +20,7 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import all_variants, linear_variants, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, fails_once, library

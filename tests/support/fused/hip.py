@@ -24,8 +24,8 @@ from pascal_attn_core.fused.code.source import Variant, amd_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.gpu.hip import HipDriver
 from pascal_attn_core.fused.gpu.runtime import CompileError
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, plan_call
 from pascal_attn_core.machine.device import DeviceInfo
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -155,15 +156,56 @@ def test_what_another_process_wrote_meanwhile_stands(folder: Path) -> None:
     assert _ask(slow) == 0.75
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"milliseconds": 3}', '{"milliseconds": [{"kind": {}}]}'])
-def test_a_damaged_file_is_written_again(folder: Path, content: str) -> None:
+def _with_time(time: str) -> Callable[[str], str]:
+    return lambda text: text.replace('"fused": 9.0', f'"fused": {time}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "{",
+        lambda text: "[" * 200_000,
+        lambda text: "[]",
+        lambda text: '{"milliseconds": 3}',
+        lambda text: '{"milliseconds": [{"kind": {}}]}',
+        lambda text: text + " " * (17 << 20),
+        *map(_with_time, ("NaN", "Infinity", "-1", "0", '"0.1"', "true", "[9.0]", "1" + "0" * 400)),
+    ],
+)
+def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], str]) -> None:
+    _ask(_timings(folder, Clock(9.0, 1.0)))
     clock = Clock(3.0, 4.0)
-    folder.mkdir()
     file = folder / _timings(folder, clock).file_name()
-    file.write_text(content)
+    file.write_text(damage(file.read_text()))
     assert _ask(_timings(folder, clock)) == 0.75
     assert clock.runs == 1
     assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("other", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=str)
+def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]) -> None:
+    clock = Clock(3.0, 4.0)
+    folder.mkdir()
+    other(folder / _timings(folder, clock).file_name())
+    assert _ask(_timings(folder, clock)) == 0.75
+
+
+def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
+
+    def fails(*arguments: object) -> list[float]:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    timings = _timings(folder, fails)
+    assert _ask(timings) is None
+    (kind,) = timings.known
+    timings.forget(kind)
+    timings.clock = Clock(3.0, 4.0)
+    assert _ask(timings) == 0.75
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:

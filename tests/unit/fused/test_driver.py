@@ -26,8 +26,8 @@ from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, runtime_of

@@ -24,7 +24,7 @@ from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.hip import HipDriver, HipRuntime
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels, parts
 from pascal_attn_core.machine.device import DeviceInfo
@@ -289,7 +289,7 @@ def test_a_launch_goes_to_the_current_stream_with_its_parameters_and_the_device_
     gpu = HipRuntime(lambda: driver, HipCompiler)
 
     class Known(Kernels):
-        def machine_code(self, variant: Variant) -> bytes:
+        def machine_code(self, variant: Variant, *, compiled: bool = False) -> bytes:
             code = super().machine_code(variant)
             driver.variants[code] = variant
             return code

@@ -178,7 +178,6 @@ def test_a_right_call_is_compared_once_per_kind_and_run() -> None:
         assert host_attention.calls == before + 1  # type: ignore[attr-defined]
         (found,) = engine.run.compared.values()
         assert found.is_rounding
-        assert found.rows == 16
         engine.end()
 
 

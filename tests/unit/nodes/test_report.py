@@ -11,7 +11,7 @@ import torch
 from attn_support.comfy.runs import CU126, CU130, FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
 
 CHECK, TEXT, ROWS, WORDS = (part(f"nodes.reporting.{name}") for name in ("exactness", "text", "rows", "words"))
-REPORT, PREVIEW = part("nodes.report"), part("nodes.reporting.preview")
+REPORT = part("nodes.report")
 ANYTHING = part("nodes.comfy.anything")
 
 PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
@@ -155,8 +155,8 @@ def test_alarms_come_before_everything_else():
 def test_neighbours_in_which_the_same_happened_share_a_line():
     tallies = [*blocks(19), *blocks(38, "single", count=8)]
     lines = TEXT.report_text(findings(run(tallies))).splitlines()
-    assert "  double 0-18  19 blocks, each 4 torch; 760 ms" in lines
-    assert "  single 0-37  38 blocks, each 8 torch; 1.52 s" in lines
+    assert "double 0-18  19 blocks, each 4 torch; 760 ms" in lines
+    assert "single 0-37  38 blocks, each 8 torch; 1.52 s" in lines
 
 
 def test_a_block_that_differs_has_a_line_of_its_own():
@@ -279,7 +279,7 @@ def test_the_right_answer_is_exact_and_a_wrong_one_is_not(dtype):
     assert CHECK.exactness_of(sample(dtype)).is_exact
     found = CHECK.exactness_of(sample(dtype, 1.1))
     assert not found.is_exact
-    assert found.error > 4 * found.plain_error
+    assert found.ours.error > 4 * found.plain.error
     assert "NOT EXACT" in found.text()
 
 
@@ -295,6 +295,25 @@ def test_masks_take_part_in_the_check():
 def test_an_answer_that_is_not_finite_is_not_exact():
     broken = sample()
     broken.out[3, 3] = math.nan
+    assert not CHECK.exactness_of(broken).is_exact
+
+
+def test_inputs_that_were_nan_already_are_not_held_against_the_answer(host):
+    broken = sample()
+    broken.value[5, 5] = math.nan
+    broken.out[:] = math.nan
+    RUNS.remember(run(blocks(3), device="cpu", sample=broken))
+    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
+    assert "exactness could not be checked: query, key or value held NaN" in text
+    assert "NOT EXACT" not in text
+
+
+def test_rows_of_a_query_that_was_nan_are_left_out():
+    broken = sample()
+    broken.query[7] = math.nan
+    found = CHECK.exactness_of(broken)
+    assert (found.is_exact, found.rows) == (True, 63)
+    broken.out[8] += 1
     assert not CHECK.exactness_of(broken).is_exact
 
 
@@ -389,7 +408,7 @@ def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest):
 
 
 def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
-    monkeypatch.setattr(selftest, "_LIMITS", dict.fromkeys(selftest.DTYPES, 0.0))
+    monkeypatch.setattr(selftest, "exact_limit", lambda *_: 1e-30)
     text = REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)["result"][2]
     assert "!! FAIL" in text
     assert "differs from float64 by" in text

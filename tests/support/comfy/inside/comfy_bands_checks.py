@@ -37,7 +37,7 @@ def banded(vae, mode=ALWAYS, route="auto"):
 
 
 def sentences(found):
-    return [text for run in found for text in run.bands]
+    return [text for run in found for text in run.gains]
 
 
 def in_bands(function, wanted, method):
@@ -46,7 +46,7 @@ def in_bands(function, wanted, method):
         out = function()
     close(out, wanted)
     (run,) = found
-    (text,) = run.bands
+    (text,) = run.gains
     assert text.startswith(f"{method} of "), text
     layers, bands = map(int, re.search(r" (\d+) layers in (\d+) bands", text).groups())
     assert bands > layers, text
@@ -191,7 +191,7 @@ def out_of_memory_leads_to_bands_and_not_to_the_hosts_tiles():
     with no_memory_for(vae) as failures:
         run = in_bands(lambda: ours.decode(samples), stock, "decode")
     assert len(failures) == 1
-    assert "it ran out of memory without bands" in run.bands[0]
+    assert "it ran out of memory without bands" in run.gains[0]
     # The next one fits.
     with runs() as found:
         close(ours.decode(samples), stock)
@@ -213,7 +213,7 @@ def the_hosts_estimate_leads_to_bands_before_anything_is_computed():
             run = in_bands(lambda: banded(large, NEEDED).decode(samples), stock, "decode")
     finally:
         hook.remove()
-    assert "without bands it needs 1073741824 MiB" in run.bands[0]
+    assert "without bands it needs 1073741824 MiB" in run.gains[0]
     whole = [shape for kind, shape in looked if kind == "Tensor" and shape[-2:] == tuple(samples.shape[-2:])]
     assert whole == [], looked
 

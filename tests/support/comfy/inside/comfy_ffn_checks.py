@@ -385,8 +385,8 @@ def the_record_and_the_text_say_what_happened():
     with runs() as found, log_lines() as lines:
         sample(model)
     (run,) = found
-    assert run.notes[0] == "2 of 2 feed-forward modules chunked", run.notes
-    assert "3 slices of 64 tokens" in run.notes[1], run.notes
+    assert run.gains == ["2 of 2 feed-forward modules chunked"], run.gains
+    assert "3 slices of 64 tokens" in run.notes[0], run.notes
     assert any("2 of 2 feed-forward modules chunked" in line for line in lines)
     with runs() as found:
         sample(patched(base, SMALL, 1000))

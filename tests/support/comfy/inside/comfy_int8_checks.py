@@ -245,8 +245,7 @@ def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
     model = patched(base)
     near(sample(model), stock)
     module, loaded = layer(model), model.model.model_loaded_weight_memory
-    state = int8_weight(model).state
-    assert state.source.stays_in_host_memory(module)
+    assert int8_weight(model).layer.source.stays_in_host_memory(module)
     binding(model).detach(network(model))
     module.comfy_cast_weights = True
     assert model.model.model_lowvram
@@ -358,7 +357,7 @@ def with_chunked_feed_forward_layers_in_both_orders():
                 ours = sample(model)
             near(ours, stock)
             assert far(ours, alone) < 0.01
-            notes = {run.part: run.notes[0] for run in found}
+            notes = {run.part: run.gains[0] for run in found}
             assert notes["feed-forward"].startswith("2 of 2 feed-forward modules chunked"), notes
             assert "linear layers in int8" in notes["int8"], notes
     assert torch.equal(sample(base), stock)
@@ -408,8 +407,8 @@ def the_record_and_the_text_say_what_happened():
     with runs() as found, log_lines() as lines:
         sample(model)
     (run,) = found
-    assert run.notes[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.notes
-    assert "the float ones in host memory" in run.notes[0], run.notes
+    assert run.gains[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.gains
+    assert "the float ones in host memory" in run.gains[0], run.gains
     assert sum("256 -> 512, error" in note for note in run.notes) == 2, run.notes
     assert any("20 of 20 linear layers in int8" in line for line in lines), lines
     text = node(base)[1]

@@ -296,14 +296,14 @@ def many_tokens_stay_within_the_budget():
     from comfy.ldm.modules.attention import optimized_attention_for_device
 
     host_function = optimized_attention_for_device(torch.device("cpu"), mask=True, small_input=True)
-    ours = pack("patches.replacements")._ours
     engine = pack("engine.engine").Engine(
-        pack("engine.engine").Settings(pack("comfy.inputs").config("tiled", 8), min_keys=0),
+        pack("engine.engine").PatchSettings(pack("comfy.inputs").config("tiled", 8), min_keys=0),
         "Qwen",
         "text encoder",
         None,
     )
-    attend = ours(engine, pack("patches.scope").Scope(), "block", host_function)
+    ours = pack("patches.replacements").Replacement(engine, pack("patches.scope").Scope(), "block")
+    attend = ours.given(0, lambda attention: attention)(host_function)
     query, key, value = (torch.randn(1, heads, 2047, 128) for heads in (attention.num_heads, 2, 2))
     mask = torch.full((2047, 2047), torch.finfo(torch.float32).min / 4).triu_(1)
     options = {"mask": mask, "skip_reshape": True}

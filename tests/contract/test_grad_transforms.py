@@ -130,7 +130,7 @@ def test_where_auto_takes_tiles(under_the_switch: bool) -> None:
 
 
 def test_nothing_stays_behind_when_a_batched_backward_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pascal_attn_core.routes import first_order
+    from pascal_attn_core.routes import grad_transforms
     from pascal_attn_core.routes import tiled as tiled_route
 
     leaves = _leaves()
@@ -142,4 +142,4 @@ def test_nothing_stays_behind_when_a_batched_backward_fails(monkeypatch: pytest.
     monkeypatch.setattr(tiled_route, "tiled_backward", fails)
     with pytest.raises(KeyboardInterrupt):
         torch.autograd.grad(out, leaves, torch.randn(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
-    assert not first_order._computes
+    assert not grad_transforms._computes

@@ -27,7 +27,7 @@ _computes: dict[int, Compute] = {}  # those that run in the operator right now
 _tickets = itertools.count()
 
 
-def first_order(
+def in_any_transform(
     compute: Compute, route: str, grad_out: Tensor, grad_lse: Tensor | None, inputs: Sequence[Tensor | None]
 ) -> Grads:
     """The gradients that ``compute(grad_out, grad_lse)`` returns, in a form that serves any backward pass.
@@ -38,11 +38,11 @@ def first_order(
         inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
     """
     if torch.is_grad_enabled():
-        return _FirstOrder.apply(compute, route, grad_out, grad_lse, *inputs)
+        return _NoSecondOrder.apply(compute, route, grad_out, grad_lse, *inputs)
     return _one_by_one(compute, grad_out, grad_lse)
 
 
-class _FirstOrder(torch.autograd.Function):
+class _NoSecondOrder(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, compute: Compute, route: str, grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None
