@@ -12,8 +12,8 @@ import torch
 
 from ..call import check_call
 from ..config import AttentionConfig, default_config
-from ..int8.report import WAYS
-from ..int8.ways import way_on
+from ..int8.backends import backend_on
+from ..int8.report import COMPUTED_BY
 from ..machine.device import DeviceInfo
 from ..machine.facts import (
     MIB,
@@ -94,7 +94,7 @@ def gather() -> Info:
         timed=runtime.part(Timings).ratios("torch"),
         timed_plain=runtime.part(Timings).ratios("plain"),
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
-        int8=way_on(runtime.device) if runs else None,
+        int8=backend_on(runtime.device) if runs else None,
     )
 
 
@@ -125,12 +125,12 @@ def describe(info: Info) -> str:
     lines += _route_lines(info)
     if info.int8 is not None:
         way, why = info.int8
-        lines.append(line("int8", f"linear layers, if asked for: by {WAYS[way]}" + (f"; {why}" if why else "")))
+        lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))
     return "\n".join(lines)
 
 
 def _together_lines(info: Info) -> list[str]:
-    """Of machines with several cards."""
+    """The lines about cards that work together."""
     machine = info.machine
     lines = together_lines(machine)
     if not lines:
@@ -185,7 +185,7 @@ def _route_lines(info: Info) -> list[str]:
 
 
 def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> list[str]:
-    """What a route takes, and what it refuses, grouped by reason."""
+    """The lines about a route: the calls that it takes, and those that it refuses, grouped by reason."""
     none = [kind for group in refused.values() for kind in group]
     if not none:
         return [f"{route:6s} takes all of them"]

@@ -8,10 +8,10 @@ import torch
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.launch.alignment import rows_are_readable
 from ..fused.launch.backward import backward_launches, sums_bytes
+from ..fused.launch.fields import rows_are_readable
+from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
-from ..fused.launch.launches import forward_launches
 from ..fused.launch.packed import packed_launches
 from ..fused.launch.plan import Packed, Plan, plan_call, variants_of
 from ..fused.launch.select import call_reasons

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..call import AttentionCall, Gradients, Results, Wanted
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.launch.launches import mask_bits_bytes, parts_bytes, work_of
+from ..fused.launch.fields import mask_bits_bytes, work_of
+from ..fused.launch.forward import parts_bytes
 from ..fused.launch.plan import Packed, Plan, tensor_plan
 from ..fused.launch.select import tensor_reasons
 from ..fused.trust.kernels import kernels_of

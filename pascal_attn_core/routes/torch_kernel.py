@@ -90,7 +90,12 @@ class TorchRoute(Route):
         why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
-    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm, **options: Any) -> Results:
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
+        """``plan`` None: the tensors of the call as they are."""
+        if plan is None:
+            mask = call.attn_mask
+            assert not isinstance(mask, LazyMask)
+            plan = TorchForm(call.query, call.key, call.value, mask)
         return Results(run_form(call, plan))
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.fused.emulation import GXX, emulate
-from attn_support.oracle import exact
+from attn_support.oracle import exact, int8_bound
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launch.int8 import error_bound, int8_launches
+from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.routes import route_names
@@ -37,7 +37,7 @@ def test_the_error_stays_below_the_bound_and_is_typically_a_percent(
     options = {"enable_gqa": True, "is_causal": mask == "bool"}
     out, oracle = _run([query, key, value, masks[mask]], options)
     repeated = [t.repeat_interleave(2, dim=1) for t in (key, value)]
-    bound = error_bound(query, *repeated, head_dim**-0.5)
+    bound = int8_bound(query, *repeated, head_dim**-0.5)
     assert ((out - oracle).abs().amax(dim=-1) <= bound).all()
     print(f"\nint8: relative error {(out - oracle).norm() / oracle.norm():.1e}")
     assert (out - oracle).norm() <= TYPICAL * oracle.norm()

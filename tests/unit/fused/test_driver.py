@@ -26,8 +26,8 @@ from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
@@ -181,11 +181,20 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
     assert _route(_inputs()) == "fused"
 
 
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("no room for the check"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=str,
+)
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
     inputs = _inputs()
 
     def no_memory(launch: Launch) -> None:
-        raise torch.cuda.OutOfMemoryError("no room for the check")
+        raise error
 
     card.driver.execute = no_memory
     assert _route(inputs) == "math"

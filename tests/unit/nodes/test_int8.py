@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.pack import load_pack
 from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
 from torch import nn
 
@@ -34,11 +33,11 @@ def network() -> nn.Module:
 
 
 def names(binding: Any, model: nn.Module) -> set[str]:
-    return {line.name for line in binding.preview(model).lines if line.state == "waiting"}
+    return {line.name for line in binding.report(model).of("waiting")}
 
 
 def test_texts_become_patterns(int8: Any) -> None:
-    assert int8.patterns(" double_blocks.3,*.ff.* ,\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
+    assert int8.patterns(" double_blocks.3,*.ff.* ;\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
     assert int8.patterns("  ") == ()
 
 
@@ -54,11 +53,24 @@ def test_texts_become_patterns(int8: Any) -> None:
             {f"blocks.{i}.ff" for i in (*range(1, 9), 10)} | {"time_embed.0"},
         ),
         (("none",), (), set()),
+        (("diffusion_model.blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
+        (("model.diffusion_model.*.10.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
+        (("diffusion_model.blocks.0.ff.weight",), (), {"blocks.0.ff"}),
     ],
 )
 def test_patterns_choose_blocks_and_layers(int8: Any, include: Any, exclude: Any, expected: set[str]) -> None:
     model = network()
     assert names(int8.binding_for(model, (0.05, include, exclude, "host")), model) == expected
+
+
+def test_a_pattern_that_no_layer_matches_is_named_before_the_run(int8: Any) -> None:
+    model = network()
+    assert int8.unmatched(model, ("blocks.3", "*.ff", "time_embed")) == ""
+    examples = "layers of this model are, for example, blocks.3.ff and blocks.7.attn"
+    assert (
+        int8.unmatched(model, ("Blocks.3", "ff", "img_mpl")) == f"no linear layer matches Blocks.3, img_mpl; {examples}"
+    )
+    assert int8.unmatched(nn.ReLU(), ("ff",)) == ""
 
 
 def test_the_same_options_on_the_same_model_go_on_with_what_was_measured(int8: Any) -> None:
@@ -90,6 +102,10 @@ def test_what_a_user_must_not_miss(int8: Any) -> None:
     assert int8.warnings_of(report(), chosen=chosen) == [
         "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
     ]
+    needs = "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or"
+    for why in ("its weight is float8_e4m3fn", "its weight is uint8 in a GGMLTensor"):
+        (sentence,) = int8.warnings_of(report({"state": "cannot be", "why": why}))
+        assert sentence == f"no linear layer runs in int8: {why}; {needs} float16 file"
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
     assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
@@ -120,8 +136,8 @@ class Patcher:
 @pytest.fixture
 def layers(int8: Any, monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:  # noqa: F811
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
-    binding_module = importlib.import_module(int8.Int8Binding.__module__)
-    monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: binding_module.Source())
+    source = importlib.import_module(int8.Int8Binding.__module__).Source
+    monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher(model)
     binding = int8.binding_for(model, (0.05, (), (), "host"))
@@ -147,28 +163,15 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
         injection.after_run(patcher)
         run = runs.remembered()[-1]
         assert (run.part, run.finished, run.settings) == ("int8", True, "settings")
-        assert run.notes[0].startswith("22 of 22 linear layers in int8, not exact: relative error per layer")
+        assert run.gains[0].startswith("22 of 22 linear layers in int8, not exact: relative error per layer")
         assert sum("64 -> 64, error" in note for note in run.notes) == 22
-        assert stub_host.said[-1] == f"Model: {run.notes[0]}"
+        assert stub_host.said[-1] == f"Model: {run.gains[0]}"
         report_now = injection.binding.report(patcher.model.diffusion_model)
         assert {line.calls for line in report_now.of("int8")} == {calls}
     injection.after_run(patcher)
     assert len(runs.remembered()) == 2
     injection.eject(patcher)
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
-
-
-@torch.no_grad()
-def test_a_patcher_that_is_collected_takes_its_weights_along(layers: Any, int8: Any) -> None:
-    injection, patcher, call = layers
-    model = patcher.model.diffusion_model
-    other = Patcher(model)
-    injection.inject(other)
-    call()
-    assert any(type(p) is not nn.Parameter for p in model.parameters())
-    del other
-    gc.collect()
-    assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
 def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
@@ -178,20 +181,3 @@ def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
     assert "no comfy_kitchen" in kitchen.why_not(torch.device("cpu"), "always")
     assert kitchen.int8_layers(network()) == 0
     assert kitchen.Served().wrapper(lambda value: value + 1, 1) == 2
-
-
-def test_the_report_of_a_run_in_int8_names_it() -> None:
-    runs, gain = node_module("engine.runs"), node_module("reporting.gain")
-    own, ffn = (runs.Run("Flux", part, "", "cpu") for part in ("int8", "feed-forward"))
-    assert gain.nothing_because([own], "") == "No attention was patched: only linear layers in int8"
-    both = "No attention was patched: only feed-forward layers and linear layers in int8"
-    assert gain.nothing_because([own, ffn], "") == both
-
-
-def test_the_first_sentence_of_the_description_says_what_it_costs() -> None:
-    node = load_pack().NODE_CLASS_MAPPINGS["PascalInt8Linear"]
-    first = (
-        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
-        "your model."
-    )
-    assert node.DESCRIPTION.startswith(first)

@@ -1,0 +1,251 @@
+"""The backends that compute a linear layer in 8 bits on one device, and which of them a call takes.
+
+- ``kernel``: this package's, by dp4a (NVIDIA of compute capability 6.1, and 7.0 or newer).
+- ``int_mm``: :func:`torch._int_mm` on slices of rows, so that its 32-bit integers never exist as a whole.
+- ``float``: W is expanded, some rows at a time, and multiplied in float; x is not rounded. It needs no more memory, but
+  saves no time.
+
+The first that can run; where the first two both can, the one that was faster when they were timed, once for this size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..fused.linear import LinearCall, QuantizedWeight, linear_digest, run_linear, why_not
+from ..fused.trust.kernels import Kernels, KernelUnavailable
+from ..machine.device import MIB
+from ..machine.runtime import Runtime, runtime_of
+from ..routes.timing_table import Contest, power_of_two
+from .quantize import Int8Matrix, quantize_rows
+
+# Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).
+GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+BACKENDS = ("kernel", "int_mm", "float")
+# Sizes of one slice of the work: what is in a CPU's caches is read once; a GPU wants long slices.
+_SLICE_BYTES = {"cpu": 16 * MIB}
+_MOST_SLICE_BYTES = 128 * MIB
+
+
+class Backend(NamedTuple):
+    """The backend of a call, one of BACKENDS, and why none before it computes it."""
+
+    name: str
+    why: str
+
+
+def activated(sums: Tensor, activation: str) -> Tensor:
+    """``sums`` ``[..., N]`` or ``[..., 2 N]`` -> ``[..., N]``."""
+    if activation in GATED:
+        value, gate = sums.chunk(2, dim=-1)
+        return value * activated(gate, GATED[activation])
+    if activation == "none":
+        return sums
+    if activation == "silu":
+        return F.silu(sums)
+    return F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def run(call: LinearCall, way: str = "auto") -> None:
+    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says.
+
+    Raises:
+        NotImplementedError: the backend that was asked for cannot compute it.
+    """
+    if way == "auto":
+        way = backend_of(call).name
+    elif reason := _WHY_NOT[way](call):
+        raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
+    else:
+        return _RUN[way](call)
+    try:
+        _RUN[way](call)
+    except KernelUnavailable:  # from now on backend_of knows
+        _RUN[backend_of(call).name](call)
+
+
+def backend_of(call: LinearCall) -> Backend:
+    """The backend that a call takes."""
+    reasons: list[str] = []
+    for name, why_not_this in _WHY_NOT.items():
+        reason = why_not_this(call)
+        if reason:
+            reasons.append(reason)
+        elif name == "kernel" and (ratio := _kernel_by_int_mm(call)) > 1:
+            reasons.append(f"the int8 linear kernel took {ratio:.2f} times as long as torch._int_mm")
+        else:
+            return Backend(name, "; ".join(reasons))
+    raise AssertionError("a weight can always be expanded")
+
+
+def backend_for(x: Tensor, weight: Int8Matrix) -> Backend:
+    """The backend that an input like ``x`` ``[..., K]`` takes."""
+    flat = x.reshape(-1, x.shape[-1])
+    return backend_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
+
+
+def backends_of(call: LinearCall) -> list[str]:
+    """The backends that can compute a call."""
+    return [name for name, why_not_this in _WHY_NOT.items() if not why_not_this(call)]
+
+
+def backend_on(device: torch.device) -> Backend:
+    """The first backend that can run on a device, for layers of ordinary sizes in float16, as far as is known without a
+    trial or a timing."""
+    reasons = why_not(device, columns=64, untried=True)
+    if not reasons:
+        return Backend("kernel", "")
+    reason = runtime_of(device).part(IntMm).why_not
+    return Backend("float", "; ".join([*reasons, reason])) if reason else Backend("int_mm", "; ".join(reasons))
+
+
+# ---- what can --------------------------------------------------------------------------------------------------------
+
+
+class IntMm:
+    """Whether torch._int_mm works on a device. Made by ``runtime.part(IntMm)``."""
+
+    def __init__(self, runtime: Runtime):
+        self.device = runtime.device
+
+    @functools.cached_property
+    def why_not(self) -> str:
+        """ "" = it does."""
+        ones = torch.ones(32, 32, dtype=torch.int8, device=self.device)
+        try:
+            torch._int_mm(ones, ones)
+        except (RuntimeError, NotImplementedError) as error:
+            return f"torch._int_mm: {str(error).strip().splitlines()[0][:120]}"
+        return ""
+
+
+class LinearKind(NamedTuple):
+    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
+
+    rows: int
+    columns: int
+    outs: int
+    dtype: str
+    rotation: int
+
+
+class LinearTimings(Contest[LinearKind]):
+    """The times of our kernel and of torch._int_mm, for each kind of call. Made by ``runtime.part(LinearTimings)``."""
+
+    file_kind, kind_type = "int8-linear", LinearKind
+
+    def ratio(self, call: LinearCall) -> float | None:
+        """The time of our kernel in units of torch._int_mm's; None = not known."""
+        (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
+        dtype = str(call.x.dtype).removeprefix("torch.")
+        kind = LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
+        found = self.find(kind, lambda: self._measure(kind, call))
+        return found["kernel"] / found["int_mm"] if found else None
+
+    def _measure(self, kind: LinearKind, call: LinearCall) -> dict[str, float] | None:
+        call = call._replace(out=torch.empty_like(call.out))
+        with torch.no_grad():
+            return self.timed(kind, {name: functools.partial(_RUN[name], call) for name in ("kernel", "int_mm")})
+
+    def conditions(self) -> dict[str, str]:
+        arch = self.runtime.part(Kernels).arch
+        return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": linear_digest()}
+
+
+def _kernel_by_int_mm(call: LinearCall) -> float:
+    """Time of our kernel in units of that of torch._int_mm, where both can compute the call; else 0."""
+    if _why_no_int_mm(call):
+        return 0.0
+    return runtime_of(call.x.device).part(LinearTimings).ratio(call) or 0.0
+
+
+def _why_no_kernel(call: LinearCall) -> str:
+    x, weight = call.x, call.weight
+    dtypes = (x.dtype, call.out.dtype)
+    return "; ".join(why_not(x.device, columns=weight.codes.shape[1], rotation=weight.rotation, dtypes=dtypes))
+
+
+def _why_no_int_mm(call: LinearCall) -> str:
+    x, (rows, columns) = call.x, call.weight.codes.shape
+    if x.device.type == "cuda" and (rows % 8 or columns % 8):
+        return f"torch._int_mm needs sizes that are multiples of 8, got {[rows, columns]}"
+    return runtime_of(x.device).part(IntMm).why_not
+
+
+def _why_no_float(call: LinearCall) -> str:
+    return ""
+
+
+# ---- what they do ----------------------------------------------------------------------------------------------------
+
+
+def by_kernel(call: LinearCall) -> None:
+    """Raises KernelUnavailable, DriverError: see :func:`..fused.linear.run_linear`."""
+    x, weight, bias, activation, out = call
+    x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
+    if bias is not None:
+        bias = (bias if bias.dtype in FLOATS else bias.float()).contiguous()
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    run_linear(LinearCall(x, Int8Matrix(codes, scales, weight.rotation), bias, activation, out))
+
+
+def by_int_mm(call: LinearCall) -> None:
+    """Some rows of x at a time."""
+    x, weight, bias, activation, out = call
+    codes = weight.codes.t()
+    wide = None if bias is None else bias.float()
+    rows, columns = weight.codes.shape
+    # Integers, floats and the activation's result; of x a float32 copy or four, while it is rotated, and its codes.
+    step = max(32, _slice_bytes(x.device) // (12 * rows + (17 if weight.rotation else 9) * columns))
+    for start in range(0, x.shape[0], step):
+        part = quantize_rows(x[start : start + step], weight.rotation)
+        count, rounded = part.codes.shape[0], part.codes
+        if x.is_cuda and count <= 16:  # cuBLAS wants more rows
+            rounded = F.pad(rounded, (0, 0, 0, 32 - count))
+        sums = torch._int_mm(rounded, codes)[:count].float()
+        sums.mul_(part.scales[:, None] * weight.scales)
+        if wide is not None:
+            sums.add_(wide)
+        out[start : start + step] = activated(sums, activation)
+
+
+def by_float(call: LinearCall) -> None:
+    """Some rows of the weight at a time."""
+    x, weight, bias, activation, out = call
+    gates = out.shape[1]  # where the gates begin
+    for rows in row_slices(weight, out.shape[1]):
+        parts = [rows, slice(rows.start + gates, rows.stop + gates)] if activation in GATED else [rows]
+        wide = torch.cat([expanded(weight, part, x.dtype) for part in parts])
+        added = None if bias is None else torch.cat([bias[part] for part in parts]).to(x.dtype)
+        step = max(32, _slice_bytes(x.device) // (12 * wide.shape[0]))
+        for start in range(0, x.shape[0], step):
+            sums = F.linear(x[start : start + step], wide, added).float()
+            out[start : start + step, rows] = activated(sums, activation)
+
+
+def _slice_bytes(device: torch.device) -> int:
+    return _SLICE_BYTES.get(device.type, _MOST_SLICE_BYTES)
+
+
+def row_slices(weight: QuantizedWeight, rows: int) -> list[slice]:
+    """The first ``rows`` of a weight in slices."""
+    # In float32, while it is rotated, and in x's dtype.
+    step = max(1, _slice_bytes(weight.codes.device) // ((20 if weight.rotation else 8) * weight.codes.shape[1]))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def expanded(weight: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """These rows of a weight, in float."""
+    scales = weight.scales if weight.scales.numel() == 1 else weight.scales[rows]
+    return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)
+
+
+_WHY_NOT = {"kernel": _why_no_kernel, "int_mm": _why_no_int_mm, "float": _why_no_float}
+_RUN = {"kernel": by_kernel, "int_mm": by_int_mm, "float": by_float}
