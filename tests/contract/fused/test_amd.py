@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.source import HEAD_DIMS, source
 from pascal_attn_core.fused.geometry.amd import RANGES_HEAD_DIMS, AmdGeometry, wave_size
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, variants_of
-from pascal_attn_core.fused.launch.tail_rows import LastRows
+from pascal_attn_core.fused.launch.tail_rows import TailRows
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -81,7 +81,7 @@ def test_the_last_rows_are_computed_with_their_keys_in_ranges(arch: str, dim: in
     options = {"enable_gqa": True}
     call = check_call(*inputs, **options)  # type: ignore[arg-type]
     variants = variants_of(call, arch)
-    plan = Plan(variants.forward, last=LastRows(variants.ranges, variants.forward.geometry.rows, ranges))
+    plan = Plan(variants.forward, tail=TailRows(variants.ranges, variants.forward.geometry.rows, ranges))
     out, lse = empty_output(call).fill_(torch.nan), poisoned((2, 4, 310), FLOAT32)
     emulate(forward_launches(call, plan, out, lse))
     oracle, exact_lse = exact([*inputs, None], options)

@@ -41,7 +41,7 @@ from pascal_attn_core.fused.launch import Launch  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Packed  # noqa: E402
-from pascal_attn_core.fused.launch.tail_rows import LastRows  # noqa: E402
+from pascal_attn_core.fused.launch.tail_rows import TailRows  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
@@ -145,7 +145,7 @@ def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant
     rows, cols = variant.geometry.rows, variant.geometry.cols
     inputs = _inputs(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
     call = check_call(*inputs, enable_gqa=True)  # type: ignore[arg-type]
-    plan = whole(call, variant.arch)._replace(last=LastRows(variant, rows, 2))
+    plan = whole(call, variant.arch)._replace(tail=TailRows(variant, rows, 2))
     out, lse = empty_output(call).fill_(torch.nan), poisoned((1, 2, rows + 21), FLOAT32)
     machine.execute(forward_launches(call, plan, out, lse), _shipped)
     options = {"enable_gqa": True}
