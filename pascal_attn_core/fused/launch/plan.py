@@ -234,7 +234,7 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
 # Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
-# python tools/tensor_model.py --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+# python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
 _LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
