@@ -20,7 +20,6 @@ from pascal_attn_core.cli.bench.contest import Result, Settings
 from pascal_attn_core.cli.bench.measure import race
 from pascal_attn_core.cli.bench.report import geometric_means, result_row
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
-from pascal_attn_core.cli.tables import plain_table
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
 
 TINY = {
@@ -94,11 +93,10 @@ def test_forward_and_backward_together_are_checked_against_float64_gradients(nam
         assert "RuntimeError" in found["noflash-2"].note, "in-place steps: no gradients, and its cell says so"
 
 
-def test_memory_is_exact_and_the_math_kernel_needs_the_whole_matrix():
+def test_the_math_kernel_needs_the_whole_matrix():
     shape = Shape("square", "", 1, 2, 2, 256, 256, 16)
     found = named(race(shape.make(), choose_candidates(CANDIDATES, "torch-math"), CLOCK, QUICK))
-    assert found["torch-math"].extra_bytes >= 2 * 256 * 256 * 4
-    assert found["torch-math"].extra_bytes > found[BASELINE].extra_bytes
+    assert found["torch-math"].extra_bytes >= 2 * 256 * 256 * 4 > found[BASELINE].extra_bytes
 
 
 def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
@@ -225,11 +223,6 @@ def test_threads_and_precision_are_given_back():
 def test_the_mean_of_ratios_is_geometric():
     reports = [{"results": [{"name": "a", "ratio": ratio}, {"name": "b", "ratio": None}]} for ratio in (2.0, 8.0)]
     assert geometric_means(reports) == {"a": {"ratio": pytest.approx(4.0), "shapes": 2}}
-
-
-def test_plain_tables_are_aligned():
-    text = plain_table("title", ("", "ms", ""), [["one", "1.0", "fine"], ["fifteen", "10.00", ""]])
-    assert text.splitlines() == ["title", "            ms", "-" * 20, "one        1.0  fine", "fifteen  10.00"]
 
 
 def test_the_command_prints_tables_and_writes_figures(tmp_path, capsys):
