@@ -198,7 +198,7 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings, bas
     info = device_info(clock.device)
     return {
         "command": options.command_line,
-        "versions": versions(),
+        "versions": versions("pascal-attn", "noflash-attention"),
         "machine": {
             "device": str(clock.device),
             "name": info.name,
