@@ -1,4 +1,4 @@
-"""Which runs a report is about, and what it has to say where there is none."""
+"""The runs that a report is about, and its remarks where there is none."""
 
 from __future__ import annotations
 
