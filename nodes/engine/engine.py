@@ -136,7 +136,7 @@ class Engine:
             return self.run
 
     def end(self) -> Run | None:
-        """The sampling, decoding or encoding is over, also after an error. Returns the run of the outermost, else None."""
+        """The sampling, decoding or encoding is over, also after an error: the run if it was the outermost, else None."""
         with self._lock:
             self._depth = max(0, self._depth - 1)
             run = self._run

@@ -316,7 +316,7 @@ def forget() -> None:
 
 
 def block_name(options: dict[str, Any] | None) -> str:
-    """The block of the model that a call is in, by what the host writes into ``transformer_options``; "" where it says nothing.
+    """The block of the model that a call is in, as the host writes it into ``transformer_options``; "" where it is not.
 
     UNets write ``block = ("input", 4)`` and the index of the transformer block inside, ``"input 4.0"``; transformers
     write ``block_type`` and ``block_index``, ``"double 3"``.
