@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..pascal_attn_core.int8.report import Int8Report
 from .comfy import comfy_kitchen, host, inputs
 from .patches import int8
 from .patches.injection import install, network_of
+
+log = logging.getLogger("pascal_attn")
 
 
 class PascalInt8Linear:
@@ -87,7 +90,7 @@ class PascalInt8Linear:
         int8_files: str = "auto",
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
-        """A clone of ``model`` whose linear layers run in 8 bits, and what can be said of each before a run."""
+        """Returns a clone of ``model`` whose linear layers run in 8 bits, and what is known of each before a run."""
         options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
         patched = int8.clone_for(model, options)
         binding = int8.binding_for(network_of(patched), options)
@@ -98,19 +101,18 @@ class PascalInt8Linear:
         install(patched, layers)
         comfy_kitchen.install(patched, files.served)
         report = binding.report(network_of(patched))
-        parts = [status(report, layers.subject, settings), files.text()]
-        host.say("; ".join(filter(None, parts)), unique_id)
-        return patched, "\n".join(filter(None, [report.text(), files.text()]))
+        warning = int8.unmatched(network_of(patched), (*options[1], *options[2]))
+        if warning:
+            log.warning("pascal_attn: %s: %s", layers.subject, warning)
+        more = [warning, files.text() or int8.remedy(report)]
+        host.say("; ".join(filter(None, [status(report, layers.subject, settings), *more])), unique_id)
+        return patched, "\n".join(filter(None, [report.text(), *more]))
 
 
 def status(report: Int8Report, subject: str, settings: str) -> str:
     """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
-    left, cannot = report.count("left"), report.count("cannot be")
-    able = len(report.lines) - left - cannot
-    text = (
-        f"{able} linear layers of {subject} for int8, {settings}"
-        if able or not report.lines
-        else f"0 linear layers of {subject} for int8"
-    )
-    others = [f"{count} {words}" for count, words in ((left, "left"), (cannot, "cannot be")) if count]
-    return "; ".join([text, ", ".join(others)]) if others else text
+    text = f"{report.able} linear layers of {subject} for int8"
+    if report.able or not report.lines:
+        text += f", {settings}"
+    others = [f"{report.count(state)} {state}" for state in ("left", "cannot be") if report.count(state)]
+    return "; ".join(filter(None, [text, ", ".join(others)]))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .call import AttentionOutput, Options, Results, Wanted, check_call, prepared
-from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
+from .config import AttentionConfig, default_config
 from .lazy_mask import LazyMask
 from .patching.interception import PLAIN
-from .routes import choose, is_plainly_short, why_not
+from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes
 from .routes.torch_kernel import torch_sdpa
@@ -208,8 +208,8 @@ def explain(
     call = check_call(query, key, value, attn_mask, options)
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
-    for route in known_routes[1:]:
-        if route != chosen.route and route not in OPT_IN_ROUTES:
+    for route in route_names():
+        if route != chosen.route:
             reasons = why_not(route, call, config)
             lines.append(f"  {route}: {'; '.join(reasons) if reasons else 'could take it'}")
     return "\n".join(lines)

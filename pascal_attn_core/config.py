@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 
 log = logging.getLogger("pascal_attn")
 
-ROUTES = ("fused-tensor", "fused", "torch", "tiled", "math")
-# Less exact: opt-in by name.
-OPT_IN_ROUTES = ("fused-int8",)
-known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
+known_routes = ["auto"]  # what a config may name; routes.run adds the names of its list
 ENV_PREFIX = "PASCAL_ATTN_"
 # Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trust.trial,
 # routes.timing_table, ffn.

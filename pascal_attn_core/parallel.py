@@ -25,7 +25,7 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Options, check_call, prepared
 from .config import AttentionConfig, default_config
 from .routes import choose
-from .routes.first_order import Grads, first_order
+from .routes.grad_transforms import Grads, in_any_transform
 
 __all__ = ["context_parallel_sdpa"]
 
@@ -297,7 +297,12 @@ class _Ring(torch.autograd.Function):
                 grad_key, grad_value = grads.own()
             return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-        return *first_order(compute, "context_parallel_sdpa", grad_out, None, (query, key, value)), None, None, None
+        return (
+            *in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value)),
+            None,
+            None,
+            None,
+        )
 
 
 def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,9 +89,9 @@ def first_failure(mutant: Mutant, tests: list[str]) -> str:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if lines:
-        return lines[0].removeprefix("FAILED ").split(" - ")[0]
+        return lines[0].split(" ", 1)[1].split(" - ")[0]
     if done.returncode < 0:
         return f"the tests ended with signal {-done.returncode}"  # an address that nothing lies at
     raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

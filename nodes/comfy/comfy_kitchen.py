@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...pascal_attn_core.int8.backends import backend_for
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.quantize import Int8Matrix
-from ...pascal_attn_core.int8.ways import way_for
 from .host import KEY
 
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
@@ -45,7 +45,7 @@ def registry_of_host() -> Any | None:
 
 
 def int8_layers(model: nn.Module) -> int:
-    """How many layers of ``model`` have a weight in 8 bits from their file."""
+    """Number of layers of ``model`` that have a weight in 8 bits from their file."""
     weights = (module._parameters.get("weight") for module in model.modules())
     return sum(getattr(weight, "_layout_cls", "") == LAYOUT for weight in weights)
 
@@ -71,25 +71,25 @@ class Served:
     """Our backend for one node's model.
 
     Attributes:
-        calls: of int8 layers since the count was reset.
-        way: what computed the first of them, see :data:`.ways.WAYS`.
+        calls: number of calls of int8 layers since it was reset.
+        backend: what computed the first of them, see :data:`.backends.BACKENDS`.
     """
 
     def __init__(self) -> None:
-        self.calls, self.way = 0, ""
+        self.calls, self.backend = 0, ""
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the diffusion model."""
+        """Run the diffusion model with its int8 layers computed here."""
         registry = registry_of_host()
         if registry is None:
             return executor(*args, **kwargs)
         with serving(registry, self):
             return executor(*args, **kwargs)
 
-    def saw(self, x: Tensor, matrix: Int8Matrix) -> None:
+    def count(self, x: Tensor, matrix: Int8Matrix) -> None:
         self.calls += 1
-        if not self.way:
-            self.way = way_for(x, matrix).name
+        if not self.backend:
+            self.backend = backend_for(x, matrix).name
 
 
 class _Local(threading.local):
@@ -104,7 +104,7 @@ _users = 0
 
 @contextmanager
 def serving(registry: Any, served: Served) -> Iterator[None]:
-    """Within it, int8 layers that this thread runs are ours. Registered with the first user, gone with the last."""
+    """Within it, int8 layers that this thread runs are ours: registered with the first user, gone with the last."""
     global _users
     with _lock:
         if not _users:
@@ -124,7 +124,7 @@ def serving(registry: Any, served: Served) -> Iterator[None]:
 
 
 def _unregister(registry: Any) -> None:
-    """The registry has no way to: without its tables, the backend stays known, and disabled."""
+    """Remove our backend from the registry's tables: it has no method for that. Without tables, it is disabled."""
     entries: dict[str, Any] = {"_backends": NAME, "_capabilities": NAME, "_constraints": (NAME, FUNCTION)}
     if not all(isinstance(getattr(registry, table, None), dict) for table in entries):
         registry.disable(NAME)
@@ -134,7 +134,7 @@ def _unregister(registry: Any) -> None:
 
 
 class _Backend:
-    """What comfy_kitchen calls."""
+    """The functions that comfy_kitchen calls."""
 
     @staticmethod
     def int8_linear(
@@ -159,7 +159,7 @@ class _Backend:
         if bias is not None:
             bias = bias.to(x.device).reshape(-1)
         if _local.served:
-            _local.served[-1].saw(x, matrix)
+            _local.served[-1].count(x, matrix)
         return product(x, matrix, bias, out_dtype=out_dtype)
 
 
@@ -170,7 +170,7 @@ def _registry() -> Any:
 
 
 def install(patcher: Any, served: Served | None) -> None:
-    """Let the clone's diffusion model run with ``served``; what the clone had of ours goes. None = nothing."""
+    """Let the clone's diffusion model run with ``served``, or with none of ours, whatever it had before."""
     from comfy.patcher_extension import WrappersMP
 
     key = f"{KEY}_int8_files"

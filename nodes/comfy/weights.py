@@ -1,8 +1,8 @@
-"""Where the float weight of a linear layer is in a ComfyUI model that has been loaded, and what patches it.
+"""LoadedWeight: where the float weight of a linear layer is in a ComfyUI model that has been loaded, and its patches.
 
 Loaded on the device, a patched weight (LoRA) has its patches in it, and ``patcher.backup`` holds what was there before.
 Left in host memory ("lowvram"), it has not: a function on the layer adds them in each call. In both cases plain LoRA
-adapters can be told from the weight, and everything else is a part of it.
+adapters can be told apart from the weight, and everything else is a part of it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...pascal_attn_core.int8.binding import Source
-from ...pascal_attn_core.int8.branch import LowRank, joined
+from ...pascal_attn_core.int8.exchange import FloatWeight, Source
+from ...pascal_attn_core.int8.lora import joined
 
 PREFIX = "diffusion_model."
 Adapter = tuple[Tensor, Tensor, float]
+# A weight in 8 bits takes inputs of any dtype and device.
+_NO_CASTING = {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
 
 
 class LoadedWeight(Source):
-    """The weight of one layer under one patcher; to be asked for when the model has been loaded."""
+    """The weight of one layer under one patcher; made when the model has been loaded."""
+
+    casts = True
 
     def __init__(self, patcher: Any, name: str, module: nn.Module):
         model, key = patcher.model, f"{PREFIX}{name}.weight"
         self._model = weakref.ref(model)
-        self._base: Tensor | None = None  # what was there before the patches
+        self._base: Tensor | None = None  # the weight before its patches
         self._adapters: list[Adapter] = []
         self._functions = functions_of(module, "weight")
-        self._whole: Tensor | None = None  # patched here, in host memory
         self.why_not = _why_not(module, self._functions)
         if self._functions and not self.why_not:
             function = self._functions[-1]
@@ -55,42 +58,25 @@ class LoadedWeight(Source):
         if other:
             self.note = f"rounded with its patch ({other})"
 
-    def weight(self, module: nn.Module, device: torch.device) -> Tensor:
-        if self._base is not None:
-            return self._base.detach().to(device)
-        parameter = super().weight(module, device)
-        if not self._functions:
-            return parameter
-        patched = parameter.float().clone()
-        for function in self._functions:
-            patched = function(patched)
-        self._whole = patched.to("cpu", parameter.dtype)
-        return patched
-
-    def original(self) -> Tensor | None:
-        return self._whole if self._base is None else self._base.detach()
-
-    def branch(self, device: torch.device) -> LowRank | None:
-        adapters = joined(self._adapters)
-        return None if adapters is None else adapters.to(device)
-
-    def bias(self, module: nn.Module, device: torch.device) -> Tensor | None:
-        functions, bias = functions_of(module, "bias"), module._parameters.get("bias")
-        if bias is None or not functions:
-            return None
-        patched = bias.detach().to(device, torch.float32, copy=True)
-        for function in functions:
-            patched = function(patched)
-        return patched
-
-    def overrides(self, module: nn.Module) -> dict[str, Any]:
-        """The layer needs no casting: its weight takes inputs of any dtype and device."""
-        if not hasattr(module, "comfy_cast_weights"):
-            return {}
-        return {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
+    def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
+        parameter = module._parameters["weight"]
+        assert parameter is not None
+        original: Tensor = parameter if self._base is None else self._base
+        matrix = original.detach().to(device)
+        if self._functions:
+            matrix = _patched(matrix, self._functions)
+            original = matrix.to("cpu", parameter.dtype)
+        lora, bias, functions = joined(self._adapters), module._parameters.get("bias"), functions_of(module, "bias")
+        return FloatWeight(
+            matrix,
+            original,
+            lora=None if lora is None else lora.to(device),
+            bias=_patched(bias.detach().to(device), functions) if bias is not None and functions else None,
+            attributes=_NO_CASTING if hasattr(module, "comfy_cast_weights") else {},
+        )
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
-        """As ComfyUI leaves the weights of a layer that it unloads while its model runs on."""
+        """The weight becomes one of those that ComfyUI unloads while their model runs on."""
         model = self._model()
         if model is None or not hasattr(module, "comfy_cast_weights"):
             return False
@@ -105,8 +91,16 @@ class LoadedWeight(Source):
 
 
 def functions_of(module: nn.Module, parameter: str) -> list[Any]:
-    """What the host calls with a layer's parameter, ``"weight"`` or ``"bias"``, in each call of the layer."""
+    """The functions that the host applies to a layer's ``"weight"`` or ``"bias"`` in each call of the layer."""
     return list(getattr(module, f"{parameter}_function", []))
+
+
+def _patched(values: Tensor, functions: list[Any]) -> Tensor:
+    """``values`` after these functions, in float32."""
+    values = values.to(torch.float32, copy=True)
+    for function in functions:
+        values = function(values)
+    return values
 
 
 def plain_adapters(patches: list[Any], shape: tuple[int, ...]) -> tuple[list[Adapter], str]:

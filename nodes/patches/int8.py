@@ -1,15 +1,19 @@
-"""Linear layers of a ComfyUI model in 8 bits: in while it is loaded, and what became of them."""
+"""Linear layers of a ComfyUI model in 8 bits: which, in while the model is loaded, and the record of each run."""
 
 from __future__ import annotations
 
 import logging
+import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from ...pascal_attn_core.int8.binding import Int8Binding
-from ...pascal_attn_core.int8.report import WAYS, Int8Report, Int8ReportLine
+from ...pascal_attn_core.int8.binding import Int8Binding, take_off
+from ...pascal_attn_core.int8.find import find_linear
+from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report, Int8ReportLine
+from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
 from ..comfy.weights import LoadedWeight
 from ..engine.runs import Run
@@ -17,6 +21,9 @@ from .injection import Injection, network_of
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
+_NEEDS_FLOAT = (
+    "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or float16 file"
+)
 Options = tuple[float, tuple[str, ...], tuple[str, ...], str]
 _bindings: weakref.WeakKeyDictionary[nn.Module, dict[Options, Int8Binding]] = weakref.WeakKeyDictionary()
 
@@ -27,36 +34,38 @@ def binding_for(model: nn.Module, options: Options) -> Int8Binding:
     max_error, include, exclude, weights = options
     known = _bindings.setdefault(model, {})
     if options not in known:
-        chosen = [list(selectors) or None for selectors in (_selectors(include), _selectors(exclude))]
+        chosen = [[_selector(text) for text in texts] or None for texts in (include, exclude)]
         known[options] = Int8Binding(max_error=max_error, include=chosen[0], exclude=chosen[1], weights=weights)
     return known[options]
 
 
 def patterns(text: str) -> tuple[str, ...]:
     """``"double_blocks, *.ff.*"`` -> ``("double_blocks", "*.ff.*")``."""
-    return tuple(part.strip() for part in text.replace("\n", ",").split(",") if part.strip())
+    return tuple(part.strip() for part in re.split("[,;\n]", text) if part.strip())
 
 
-def _selectors(texts: tuple[str, ...]) -> list[Any]:
-    """A pattern with a wildcard is a shell pattern for the whole name; any other names a block or a layer."""
-    return [text if set(text) & set("*?[") else _Part(text) for text in texts]
+def _selector(text: str) -> str | Callable[[str, nn.Module], bool]:
+    """A pattern with a wildcard is a shell pattern for the whole name; any other names a block or a layer in whose name
+    its parts occur (``"double_blocks.3"``, ``"img_mlp"``). Names may be those of ComfyUI's files and LoRAs."""
+    text = re.sub(r"^(model\.)?diffusion_model\.", "", text).removesuffix(".weight")
+    return text if set(text) & set("*?[") else lambda name, module: f".{text}." in f".{name}."
 
 
-class _Part:
-    """Chooses the layers in whose qualified names these parts occur: ``"double_blocks.3"``, ``"img_mlp"``."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __call__(self, name: str, module: nn.Module) -> bool:
-        return f".{self.text}." in f".{name}."
+def unmatched(model: nn.Module, texts: tuple[str, ...]) -> str:
+    """One sentence about the patterns that no linear layer of ``model`` matches; "" = there are none."""
+    layers = list(find_linear(model, include="*"))
+    none = [text for text in texts if not any(matches([_selector(text)], name, module) for name, module, *_ in layers)]
+    if not none or not layers:
+        return ""
+    examples = " and ".join(found.name for found in layers[len(layers) // 3 :: max(1, len(layers) // 3)][:2])
+    return f"no linear layer matches {', '.join(none)}; layers of this model are, for example, {examples}"
 
 
 class Files:
     """Int8 layers that the model's file brings.
 
     Attributes:
-        layers: how many.
+        layers: their number.
         why_not: why ComfyUI computes them itself; "" = it does not.
         served: what computes them, or None.
     """
@@ -73,7 +82,8 @@ class Files:
         text = f"{self.layers} linear layers are in int8 in the model's file"
         if self.served is None:
             return f"{text}; ComfyUI computes them: {self.why_not}"
-        done = f"{self.served.calls} calls by {WAYS[self.served.way]}" if self.served.calls else "no call yet"
+        served = self.served
+        done = f"{served.calls} calls by {COMPUTED_BY[served.backend]}" if served.calls else "no call yet"
         return f"{text}, computed here: {done}"
 
 
@@ -96,6 +106,7 @@ class Int8Layers(Injection):
         self.files, self.chosen = files, chosen
 
     def attach(self, patcher: Any) -> None:
+        take_off(network_of(patcher))
         self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
 
     def begin(self) -> None:
@@ -124,13 +135,14 @@ def chosen_by(include: tuple[str, ...], exclude: tuple[str, ...]) -> str:
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: str = "") -> list[str]:
-    """What a user must not miss; ``chosen``: what ``chosen_by`` says."""
+    """The sentences that a user must not miss; ``chosen`` is from :func:`chosen_by`."""
     found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if _went_back(line)]
     on = report.of("int8")
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
         none = "none was measured" if report.lines else f"none is left by {chosen}" if chosen else "none was found"
-        found.append(f"no linear layer runs in int8: {'; '.join(filter(None, reasons[:3])) or none}")
+        parts = [*filter(None, [*reasons[:3], remedy(report)])] or [none]
+        found.append(f"no linear layer runs in int8: {'; '.join(parts)}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
     if after > _MUCH_SLOWER * before:
@@ -139,6 +151,11 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
             f"{before:.1f} ms in float"
         )
     return found
+
+
+def remedy(report: Int8Report) -> str:
+    """What to do about layers that cannot run in int8 because their weights are quantised already; "" = nothing."""
+    return _NEEDS_FLOAT if any(re.search("float8|uint8|Tensor$", each.why) for each in report.of("cannot be")) else ""
 
 
 def _went_back(line: Int8ReportLine) -> bool:
@@ -158,7 +175,7 @@ def clone_for(patcher: Any, options: Options) -> Any:
     if is_dynamic is None or not is_dynamic():
         return patcher.clone()
     model = patcher.model
-    if not binding_for(network_of(patcher), options).preview(network_of(patcher)).count("waiting"):
+    if not binding_for(network_of(patcher), options).report(network_of(patcher)).able:
         return patcher.clone()
     try:
         clone = patcher.clone(disable_dynamic=True, model_override=_whole.get(model))

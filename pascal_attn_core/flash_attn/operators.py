@@ -1,5 +1,5 @@
-"""flash-attn's operators, ``torch.ops.flash_attn._flash_attn_forward`` and three more. They exist as long as our modules
-stand in for it. Programs call them by their ``_wrapped_`` names, or name them in a policy of what to keep for the
+"""flash-attn's operators, ``torch.ops.flash_attn._flash_attn_forward`` and three more, while our modules stand in for
+it. Programs call them by their ``_wrapped_`` names, or name them in a policy of what to keep for the
 backward pass."""
 
 from __future__ import annotations

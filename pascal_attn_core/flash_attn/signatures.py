@@ -65,7 +65,7 @@ def options_of(function: Callable[..., Any], first: int) -> Callable[[Callable[.
 
 
 def _parameters(text: str) -> Iterator[inspect.Parameter]:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     for part in text.split():
         if part == "*":
             kind = inspect.Parameter.KEYWORD_ONLY

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.patch import Patch, PatchGroup
-from ..routes.timing_table import median_times
-from .find import Found, find_linear
-from .layer import WEIGHTS, Layer, Settings
+from ..patching.patch import Patch, require_sites
+from ..patching.selectors import require_matches
+from ..patching.targets import denoisers_of
+from .backends import ACTIVATIONS
+from .binding import Int8Binding
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows, rotate
-from .report import Int8Report, Int8ReportLine, report_line
-from .ways import ACTIVATIONS
+from .report import Int8Report, Int8ReportLine
 from .weight import Int8Weight
 
 __all__ = [
@@ -41,18 +41,19 @@ __all__ = [
 
 
 def patch_linear_int8(
-    model: nn.Module,
+    model: Any,
     *,
     include: Any = None,
     exclude: Any = None,
     max_error: float = 0.05,
-    calibrate: Callable[[nn.Module], Any] | None = None,
+    calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
 ) -> Int8Patch:
     """Run linear layers of ``model`` in 8-bit integers. Not exact.
 
     Args:
-        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
+            their layers begin with that of the component (``"transformer_2.blocks.0.ffn.net.2"``).
         include: exactly these layers instead of the default, which is those of the repeated blocks without embeddings,
             norms, modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
             ``(name, module) -> bool``, or several of them.
@@ -61,8 +62,8 @@ def patch_linear_int8(
             it stays in float. Typical errors are 0.01 to 0.02; layers with outlier channels have larger ones.
         calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
             largest error. None = each layer is measured and judged in its first call. In either case the error is
-            checked again after 2, 4, 8 ... calls: a layer that exceeds ``max_error`` then goes back to float, if its
-            float weight still exists.
+            measured again now and then (:mod:`.watch` says when); a layer that exceeds ``max_error`` is rotated, or
+            goes back to float, if its float weight still exists.
         weights: where the float weights are kept: "host" = they move to host memory, and back when the patch is
             removed; "keep" = they stay where they are; "free" = they are discarded: after the patch is removed, the
             model has rounded weights.
@@ -70,51 +71,37 @@ def patch_linear_int8(
         A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
     Raises:
-        TypeError, ValueError: an invalid argument.
+        TypeError: an argument of a wrong type.
+        ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
-        raise TypeError(f"max_error must be a number, got {max_error!r}")
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be at least 0, got {max_error}")
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    target, model = model, denoisers_of(model)
+    require_matches(model, include=include, exclude=exclude)
     if calibrate is not None and not callable(calibrate):
         raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
-    settings = Settings(float(max_error), weights, median_times)
-    found = list(find_linear(model, include, exclude))
-    layers: dict[str, Layer] = {}
-    with PatchGroup(f"int8 linear layers of {type(model).__name__}") as group:
-        for name, module, why_not in found:
-            if not why_not:
-                layers[name] = layer = Layer(name or "(the model)", module, settings)
-                layer.attach()
-                group.add(layer.detach)
+    binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
+    count = binding.attach(model)
+    try:
         if calibrate is not None:
-            settings.gathers = True
-            calibrate(model)
-            settings.gathers = False
-            for layer in layers.values():
-                layer.decide()
-    return Int8Patch(group, settings, found, layers)
+            binding.calibrate(model, lambda _: calibrate(target))
+    except BaseException:
+        binding.detach(model)
+        raise
+    return require_sites(Int8Patch(model, binding, count))
 
 
 class Int8Patch(Patch):
-    """What :func:`patch_linear_int8` returns."""
+    """The change made by :func:`patch_linear_int8`."""
 
-    def __init__(self, group: PatchGroup, settings: Settings, found: list[Found], layers: dict[str, Layer]):
-        self._settings, self._found, self._layers = settings, found, layers
+    def __init__(self, model: nn.Module, binding: Int8Binding, sites: int):
+        self._model, self._binding = model, binding
 
         def undo() -> list[str]:
-            settings.enabled = False  # deep copies share it
-            left = group._undo_all()
+            binding.options.enabled = False  # deep copies share it
+            left = binding.detach(model)
             return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
 
-        super().__init__(group.name, undo, sites=len(layers))
+        super().__init__(f"int8 linear layers of {type(model).__name__}", undo, sites=sites)
 
     def report(self) -> Int8Report:
         """The state of each layer so far."""
-        lines = [report_line(found, self._layers.get(found.name)) for found in self._found]
-        return Int8Report(lines, self._settings.max_error, self._settings.weights)
+        return self._binding.report(self._model)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..fused.linear import LinearCall
+from .backends import GATED, expanded, row_slices, run
 from .quantize import Int8Matrix
-from .ways import GATED, expanded, row_slices, run
 
 
 def forward(

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..fused.code.linear_source import MOST_COLUMNS
 from ..patching.selectors import matches, selectors
-from .ways import FLOATS
+from .backends import FLOATS
 
-# What sets the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
+# These set the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
     r"(?:^|[._])(?:time|timestep|t|guidance|vector|context|caption|label|pos|patch|x|y|img|txt)_?(?:emb|embed|embedder|"
     r"embedding|embeddings|in)(?:[._]|$)|embed|emb_layers|time_proj|distilled_guidance|modulation|"
@@ -25,11 +26,18 @@ _LEAST_NUMBERS = 64 * 64
 
 
 class Found(NamedTuple):
-    """One linear layer: its qualified name ("" for the model itself), and if it is not to run in 8 bits, why."""
+    """One linear layer.
+
+    Attributes:
+        name: its qualified name; "" for the model itself.
+        why_not: why it is not to run in 8 bits; "" = it is.
+        shared_with: the name of another module that has the same weight; "" = there is none.
+    """
 
     name: str
     module: nn.Module
     why_not: str = ""
+    shared_with: str = ""
 
 
 def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
@@ -39,38 +47,37 @@ def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> I
         include: exactly these instead of the default, which is those of the repeated blocks without embeddings, norms,
             modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
             ``(name, module) -> bool``, or several of them.
-        exclude: never these; likewise.
+        exclude: never these, given in the same way.
     """
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
-    owners: dict[int, str] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(id(parameter), name)
+                owners.setdefault(id(parameter), []).append(name)
     for name, module in model.named_modules():
-        if not is_linear(module):
+        if not is_linear(module) or (dropped and matches(dropped, name, module)):
             continue
-        if dropped and matches(dropped, name, module):
+        if include is not None and not matches(chosen, name, module):
             continue
-        if include is not None:
-            if matches(chosen, name, module):
-                yield Found(name, module, why_not(module, name, owners))
-            continue
-        yield Found(name, module, _left(name, module) or why_not(module, name, owners))
+        first, *others = owners.get(id(module._parameters.get("weight")), [name])
+        reason = "" if include is not None else _left(name, module)
+        yield Found(name, module, reason or why_not(module, name, first), others[0] if others else "")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is ``x W^T + bias`` with a weight ``[out_features, in_features]`` of its own."""
+    """Whether it is ``x W^T + bias`` with a weight ``[out_features, in_features]`` of its own. A lazy layer is not yet:
+    its weight has no shape before the first call."""
     if any(True for _ in module.children()) or not hasattr(module, "in_features"):
         return False
     weight, kind = getattr(module, "weight", None), type(module).__name__
-    if not isinstance(weight, Tensor) or not (isinstance(module, nn.Linear) or "Linear" in kind):
+    if not isinstance(weight, Tensor) or is_lazy(weight) or not (isinstance(module, nn.Linear) or "Linear" in kind):
         return False
     return isinstance(module, nn.Linear) or tuple(weight.shape) == (module.out_features, module.in_features)
 
 
-def why_not(module: nn.Module, name: str, owners: dict[int, str]) -> str:
-    """Why the layer cannot run in 8 bits; "" = it can."""
+def why_not(module: nn.Module, name: str, owner: str) -> str:
+    """Why the layer cannot run in 8 bits; "" = it can. ``owner`` is the first module that has its weight."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "cannot be: its weight is computed, or is not a parameter"
@@ -81,7 +88,6 @@ def why_not(module: nn.Module, name: str, owners: dict[int, str]) -> str:
         return f"cannot be: its weight is {str(weight.dtype).removeprefix('torch.')}{kind}"
     if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
         return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
-    owner = owners.get(id(weight), name)
     if owner != name:
         return f"cannot be: it shares its weight with {owner}"
     if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):

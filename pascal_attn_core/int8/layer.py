@@ -1,5 +1,5 @@
-"""One linear layer under one patch: it waits for its first inputs, is measured with them, and then runs in 8 bits or
-stays as it is."""
+"""Int8Layer: one linear layer under one patch. It waits for its first inputs, is measured with them, and then runs in
+8 bits or stays in float; while it runs in 8 bits, its error is measured again now and then."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.own_thread import in_backward, inputs_are_made_up
-from .measure import Clock, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
+from .backends import FLOATS, Backend, backend_for
+from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
+from .measure import Clock, Sample, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
 from .quantize import Int8Matrix, quantize_rows
-from .ways import FLOATS, Way, way_for
-from .weight import Int8Weight
+from .watch import ErrorWatch
+from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
@@ -27,19 +29,21 @@ _MOST_FAILURES = 3  # for lack of memory
 WAITING, INT8, FLOAT = "waiting", "int8", "float"
 
 
-class _Kind(NamedTuple):
+class _Inputs(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
 
 @dataclass(eq=False)
-class Settings:
-    """The options of one patch; shared by its layers and by those of deep copies.
+class Int8Options:
+    """The options of one patch, and what its layers share, also with those of deep copies.
 
     Attributes:
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
+        generator: chooses the rows that errors are measured on.
+        has_warned: whether a weight in 8 bits was found to be trained.
     """
 
     max_error: float
@@ -47,41 +51,46 @@ class Settings:
     clock: Clock
     enabled: bool = True
     gathers: bool = False
+    has_warned: bool = False
     times: dict[Any, Times] = field(default_factory=dict)
+    generator: torch.Generator = field(default_factory=torch.Generator)
     lock: Any = field(default_factory=threading.RLock)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
         return self
 
 
-class Layer:
+class Int8Layer:
     """The state of one layer.
 
     Attributes:
         state: "waiting" for inputs, "int8", or "float": it stays as it was.
         why: one sentence.
-        error: relative error on the inputs that it was measured with, the largest of all checks; None = not measured.
+        missed: why it is in float although it was decided for 8 bits; "" = it is not.
         rotation: see :mod:`.quantize`.
         times: of the call that it was decided with; None = not timed.
-        way: what computes it, see :data:`.ways.WAYS`, and why nothing faster does.
-        float_bytes, int8_bytes: of its weight.
-        calls: in 8 bits, so far.
+        backend: what computes it, and why nothing faster does.
+        watch: its calls in 8 bits in this run, and the errors found in it.
+        shared_with: another module that has the same parameter, which therefore stays where it is.
+        device: that it computes on; None = not known yet.
+        float_bytes, int8_bytes: sizes of its weight.
     """
 
-    def __init__(self, name: str, module: nn.Module, settings: Settings):
-        self.name, self.settings = name, settings
+    def __init__(self, name: str, module: nn.Module, options: Int8Options, shared_with: str = ""):
+        self.name, self.options, self.shared_with = name, options, shared_with
         self._module = weakref.ref(module)
         self.kind, weight = type(module).__name__, module.weight
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.float_bytes, self.int8_bytes = weight.numel() * weight.element_size(), 0
-        self.state, self.why = WAITING, "not called yet"
-        self.error: float | None = None
-        self.rotation, self.way, self.calls = 0, Way("", ""), 0
+        self.state, self.why, self.missed = WAITING, "not called yet", ""
+        self.rotation, self.backend, self.watch = 0, Backend("", ""), ErrorWatch()
         self.times: Times | None = None
+        self.device: torch.device | None = None
+        self.source, self.room = Source(), Room()
+        self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
-        self._parameter: nn.Parameter | None = None  # what was there before us
-        self._seen: _Kind | None = None  # the last inputs that were collected
+        self._seen: _Inputs | None = None  # the last inputs that were collected
         self._failures = 0
 
     @property
@@ -93,63 +102,122 @@ class Layer:
         """The weight in 8 bits, where the module has it: hosts may replace it."""
         module = self.module
         weight = None if module is None else module._parameters.get("weight")
-        return weight if isinstance(weight, Int8Weight) and weight.state is self else None
+        return weight if isinstance(weight, Int8Weight) and weight.layer is self else None
+
+    @property
+    def error(self) -> float | None:
+        """The largest error of this run; before its first call, the largest that was measured."""
+        return self._errors.get(self.rotation) if self.watch.largest is None else self.watch.largest
+
+    @property
+    def note(self) -> str:
+        """A remark on a layer in 8 bits."""
+        shared = f"its float weight stays, since {self.shared_with} has it too" if self.shared_with else ""
+        return (self.source.note or shared) if self.state == INT8 else ""
 
     @property
     def is_on(self) -> bool:
-        """Whether the layer is to run in 8 bits."""
-        return self.settings.enabled and self.state == INT8
+        """Whether the layer runs in 8 bits now."""
+        return self.options.enabled and self.state == INT8 and self._exchange is not None
 
     @property
     def was_replaced(self) -> bool:
-        """Whether somebody else has put another weight in the place of the one in 8 bits."""
-        return self.state == INT8 and self.weight is None
+        """Whether the weight in 8 bits was replaced with another one."""
+        return self._exchange is not None and self.weight is None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its float weight is not on the device that it computes on, as far as that is known."""
+        module = self.module
+        weight = None if module is None else module._parameters.get("weight")
+        return weight is not None and self.device is not None and weight.device.type != self.device.type
 
     # ---- in and out ----
 
-    def attach(self) -> None:
-        """Wait for the first inputs."""
+    def attach(self, source: Source, room: Room) -> None:
+        """Wait for the first inputs; a layer that was decided for 8 bits before is only rounded again."""
         module = self.module
         assert module is not None
-        module.register_forward_pre_hook(Hook(self, "arrived"), with_kwargs=True)
+        self.source, self.room, self.missed = source, room, ""
+        if self.state == WAITING:
+            module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
+        elif self.state == INT8:
+            assert self.device is not None
+            try:
+                found = source.read(module, self.device)
+                self._put(module, found, quantize_rows(found.matrix, self.rotation))
+            except torch.OutOfMemoryError:
+                self.missed = "out of memory while rounding it"
 
-    def detach(self) -> list[str]:
-        """Put the module back as it was; returns what could not be."""
-        module, parameter, self._parameter = self.module, self._parameter, None
+    def detach(self) -> str:
+        """Put the module back as it was. Returns what could not be, "" = nothing.
+
+        Raises:
+            torch.OutOfMemoryError: the float weight has to stay in host memory, and the host cannot work with that.
+        """
+        module, exchange, source = self.module, self._exchange, self.source
+        was_replaced, weight = self.was_replaced, self.weight
+        self._exchange, self.source, self.room = None, Source(), Room()  # they hold tensors of the host
         if module is None:
-            return []
+            return ""
         self._unhook(module)
-        weight = self.weight
-        if weight is None:
-            return [f"the weight of {self.name} was replaced in the meantime"] if self.state == INT8 else []
-        self.state, self.why = FLOAT, "the patch was removed"
-        if parameter is None or weight.original is None:
-            module._parameters["weight"] = nn.Parameter(weight.float_matrix())
-            return []
-        parameter.data = weight.original.detach().to(weight.device, weight.dtype)
-        module._parameters["weight"] = parameter
-        return []
+        try:
+            if exchange is not None:
+                exchange.undo(module, weight)
+        except torch.OutOfMemoryError:
+            if not source.stays_in_host_memory(module):
+                raise
+            log.warning("%s: its float weight stays in host memory: its device is out of memory", self.name)
+        return f"the weight of {self.name} was replaced in the meantime" if was_replaced else ""
+
+    def _put(self, module: nn.Module, found: FloatWeight, matrix: Int8Matrix) -> None:
+        parameter = module._parameters["weight"]
+        assert parameter is not None
+        self.device = matrix.codes.device
+        is_elsewhere = self.device.type != parameter.device.type
+        weights = "keep" if is_elsewhere or self.shared_with else self.options.weights
+        if is_elsewhere:
+            if not self.room.take(self.int8_bytes):
+                matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
+        elif weights != "keep":
+            self.room.bytes += self.float_bytes - self.int8_bytes
+        in_float = InFloat(found.original if weights != "free" else None, found.lora)
+        weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
+        exchange = Exchange(weights)
+        exchange.put(module, found, weight)
+        self._exchange = exchange
+        module._register_state_dict_hook(Hook(self, "on_state_dict"))
+
+    def _unhook(self, module: nn.Module) -> None:
+        for hooks in (module._forward_pre_hooks, module._state_dict_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.layer is self]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def on_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """A state dict holds the float weight, under its own name."""
+        weight = state.get(f"{prefix}weight")
+        if isinstance(weight, Int8Weight) and self._exchange is not None:
+            state[f"{prefix}weight"] = self._exchange.values(weight)
 
     # ---- deciding ----
 
-    def arrived(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_first_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the module begins."""
         x = args[0] if args else kwargs.get("input")
-        if not self.settings.enabled or self.state != WAITING or not isinstance(x, Tensor) or not _has_numbers(x):
+        if not self.options.enabled or self.state != WAITING or not isinstance(x, Tensor) or not _has_numbers(x):
             return
         reason = self._not_now(module, x)
         if reason:
             self.why = reason
             return
-        with self.settings.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with self.options.lock, torch.autocast(x.device.type, enabled=False):
             if self.state != WAITING:
                 return
+            is_inference = torch.is_inference_mode_enabled()
             try:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False):  # the weight must be usable outside of it
-                        self._measure(module, x.clone())
-                else:
-                    self._measure(module, x)
+                with ordinary_tensors():
+                    self._measure(module, x.clone() if is_inference else x)
             except torch.OutOfMemoryError:
                 self._failures += 1
                 self.why = "out of memory while measuring it"
@@ -163,128 +231,133 @@ class Layer:
             return "its weight is absent when it is called: a hook loads it"
         if type(weight) is not nn.Parameter:
             return f"its weight is a {type(weight).__name__}"
-        if weight.device != x.device:
+        if weight.device != x.device and not self.source.casts:
             return f"its weight is on {weight.device}, its input on {x.device}"
         if module.training and weight.requires_grad and torch.is_grad_enabled():
             return "its weight is being trained"
-        if in_backward() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if in_backward() or _is_captured(x):
             return "it cannot be measured while a graph is captured, or within a backward pass"
         return ""
 
     def _measure(self, module: nn.Module, x: Tensor) -> None:
-        exact = self._exact(module, x.device)
-        for size, error in errors_by_rotation(x, exact).items():
-            self._errors[size] = max(error, self._errors.get(size, 0.0))
-        if self.settings.gathers:
-            self._seen = _Kind(tuple(x.shape), x.dtype, x.device)
+        found = self.source.read(module, x.device)
+        self._note(errors_by_rotation(sample_of(x, self.options.generator), found.matrix))
+        if self.options.gathers:
+            self._seen = _Inputs(tuple(x.shape), x.dtype, x.device)
         else:
-            self._decide(module, x, exact)
+            self._decide(module, x, found)
 
-    def _exact(self, module: nn.Module, device: torch.device) -> Tensor:
-        """The float matrix that is rounded, on the device of the inputs."""
-        weight = module._parameters["weight"]
-        assert weight is not None
-        return weight.detach()
+    def _note(self, errors: dict[int, float]) -> None:
+        for size, error in errors.items():
+            self._errors[size] = max(error, self._errors.get(size, 0.0))
 
     def decide(self) -> None:
         """Inputs have been collected: decide with them. Without any, the layer waits on."""
         module, seen, self._seen = self.module, self._seen, None
         if module is not None and seen is not None and self.state == WAITING:
-            with self.settings.lock, torch.no_grad():
-                x = torch.randn(seen.shape, device=seen.device).to(seen.dtype)
-                self._decide(module, x, self._exact(module, x.device))
+            with self.options.lock, ordinary_tensors():
+                x = torch.ones(seen.shape, device=seen.device, dtype=seen.dtype)
+                self._decide(module, x, self.source.read(module, x.device))
 
-    def _decide(self, module: nn.Module, x: Tensor, exact: Tensor) -> None:
-        """By the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
-        settings, parameter = self.settings, module._parameters.get("bias")
-        bias = None if parameter is None else parameter.to(x.device)
-        self.rotation = best_rotation(self._errors, settings.max_error)
-        self.error = self._errors[self.rotation]
-        if not self.error <= settings.max_error:
+    def _decide(self, module: nn.Module, x: Tensor, found: FloatWeight) -> None:
+        """Decide by the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
+        options = self.options
+        self.rotation = best_rotation(self._errors, options.max_error)
+        error = self._errors[self.rotation]
+        if not error <= options.max_error:
             self._unhook(module)
-            self.state, self.why = FLOAT, f"its error {self.error:.2%} is above {settings.max_error:.2%}"
+            self.state, self.why = FLOAT, f"its error {error:.2%} is above {options.max_error:.2%}"
             return
-        matrix = quantize_rows(exact, self.rotation)
+        matrix = quantize_rows(found.matrix, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
-        self.way = way_for(x, matrix)
-        kind = _Kind(tuple(x.shape), x.dtype, x.device), self.shape, exact.dtype, self.rotation
-        if kind not in settings.times:
-            settings.times[kind] = times_of(x, exact, bias, matrix, settings.clock)
-        self.times = settings.times[kind]
+        self.backend = backend_for(x, matrix)
+        inputs = _Inputs(tuple(x.shape), x.dtype, x.device), self.shape, found.matrix.dtype, self.rotation
+        if inputs not in options.times:
+            options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
+        self.times = options.times[inputs]
         self._unhook(module)
-        self._replace(module, matrix)
+        self._put(module, found, matrix)
         self.state, self.why = INT8, ""
-
-    def _replace(self, module: nn.Module, matrix: Int8Matrix) -> None:
-        keeps, weight = self.settings.weights, module._parameters["weight"]
-        assert weight is not None
-        original: Tensor | None = None
-        if keeps == "keep":
-            self._parameter = weight
-            original = weight
-        elif keeps == "host":
-            self._parameter = weight
-            # Gives the device's memory back, whoever else holds the parameter.
-            original = weight.data = weight.detach().to("cpu")
-        new = Int8Weight(matrix, weight.dtype, original=original, follows=keeps == "keep", state=self)
-        module._parameters["weight"] = nn.Parameter(new, requires_grad=False)
-        module._register_state_dict_hook(Hook(self, "saving"))
-
-    def _unhook(self, module: nn.Module) -> bool:
-        """Take our hooks off; whether there were any."""
-        had_any = False
-        for hooks in (module._forward_pre_hooks, module._state_dict_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.layer is self]:
-                had_any = True
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        return had_any
-
-    def saving(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """A state dict holds the float weight, under its own name."""
-        weight = state.get(f"{prefix}weight")
-        if isinstance(weight, Int8Weight):
-            state[f"{prefix}weight"] = weight.float_matrix() if weight.original is None else weight.original.detach()
 
     # ---- checking ----
 
-    def saw(self, x: Tensor, weight: Int8Weight) -> None:
-        """A call ran in 8 bits. After 2, 4, 8 ... calls its error is measured again."""
+    def recheck(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
+        """A call in 8 bits begins. Where :class:`.watch.ErrorWatch` says so, its error is measured, and a layer above
+        the limit is rotated, or goes back to float. Returns the weight to compute the call with."""
         if not _has_numbers(x) or in_backward():
-            return
-        self.calls += 1
-        if self.calls & (self.calls - 1) or self.calls == 1 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            self._check(sample_of(x), weight)
+            return weight
+        if torch.is_grad_enabled() and weight.requires_grad and not self.options.has_warned:
+            self.options.has_warned = True
+            log.warning("%s: its weight is in 8 bits and gets no gradient; remove the patch to train it", self.name)
+        if not self.watch.check_now(x.numel() // x.shape[-1]) or _is_captured(x):
+            return weight
+        try:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                return self._checked(x, weight)
+        except torch.OutOfMemoryError:
+            return weight  # it is measured in a later call
 
-    def _check(self, rows: Tensor, weight: Int8Weight) -> None:
-        exact = weight.own_matrix().to(rows.device)
-        error = relative_error(rows, exact, weight.matrix_on(rows.device))
-        if weight.original is None:  # then only what rounding the input costs is left to see
-            assert self.error is not None
-            error = max(error, self.error)
-        self.error = max(error, self.error or 0.0)
-        if error <= self.settings.max_error:
-            return
-        where = f"its error was {error:.2%} in call {self.calls}, above {self.settings.max_error:.2%}"
-        if weight.original is not None:
+    def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
+        limit, sample = self.options.max_error, sample_of(x, self.options.generator)
+        exact, original = weight.own_matrix().to(x.device), weight.original
+        error = relative_error(sample, exact, weight.matrix_on(x.device))
+        if original is None:  # then only what rounding the input costs is left to see
+            error = max(error, self._errors[self.rotation])
+        elif error > limit and self.weight is not None:
+            rotated = self._rotated(x, sample, weight, exact)
+            if rotated is not None:
+                return rotated
+        self.watch.saw(error)
+        if error <= limit:
+            return weight
+        if not self.why:
+            why = f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
+            log.warning("%s: %s", self.name, why)
+            self.why = why
+        if original is not None:
             self.state = FLOAT
-        if self.why != where:
-            log.warning("%s: %s", self.name, where)
-        self.why = where
+            self._go_back(weight)
+        return weight
+
+    def _rotated(self, x: Tensor, sample: Sample, weight: Int8Weight, exact: Tensor) -> Int8Weight | None:
+        """The weight with the rotation that brings the error below the limit; None = there is none."""
+        module, errors = self.module, errors_by_rotation(sample, exact)
+        self._note(errors)
+        rotation = best_rotation(self._errors, self.options.max_error)
+        if module is None or rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
+            return None
+        with ordinary_tensors():
+            matrix = quantize_rows(exact, rotation)
+            self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
+            codes, scales = matrix.codes.to(weight.device), matrix.scales.to(weight.device)
+            rotated = weight.with_matrix(Int8Matrix(codes, scales, rotation))
+            module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
+        self.watch.saw(errors[rotation])
+        return rotated
+
+    def _go_back(self, weight: Int8Weight) -> None:
+        """Give the module its float weight; without memory for it, the call is computed in float from host memory."""
+        module, exchange = self.module, self._exchange
+        if module is None or exchange is None or self.weight is None:
+            return
+        with ordinary_tensors(), contextlib.suppress(torch.OutOfMemoryError):
+            exchange.bring_back(weight)
+            self._unhook(module)
+            exchange.undo(module, weight)
+            self._exchange = None
 
     # ---- copies ----
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Layer:
+        """A copy of the module has a layer of its own, which the binding of the original does not know."""
         if id(self) in memo:
             return memo[id(self)]
-        copied = copy.copy(self)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = copy.copy(self)
         module = self.module
-        copied._errors = dict(self._errors)
-        copied._parameter = None
-        copied._module = weakref.ref(copy.deepcopy(module, memo)) if module is not None else self._module
+        copied._module = self._module if module is None else weakref.ref(copy.deepcopy(module, memo))
+        copied._errors, copied.watch = dict(self._errors), copy.deepcopy(self.watch, memo)
+        copied._exchange = copy.deepcopy(self._exchange, memo)
+        copied.source, copied.room = Source(), Room()
         return copied
 
 
@@ -292,7 +365,7 @@ class Hook:
     """A hook of a layer's module that is copied with it; in a pickle it is one that does nothing, since a file must not
     depend on this package."""
 
-    def __init__(self, layer: Layer, name: str):
+    def __init__(self, layer: Int8Layer, name: str):
         self.layer, self.name = layer, name
 
     def __call__(self, *args: Any) -> None:
@@ -305,8 +378,12 @@ class Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
 
 
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _has_numbers(x: Tensor) -> bool:
-    """Whether a tensor is one of a user's call that really happens, with an element at least."""
+    """Whether a tensor is one of a user's call that really happens, with at least one element."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
         return False
     if torch._C._get_tracing_state() is not None:  # what is measured would become a part of the trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
+_LARGEST_ROWS = 64  # of them
 _SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
@@ -26,52 +28,73 @@ class Times(NamedTuple):
     in_int8: float
 
 
-def rotations_for(columns: int) -> tuple[int, ...]:
-    """Those to try for a layer: none, and the largest groups that divide its columns."""
-    return (0, *[size for size in ROTATIONS if columns % size == 0][:1])
+class Sample(NamedTuple):
+    """Some rows of an input.
+
+    Attributes:
+        rows: ``[M, K]``.
+        counts: ``[M]``, float64: the number of the input's rows that each stands for.
+    """
+
+    rows: Tensor
+    counts: Tensor
 
 
-def sample_of(x: Tensor) -> Tensor:
-    """Rows of ``x`` ``[..., K]``, at most SAMPLE_ROWS, evenly spread."""
+def sample_of(x: Tensor, generator: torch.Generator) -> Sample:
+    """At most SAMPLE_ROWS rows of ``x`` ``[..., K]``: those with the largest elements, since the error of a row grows
+    with its largest element, and others at random, which share the rest. (Rows at a regular distance may all be of the
+    same columns of a picture.)
+
+    Args:
+        generator: on the CPU; the user's random state is not touched.
+    """
     flat = x.detach().reshape(-1, x.shape[-1])
-    return flat[:: max(1, -(-flat.shape[0] // SAMPLE_ROWS))]
+    count, device = flat.shape[0], flat.device
+    if count <= SAMPLE_ROWS:
+        return Sample(flat, torch.ones(count, dtype=torch.float64, device=device))
+    largest = torch.linalg.vector_norm(flat, ord=math.inf, dim=1).topk(_LARGEST_ROWS).indices
+    is_taken = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, largest, True)
+    drawn = torch.randint(count, (SAMPLE_ROWS - _LARGEST_ROWS,), generator=generator).to(device)
+    drawn = drawn[~is_taken[drawn]]
+    counts = torch.ones(_LARGEST_ROWS + drawn.numel(), dtype=torch.float64, device=device)
+    counts[_LARGEST_ROWS:] = (count - _LARGEST_ROWS) / max(1, drawn.numel())
+    return Sample(flat[torch.cat((largest, drawn))], counts)
 
 
-def relative_error(rows: Tensor, weight: Tensor, matrix: Int8Matrix) -> float:
-    """``|y8 - y| / |y|`` (root of the sum of squares) of the product of ``rows`` ``[M, K]`` with ``weight`` ``[N, K]``
-    and with that weight in 8 bits, both in float32; 0 where both are zero. inf or NaN in either make it inf."""
+def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:
+    """``|y8 - y| / |y|`` (root of the sum of squares) of the product of a sample with ``weight`` ``[N, K]`` and with
+    that weight in 8 bits, both in float32; 0 where both are zero. inf or NaN in either make it inf."""
+    rows, counts = sample
     rounded = int8_linear(rows, matrix, out_dtype=torch.float32)
     wide, squares = rows.float(), torch.zeros(2, dtype=torch.float64, device=rows.device)
     step = max(1, _SLICE_NUMBERS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         exact = F.linear(wide, weight[start : start + step].float())
-        found = rounded[:, start : start + step]
-        squares += torch.stack(
-            [(found - exact).square().sum(dtype=torch.float64), exact.square().sum(dtype=torch.float64)]
-        )
+        wrong = rounded[:, start : start + step] - exact
+        squares += torch.stack([part.square().sum(dim=1, dtype=torch.float64) for part in (wrong, exact)]) @ counts
     difference, size = squares.sqrt().tolist()
     if not (difference < float("inf") and size < float("inf")):
         return float("inf")
     return difference / size if size else (0.0 if difference == 0 else float("inf"))
 
 
-def errors_by_rotation(x: Tensor, weight: Tensor) -> dict[int, float]:
-    """:func:`relative_error` for each rotation, on a sample of ``x`` ``[..., K]``."""
-    rows = sample_of(x)
-    return {size: relative_error(rows, weight, quantize_rows(weight, size)) for size in rotations_for(weight.shape[1])}
+def errors_by_rotation(sample: Sample, weight: Tensor) -> dict[int, float]:
+    """:func:`relative_error` without a rotation (0) and with the largest group that divides the columns."""
+    sizes = (0, *[size for size in ROTATIONS if weight.shape[1] % size == 0][:1])
+    return {size: relative_error(sample, weight, quantize_rows(weight, size)) for size in sizes}
 
 
 def best_rotation(errors: dict[int, float], max_error: float) -> int:
-    """None, unless one is worth its time, or only with it the error is within its limit."""
+    """The rotation to take: none (0), unless one is worth its time, or only with it the error is within its limit."""
     size = min(errors, key=lambda size: errors[size])
     is_needed = errors[size] <= max_error < errors[0]
     return size if is_needed or errors[size] < _WORTH * errors[0] else 0
 
 
 def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:
-    """Of one call, timed in turn."""
+    """The times of one call, taken in turn."""
     with torch.no_grad():
-        bias = None if bias is None else bias.to(x.dtype)
+        bias = None if bias is None else bias.to(x.device, x.dtype)
         of_float, of_int8 = clock(
             [lambda: F.linear(x, weight.to(x.dtype), bias), lambda: int8_linear(x, matrix, bias)], x.device
         )

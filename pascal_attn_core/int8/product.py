@@ -1,6 +1,6 @@
-"""``act(x W^T + bias)`` with W in 8 bits and x rounded to 8 bits row by row. What computes it: :mod:`.ways`.
+"""``act(x W^T + bias)`` with W in 8 bits and x rounded to 8 bits row by row. What computes it: :mod:`.backends`.
 
-With ``acc`` the exact integer sums, all but the way ``float`` give ``float(acc) * (x_scale * w_scale) + bias`` in
+With ``acc`` the exact integer sums, all backends but ``float`` give ``float(acc) * (x_scale * w_scale) + bias`` in
 float32, each step rounded on its own, then the activation, then one rounding to the output's dtype.
 """
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fused.code.linear_source import MOST_COLUMNS
+from .backends import ACTIVATIONS, BACKENDS, FLOATS, GATED, activated
 from .compute import Linear, forward
 from .quantize import Int8Matrix, check_rotation
-from .ways import ACTIVATIONS, FLOATS, GATED, WAYS, activated
 
 
 def int8_linear(
@@ -33,13 +33,13 @@ def int8_linear(
         bias: ``[N]`` or ``[2 N]``, float, or None.
         activation: "none", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh" or "swiglu".
         out_dtype: of the result; None = that of x.
-        way: one of WAYS, or "auto" = the first that can run.
+        way: the backend, one of BACKENDS, or "auto" = the first that can run.
     Returns:
         ``[..., N]``. Differentiable in x and bias, as if the rounding of x were not there; the weight is constant.
     Extra memory: about 16 MiB on a CPU, 128 MiB elsewhere; what 32 rows take, where that is more.
     Raises:
         TypeError, ValueError: an argument that cannot be used.
-        NotImplementedError: the way that was asked for cannot run.
+        NotImplementedError: the backend that was asked for cannot run.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
     _check(x, weight, bias, activation, out_dtype, way)
@@ -79,8 +79,8 @@ def _check(
         raise ValueError(f"bias must be [{rows}], got {list(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if way != "auto" and way not in WAYS:
-        raise ValueError(f"way must be 'auto' or one of {', '.join(WAYS)}, got {way!r}")
+    if way != "auto" and way not in BACKENDS:
+        raise ValueError(f"way must be 'auto' or one of {', '.join(BACKENDS)}, got {way!r}")
     if activation in GATED and rows % 2:
         raise ValueError(f"activation {activation!r} needs a weight with an even number of rows, got {rows}")
     devices = {t.device for t in (x, codes, scales, bias) if t is not None}

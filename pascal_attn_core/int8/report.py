@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..machine.device import MIB
+from ..patching import patch
+from ..patching.patch import OFF, ON, State, states_of
 from .find import Found
-from .layer import FLOAT, INT8, WAITING, Layer
+from .layer import FLOAT, INT8, WAITING, Int8Layer
 
 
 class Int8ReportLine(NamedTuple):
@@ -18,12 +20,13 @@ class Int8ReportLine(NamedTuple):
         name: qualified; kind: its class; shape: of its weight.
         state: "int8", "float" (measured, and left as it was), "waiting", "left" (not chosen) or "cannot be".
         why: one sentence, or "".
-        error: relative error of the layer's product on real inputs, the largest seen; None = not measured.
+        error: relative error of the layer's product on real inputs, the largest of this run; None = not measured.
         rotation: columns of a group that is rotated before rounding; 0 = none.
         way: what computes it: "kernel", "int_mm" or "float"; why_way: why nothing faster does.
         float_ms, int8_ms: of the call that it was measured with; None = not timed.
         float_bytes, int8_bytes: of its weight.
-        calls: in 8 bits.
+        calls: number of calls in 8 bits in this run.
+        latest: the error that was measured last in this run; None = none was.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Int8ReportLine(NamedTuple):
     float_bytes: int = 0
     int8_bytes: int = 0
     calls: int = 0
+    latest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,26 @@ class Int8Report:
 
     Attributes:
         max_error: above which a layer stays in float.
-        weights: what became of the float weights: "keep", "host" or "free".
+        weights: where the float weights are: "keep", "host" or "free".
     """
 
     lines: list[Int8ReportLine]
     max_error: float
     weights: str
 
+    @property
+    def states(self) -> list[State]:
+        """The state of each layer in the words that all patches share."""
+        return states_of(self.lines, {INT8: ON, WAITING: patch.WAITING, "left": OFF})
+
     def count(self, state: str) -> int:
-        """How many layers are in this state."""
-        return sum(line.state == state for line in self.lines)
+        """The number of layers in this state."""
+        return len(self.of(state))
+
+    @property
+    def able(self) -> int:
+        """The number of layers that were chosen and can run in 8 bits."""
+        return len(self.lines) - self.count("left") - self.count("cannot be")
 
     def of(self, state: str) -> list[Int8ReportLine]:
         """The layers in this state."""
@@ -71,14 +85,14 @@ class Int8Report:
 
     @property
     def median_error(self) -> float | None:
-        """Of the layers in 8 bits."""
+        """The median error of the layers in 8 bits; None = none has been measured."""
         errors = [line.error for line in self.of(INT8) if line.error is not None]
         return statistics.median(errors) if errors else None
 
     def sentence(self) -> str:
-        """All in one: how many layers, their errors, times and memory."""
-        on, able = self.of(INT8), len(self.lines) - self.count("left") - self.count("cannot be")
-        text = f"{len(on)} of {able} linear layers in int8"
+        """One sentence for all layers: their number, errors, times and memory."""
+        on = self.of(INT8)
+        text = f"{len(on)} of {self.able} linear layers in int8"
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
@@ -106,35 +120,41 @@ class Int8Report:
             first, more = lines[0], f" and {len(lines) - 1} more" if len(lines) > 1 else ""
             rows.append(f"  {first.name or '(the model)'}{more} ({first.kind}): {first.state}{_facts(first)}")
         ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
-        rows += [f"  computed by {WAYS[way]}: {why}" for way, why in sorted(ways) if way]
+        rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
 
 
-def report_line(found: Found, layer: Layer | None) -> Int8ReportLine:
+def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
     """The state of one layer; ``layer`` is None where it is not patched."""
-    name, module, why_not = found
+    name, module, why_not, _ = found
     kind = type(module).__name__
     if layer is None:
         state, _, why = why_not.partition(": ")
         weight = module._parameters.get("weight")
         return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
-    times, state, why = layer.times, layer.state, layer.why
+    state, why, times = layer.state, layer.why or layer.note, layer.times
     if layer.was_replaced:
         state, why = FLOAT, "its weight was replaced, for example by a host that loads the float weight for each call"
+    elif layer.missed:
+        state, why = FLOAT, layer.missed
+    elif state == INT8 and not layer.options.enabled:
+        state, why = FLOAT, "the patch was removed"
     return Int8ReportLine(
-        name,
-        kind,
-        layer.shape,
-        state,
-        why,
-        layer.error,
-        layer.rotation,
-        *layer.way,
-        None if times is None else times.in_float,
-        None if times is None else times.in_int8,
-        layer.float_bytes,
-        layer.int8_bytes,
-        layer.calls,
+        name=name,
+        kind=kind,
+        shape=layer.shape,
+        state=state,
+        why=why,
+        error=layer.error,
+        rotation=layer.rotation,
+        way=layer.backend.name,
+        why_way=layer.backend.why,
+        float_ms=None if times is None else times.in_float,
+        int8_ms=None if times is None else times.in_int8,
+        float_bytes=layer.float_bytes,
+        int8_bytes=layer.int8_bytes,
+        calls=layer.watch.calls,
+        latest=layer.watch.latest,
     )
 
 
@@ -142,7 +162,10 @@ def _facts(line: Int8ReportLine) -> str:
     parts = [line.why] if line.why else []
     if line.state == INT8:
         rows, columns = line.shape
-        parts.append(f"{columns} -> {rows}, error {line.error or 0.0:.2%}")
+        parts.append(f"{columns} -> {rows}")
+        if line.error is not None:
+            last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
+            parts.append(f"error {line.error:.2%}{last}")
         if line.rotation:
             parts.append(f"rotated by {line.rotation}")
         if line.float_ms is not None:
@@ -155,7 +178,7 @@ _WEIGHTS = {
     "host": ", the float ones in host memory",
     "free": ", the float ones discarded",
 }
-WAYS = {
+COMPUTED_BY = {
     "kernel": "the int8 kernel",
     "int_mm": "torch._int_mm",
     "float": "weights expanded to float, which saves no time",

@@ -1,7 +1,7 @@
-"""A linear layer's weight in 8 bits, in the place of its float parameter: a tensor that says it is float.
+"""A linear layer's weight in 8 bits, which stands where its float parameter was: a tensor that says it is float.
 
-``F.linear`` with it runs in 8 bits. ``to``, ``clone``, ``detach`` and the like give another one, so that a model can be
-moved, cast, copied and offloaded as ever. For every other operator it is the float matrix: the one that it was made
+``F.linear`` with it runs in 8 bits. ``to``, ``clone``, ``detach`` and others give another one, so that a model can be
+moved, cast, copied and offloaded as usual. For every other operator it is the float matrix: the one that it was made
 from where that is still there, else the one that its integers stand for. Writing into it rounds what is written.
 """
 
@@ -17,25 +17,35 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from .branch import LowRank
+from .backends import FLOATS
+from .lora import LowRank
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows
-from .ways import FLOATS
 
-Branch = Callable[[Tensor], Tensor]
+
+class InFloat:
+    """The float part of a weight in 8 bits; aliases of the weight share it as they share the integers.
+
+    Attributes:
+        original: the matrix that the integers were made from, or None where it was discarded. It may be in host memory.
+        lora: adapters, which add to the layer's result: ``F.linear(x, w) + lora(x)``. None = there are none.
+    """
+
+    def __init__(self, original: Tensor | None, lora: LowRank | None):
+        self.original, self.lora = original, lora
 
 
 class _Rest:
-    """What of a weight is no tensor: the same object in copies, since graphs compare it with a copy that they keep."""
+    """The parts of a weight that are no tensors. Copies hold the same objects, since graphs compare them."""
 
-    def __init__(self, state: Any, branch: Branch | None):
-        self.state, self.branch = state, branch
+    def __init__(self, layer: Any, lora: LowRank | None):
+        self.layer, self.lora = layer, lora
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rest) and self.state is other.state and self.branch is other.branch
+        return isinstance(other, _Rest) and self.layer is other.layer and self.lora is other.lora
 
     def __hash__(self) -> int:
-        return hash((id(self.state), id(self.branch)))
+        return hash((id(self.layer), id(self.lora)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
         return self
@@ -49,17 +59,15 @@ class Int8Weight(Tensor):
 
     Attributes:
         matrix: its 8-bit integers, with their scales.
-        holder: holds ``original``; aliases of the weight share it as they share the integers.
-        follows: whether ``original`` moves along when the weight is moved or cast.
-        state: of the layer that it belongs to; ``state.is_on`` False = the layer runs in float.
-        branch: adds to the layer's result, in float: ``F.linear(x, w) + branch(x)``. None = nothing.
+        in_float: what there is of it in float.
+        follows: whether the original moves along when the weight is moved or cast.
+        layer: the :class:`.layer.Int8Layer` that it belongs to; ``layer.is_on`` False = it runs in float.
     """
 
     matrix: Int8Matrix
-    holder: list[Tensor | None]
+    in_float: InFloat
     follows: bool
-    state: Any
-    branch: Branch | None
+    layer: Any
 
     @staticmethod
     def __new__(
@@ -67,10 +75,9 @@ class Int8Weight(Tensor):
         matrix: Any,
         dtype: torch.dtype | None = None,
         *,
-        original: Tensor | None = None,
+        in_float: InFloat | None = None,
         follows: bool = False,
-        state: Any = None,
-        branch: Branch | None = None,
+        layer: Any = None,
         requires_grad: bool = False,
         **_: Any,
     ) -> Int8Weight:
@@ -83,8 +90,8 @@ class Int8Weight(Tensor):
         weight: Int8Weight = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype or torch.float32, device=codes.device, requires_grad=False
         )
-        weight.matrix, weight.holder, weight.follows = matrix, [original], follows
-        weight.state, weight.branch = state, branch
+        weight.matrix, weight.in_float = matrix, in_float or InFloat(None, None)
+        weight.follows, weight.layer = follows, layer
         return weight
 
     def __init__(self, *_: Any, **__: Any):
@@ -92,24 +99,26 @@ class Int8Weight(Tensor):
 
     @property
     def original(self) -> Tensor | None:
-        """The float matrix, or None where it was given up. It may be in host memory."""
-        return self.holder[0]
+        """The float matrix, or None where it was discarded."""
+        return self.in_float.original
+
+    @property
+    def lora(self) -> LowRank | None:
+        """The adapters beside the matrix."""
+        return self.in_float.lora
 
     @property
     def runs_in_int8(self) -> bool:
-        """False = another matrix product, in float, stands in for it."""
-        return self.original is None or self.state is None or self.state.is_on
+        """Whether the layer is computed in 8 bits; False = by a matrix product in float."""
+        return self.original is None or self.layer is None or self.layer.is_on
 
     def float_matrix(self) -> Tensor:
-        """The matrix in the weight's dtype, on its device, with what a branch of low rank adds."""
+        """The matrix with what its adapters add, in the weight's dtype, on its device."""
         matrix = self.own_matrix()
-        if isinstance(self.branch, LowRank):
-            added = self.branch.to(self.device).matrix()
-            return (matrix.float() + added).to(self.dtype)
-        return matrix
+        return matrix if self.lora is None else (matrix.float() + self.lora.to(self.device).matrix()).to(self.dtype)
 
     def own_matrix(self) -> Tensor:
-        """The same without the branch."""
+        """The matrix without its adapters."""
         if self.original is not None:
             return self.original.detach().to(self.device, self.dtype)
         return self.matrix.float().to(self.dtype)
@@ -122,28 +131,28 @@ class Int8Weight(Tensor):
         return Int8Matrix(codes, scales, self.matrix.rotation)
 
     def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
-        """Another one for the same layer."""
-        return Int8Weight(
-            matrix,
-            dtype or self.dtype,
-            original=original,
-            follows=self.follows,
-            state=self.state,
-            branch=self.branch,
-        )
+        """Another weight for the same layer."""
+        in_float = InFloat(original, self.lora)
+        return Int8Weight(matrix, dtype or self.dtype, in_float=in_float, follows=self.follows, layer=self.layer)
+
+    def with_matrix(self, matrix: Int8Matrix) -> Int8Weight:
+        """An alias with other integers for the same float values."""
+        alias = self.like(matrix)
+        alias.in_float = self.in_float
+        return alias
 
     def write(self, values: Tensor) -> None:
         """Take other values, ``[N, K]`` of any float dtype."""
         found = quantize_rows(values.detach().to(self.device), self.matrix.rotation)
         self.matrix.codes.copy_(found.codes)
         self.matrix.scales.copy_(found.scales)
-        self.branch = None if isinstance(self.branch, LowRank) else self.branch  # the values hold what it adds
+        self.in_float.lora = None  # the values hold what it adds
         self._write_original(values)
 
     def _write_original(self, values: Tensor) -> None:
         old = self.original
         if old is not None:  # copies of the weight may share the tensor
-            self.holder[0] = values.detach().to(old.device, old.dtype, copy=True)
+            self.in_float.original = values.detach().to(old.device, old.dtype, copy=True)
 
     def _set_data(self, values: Tensor) -> None:
         """``weight.data = values``."""
@@ -152,23 +161,23 @@ class Int8Weight(Tensor):
             if original is not None:  # it stays where it is: on the device, or in host memory
                 original = values.detach().to(values.device if self.follows else original.device, copy=True)
             values = self.like(quantize_rows(values.detach(), self.matrix.rotation), values.dtype, original)
+            values.in_float.lora = None
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, values)
-        self.matrix, self.holder, self.follows = values.matrix, values.holder, values.follows
+        self.matrix, self.in_float, self.follows = values.matrix, values.in_float, values.follows
 
     # ---- what torch asks of a tensor that holds tensors ----
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # A graph is made for a layer that runs in 8 bits, or for one that does not.
         inner = ["codes", "scales"] if self.runs_in_int8 else ["codes", "scales", "original"]
-        return inner, (self.matrix.rotation, self.dtype, self.runs_in_int8, _Rest(self.state, self.branch))
+        return inner, (self.matrix.rotation, self.dtype, self.runs_in_int8, _Rest(self.layer, self.lora))
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Int8Weight:
         rotation, dtype, _, rest = context
         matrix = Int8Matrix(inner["codes"], inner["scales"], rotation)
-        original = inner.get("original")
-        return Int8Weight(matrix, dtype, original=original, state=rest.state, branch=rest.branch)
+        return Int8Weight(matrix, dtype, in_float=InFloat(inner.get("original"), rest.lora), layer=rest.layer)
 
     @property
     def codes(self) -> Tensor:
@@ -185,10 +194,10 @@ class Int8Weight(Tensor):
         if id(self) in memo:
             return memo[id(self)]
         codes, scales, rotation = self.matrix
-        original = None if self.original is None else copy.deepcopy(self.original.detach(), memo)
-        copied = self.like(Int8Matrix(codes.clone(), scales.clone(), rotation), original=original)
-        copied.state, copied.branch = copy.deepcopy(self.state, memo), copy.deepcopy(self.branch, memo)
-        memo[id(self)] = copied
+        # The exchange of the layer may hold the same tensor: the copies must be the same too.
+        original = copy.deepcopy(self.original, memo)
+        memo[id(self)] = copied = self.like(Int8Matrix(codes.clone(), scales.clone(), rotation), original=original)
+        copied.layer = copy.deepcopy(self.layer, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,14 +239,14 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return F.linear(*tree_map(_plain, (x, weight, bias)))
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if weight.runs_in_int8 and weight.layer is not None and not torch.compiler.is_compiling():
+        weight = weight.layer.recheck(x, weight)
     if weight.runs_in_int8:
         bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
         out = int8_linear(x, weight.matrix_on(x.device), bias)
-        if weight.state is not None and not torch.compiler.is_compiling():
-            weight.state.saw(x, weight)
     else:
         out = F.linear(x, weight.own_matrix().to(x.device, x.dtype), None if bias is None else bias.to(x.dtype))
-    return out if weight.branch is None else out + weight.branch(x)
+    return out if weight.lora is None else out + weight.lora(x)
 
 
 def _is_ordinary(x: Any) -> bool:
@@ -283,9 +292,7 @@ def _each(func: Any, weight: Int8Weight, *args: Any, **kwargs: Any) -> Int8Weigh
 
 def _alias(func: Any, weight: Int8Weight) -> Int8Weight:
     codes, scales, rotation = weight.matrix
-    alias = weight.like(Int8Matrix(func(codes), func(scales), rotation))
-    alias.holder = weight.holder
-    return alias
+    return weight.with_matrix(Int8Matrix(func(codes), func(scales), rotation))
 
 
 def _moved(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
@@ -317,7 +324,8 @@ def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False
         return target
     for mine, other in zip(target.matrix[:2], source.matrix[:2]):
         mine.copy_(other, non_blocking=non_blocking)
-    target._write_original(source.float_matrix())
+    target._write_original(source.own_matrix())
+    target.in_float.lora = source.lora
     return target
 
 

@@ -42,18 +42,19 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; an empty one where there is no file.
 
     Raises:
-        OSError: it cannot be read, or is no file of at most 16 MiB: a pipe would wait, and a device never ends.
+        OSError: the file cannot be read, is larger than 16 MiB, or is none: a pipe, a device, a folder.
         ValueError: it is not JSON, or holds something other than an object.
     """
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            raise OSError(f"{path} must be a file of at most {_LARGEST} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+        raise OSError(f"{path} is no regular file of at most {_LARGEST} bytes")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not an object")
     return content

@@ -180,6 +180,7 @@ class Int8Route(Route):
     """The same kernel with Q and K in 8 bits: only where it is asked for by name."""
 
     name = "fused-int8"
+    is_opt_in = True
 
     def plan(self, request: Request) -> Plan | list[str]:
         return find_plan(request.call, request.config, int8=True, with_lse=request.with_lse)

@@ -88,10 +88,12 @@ class Route:
         name: as in ``AttentionConfig.route``, errors and reports.
         is_differentiable: autograd records ``forward``, which consists of operators it can differentiate; where it is
             not, ``backward`` computes the gradients from what ``forward`` returned.
+        is_opt_in: less exact than the others, so it takes no call that does not name it.
     """
 
     name = ""
     is_differentiable = False
+    is_opt_in = False
 
     def plan(self, request: Request) -> Any:
         """How the route takes the call, handed to ``forward`` and ``backward``; or a list of reasons, one sentence

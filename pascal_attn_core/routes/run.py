@@ -39,6 +39,19 @@ ROUTES: list[Route] = [
     TiledRoute(TORCH),
     Int8Route(),
 ]
+
+
+def route_names() -> list[str]:
+    """The names of the exact routes, in the order in which they are asked last."""
+    names = [route.name for route in ROUTES if route.name and not route.is_opt_in]
+    return list(reversed(dict.fromkeys(reversed(names))))
+
+
+def _name_routes() -> None:
+    known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
+
+
+_name_routes()
 # Asked before all of them, and before a route that is named, where a configuration names several devices.
 SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
 
@@ -48,13 +61,13 @@ def add_route(route: Route, *, before: str | None = None) -> None:
     :class:`~pascal_attn_core.config.AttentionConfig`."""
     places = [i for i, other in enumerate(ROUTES) if other.name == before] or [len(ROUTES)]
     ROUTES.insert(places[0], route)
-    known_routes.append(route.name)
+    _name_routes()
 
 
 def remove_route(route: Route) -> None:
     """Take back :func:`add_route`."""
     ROUTES.remove(route)
-    known_routes.remove(route.name)
+    _name_routes()
 
 
 def route_named(name: str) -> Route:

@@ -185,10 +185,11 @@ class Contest(TimingTable[Kind, dict[str, float]]):
     kind_type: type[Any]
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> dict[str, float] | None:
-        """Time them in turn; None if there are none."""
+        """Time them in turn; those for which there was no time are left out. None if there are none."""
         if not attempts:
             return None
-        found = dict(zip(attempts, self.clock(list(attempts.values()), self.device)))
+        times = zip(attempts, self.clock(list(attempts.values()), self.device))
+        found = {name: float(f"{time:.5g}") for name, time in times if time < math.inf}
         words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
         log.info("timed once on %s: %s for %s", self.device, words, kind)
         return found
@@ -197,7 +198,7 @@ class Contest(TimingTable[Kind, dict[str, float]]):
         return self.kind_type(**fields)
 
     def row(self, found: dict[str, float]) -> dict[str, Any]:
-        return {"times": {name: float(f"{time:.5g}") for name, time in found.items()}}
+        return {"times": found}
 
     def found_in(self, row: Mapping[str, Any]) -> dict[str, float]:
         return {name: positive(time) for name, time in dict(row["times"]).items()}

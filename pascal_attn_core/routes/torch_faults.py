@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct, may_read
+from ..checks import is_out_of_memory
 from ..config import RouteUnavailable
 from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward, in_own_thread
@@ -120,11 +121,6 @@ def _try(fault: Fault, kind: Kind) -> bool | None:
             return None if is_out_of_memory(error) else True
 
     return in_own_thread(run, kind.device)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch means that there was no memory; on a CPU it is a RuntimeError like any other."""
-    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 class BrokenPromises:

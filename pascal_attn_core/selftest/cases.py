@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import sdpa, sdpa_with_lse
 from ..checks import exact_limit, gap
-from ..config import ROUTES, AttentionConfig, UnsupportedAttention
+from ..config import AttentionConfig, UnsupportedAttention
 from ..flash_attn import flash_attn_varlen_func
 from ..reference import reference_sdpa
+from ..routes import route_names
 
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO = "auto"
-ALL_ROUTES = (*ROUTES, AUTO)
+ALL_ROUTES = (*route_names(), AUTO)
 _VARLEN = ((60, 90), (1, 33), (130, 70))  # tokens of query and key of each sequence
 
 
@@ -70,7 +71,7 @@ CASES = (
 
 
 class Check(NamedTuple):
-    """What became of one call.
+    """The result of one call.
 
     Attributes:
         error: largest difference to float64, relative to the largest value; None where nothing was computed.
@@ -214,7 +215,7 @@ def _varlen(tensors: _Tensors) -> Tensor:
 
 
 def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
-    """The same numbers on every machine: drawn on the CPU."""
+    """The tensors of a case, drawn on the CPU: every machine gets the same numbers."""
     generator = torch.Generator().manual_seed(len(case.name))
     kind = getattr(torch, dtype)
 
@@ -244,7 +245,7 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same view of the same memory on another device; moving the view itself would pack it."""
+    """A view like this one of its whole memory on another device; moving the view itself would pack it."""
     base = tensor if tensor._base is None else tensor._base
     return torch.as_strided(base.to(device), tensor.shape, tensor.stride(), tensor.storage_offset())
 

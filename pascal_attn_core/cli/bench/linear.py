@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...fused.linear import LinearCall
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
-from ...int8.ways import way_of, ways_of
+from ...int8.backends import backend_of, backends_of
 from .choice import choose, read_sizes
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
@@ -103,9 +103,9 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
         ways.append(_way(name, F.linear, *given))
     matrix = quantize_rows(weight)
     call = LinearCall(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
-    chosen = way_of(call).name
+    chosen = backend_of(call).name
     ways.append(_way("int8", int8_linear, x, matrix, bias, ran=chosen))
-    for name in ways_of(call):
+    for name in backends_of(call):
         if name != chosen:
             ways.append(_way(f"int8 by {name}", functools.partial(int8_linear, way=name), x, matrix, bias))
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)

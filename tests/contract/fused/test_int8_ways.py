@@ -15,7 +15,7 @@ from torch import nn
 
 from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import int8_linear, patch_linear_int8, quantize_rows
-from pascal_attn_core.int8.ways import IntMm, LinearTimings, way_of, ways_of
+from pascal_attn_core.int8.backends import IntMm, LinearTimings, backend_of, backends_of
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -56,7 +56,7 @@ def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.Monk
     expected = int8_linear(call.x, call.weight, call.bias, way="int_mm")
     monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
     with fresh_card(StandIn(CARD, execute)) as kernels:
-        assert way_of(call) == ("kernel", "")
+        assert backend_of(call) == ("kernel", "")
         out = int8_linear(call.x, call.weight, call.bias)
         assert {launch.function for launch in kernels.queued} >= {"pa_linear_quantize", "pa_linear_some"}
     assert torch.equal(out, expected)
@@ -66,11 +66,11 @@ def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_p
     with fresh_card(StandIn(CARD, execute)) as kernels:
         timed_by(times(1.0, 2.0), tmp_path)
         call = call_of()
-        assert ways_of(call) == ["kernel", "int_mm", "float"]
-        assert way_of(call) == ("kernel", "")
+        assert backends_of(call) == ["kernel", "int_mm", "float"]
+        assert backend_of(call) == ("kernel", "")
         more = call_of(outs=24)
         timed_by(times(3.0, 2.0), tmp_path)
-        assert way_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
+        assert backend_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
         queued = len(kernels.queued)
         int8_linear(more.x, more.weight)
         assert len(kernels.queued) == queued
@@ -89,7 +89,7 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
         driver.faults["cuLaunchKernel"] = fails_once(1)
         out = int8_linear(call.x, call.weight)
         queued = len(kernels.queued)
-        name, why = way_of(call)
+        name, why = backend_of(call)
         assert name == "int_mm"
         assert "invalid argument" in why
         assert torch.equal(int8_linear(call.x, call.weight), out)
@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
 
 def test_a_card_without_dp4a_is_refused_with_the_reason() -> None:
     with fresh_card(StandIn(P100, execute)):
-        name, why = way_of(call_of())
+        name, why = backend_of(call_of())
         assert name == "int_mm"
         assert "needs dp4a, compute capability 6.1 or newer; compute capability 6.0 has none" in why
 

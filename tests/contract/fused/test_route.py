@@ -13,7 +13,16 @@ from attn_support.fused.cases import takes
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, GXX
 from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import (
+    assert_close,
+    assert_gradients_close,
+    cast,
+    exact,
+    gradients,
+    int8_bound,
+    plain,
+    plain_dtype,
+)
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +31,6 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, rec
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.launch.int8 import error_bound
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
@@ -248,7 +256,7 @@ def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
     out = sdpa(query, key, value, config=INT8)
     expected = exact([query, key, value], {})[0]
     assert not torch.equal(out.double(), expected)
-    assert ((out.double() - expected).abs().amax(-1) <= error_bound(query, key, value, 64**-0.5)).all()
+    assert ((out.double() - expected).abs().amax(-1) <= int8_bound(query, key, value, 64**-0.5)).all()
     with pytest.raises(UnsupportedAttention, match="the int8 mode does not return lse"):
         sdpa_with_lse(query, key, value, config=INT8)
     with pytest.raises(UnsupportedAttention, match="the int8 mode has no gradients"):

@@ -70,8 +70,8 @@ class CardKernels(Kernels):
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
 
-    def machine_code(self, variant: Compilation) -> bytes:
-        cubin = super().machine_code(variant)
+    def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
+        cubin = super().machine_code(variant, compiled=compiled)
         self.driver.variants[cubin] = variant
         return cubin
 

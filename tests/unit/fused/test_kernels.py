@@ -218,8 +218,20 @@ def test_a_failure_warns_once_and_is_remembered(
 
 
 @needs_compiler
-def test_a_cubin_that_the_driver_refuses_is_a_reason_too(machine: Machine, driver: StandIn) -> None:
-    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin")
+def test_code_that_the_driver_refuses_is_compiled_again(
+    machine: Machine, compiler: FakeNvrtc, driver: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"for another driver")
+    with caplog.at_level(logging.INFO, logger="pascal_attn"):
+        assert kernels.functions(VARIANT)
+    assert compiler.compiled == 1
+    assert "since the driver refuses its machine code" in caplog.text
+    assert not kernels.reasons([VARIANT])
+
+
+@needs_compiler
+def test_without_a_compiler_code_that_the_driver_refuses_is_a_reason(machine: Machine, driver: StandIn) -> None:
+    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin", find_compiler=lambda arch: None)
     with pytest.raises(KernelUnavailable, match="cuModuleLoadData: device kernel image is invalid"):
         kernels.functions(VARIANT)
     assert not driver.left_behind()

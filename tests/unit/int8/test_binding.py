@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pascal_attn_core.int8 import binding as binding_module
-from pascal_attn_core.int8.binding import REMOVED, Int8Binding, Room, Source
-from pascal_attn_core.int8.branch import LowRank, joined
+from pascal_attn_core.int8.binding import Int8Binding, take_off
+from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
+from pascal_attn_core.int8.lora import LowRank, joined
 from pascal_attn_core.int8.quantize import quantize_rows
-from pascal_attn_core.int8.weight import Int8Weight
+from pascal_attn_core.int8.weight import InFloat, Int8Weight
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -37,7 +38,7 @@ def error_of(out: Tensor, exact: Tensor) -> float:
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[int, int, Tensor]]:
-    """Of each parameter: the object, its storage and a copy of its values."""
+    """Each parameter's identity, its storage and a copy of its values."""
     return {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
 
 
@@ -66,24 +67,21 @@ def test_attached_it_waits_measures_and_runs_in_8_bits_detached_it_is_as_before(
     assert [line.state for line in report.lines] == ["int8", "int8"]
     assert all(line.error is not None and 0 < line.error < 0.03 for line in report.lines)
     assert all(line.float_ms is not None and line.calls == 1 for line in report.lines)
-    assert binding.detach(model) == 2
-    assert_same(model, before)
+    for _ in range(2):
+        assert binding.detach(model) == []
+        assert_same(model, before)
     assert torch.equal(model(x), exact)
-    assert binding.detach(model) == 0
 
 
-def test_attached_again_it_only_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attached_again_it_only_rounds() -> None:
     model, x = network(), inputs()
     binding = Int8Binding()
     binding.attach(model)
     first, codes = model(x), codes_of(model)
     binding.detach(model)
-    measured: list[Any] = []
-    monkeypatch.setattr("pascal_attn_core.int8.layer.errors_by_rotation", lambda *args: measured.append(args))
     binding.attach(model)
-    assert all(torch.equal(a, b) for a, b in zip(codes, codes_of(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(codes, codes_of(model), strict=True)), "without any call"
     assert torch.equal(model(x), first)
-    assert not measured
     with torch.no_grad():
         binding.detach(model)
         model[0].weight.mul_(-1)
@@ -105,65 +103,18 @@ def test_what_was_decided_for_float_stays_in_float() -> None:
         binding.detach(model)
 
 
-def test_calls_are_counted_from_a_restart_and_checks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pascal_attn_core.int8 import layer
-
-    model, checked = network(), []
-    binding = Int8Binding()
-    binding.attach(model)
-    real = layer.relative_error
-    monkeypatch.setattr(layer, "relative_error", lambda *args: checked.append(1) or real(*args))
-    for _ in range(5):
-        model(inputs())
-    assert len(checked) == 2 * 2, "after 2 and 4 calls"
-    binding.restart()
-    model(inputs())
-    assert [line.calls for line in binding.report(model).lines] == [1, 1]
-    for _ in range(2):
-        model(inputs())
-    assert len(checked) == 2 * 3, "after 8 in all"
-
-
-def test_a_layer_whose_error_grows_goes_back_to_the_host_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    before = state_of(model)
-    binding = Int8Binding(max_error=0.02)
-    binding.attach(model)
-    model(inputs())
-    assert len(codes_of(model)) == 2
-    outliers = inputs(2)
-    outliers[:, 0] *= 1e4
-    outliers[:, 1:] *= torch.sign(outliers[:, 1:])
-    model[0].weight.matrix.codes.zero_()  # an error that the check sees
-    model(outliers)
-    line = binding.report(model).lines[0]
-    assert line.state == "float"
-    assert "in call 2, above 2.00%" in line.why
-    assert any("0: its error was" in record.message for record in caplog.records)
-    assert model[0].weight is not None
-    assert id(model[0].weight) == before["0.weight"][0]
-    assert torch.equal(model[0](outliers), F.linear(outliers, before["0.weight"][2], model[0].bias))
-    binding.detach(model)
-    assert_same(model, before)
-
-
-def test_one_binding_at_a_time_the_second_takes_the_first_off() -> None:
+def test_what_any_binding_has_put_in_can_be_taken_off() -> None:
     model, x = network(), inputs()
-    before = state_of(model)
+    before, exact = state_of(model), model(x)
     first, second = Int8Binding(), Int8Binding(exclude="2")
-    first.attach(model)
-    model(x)
-    second.attach(model)
-    model(x)
-    assert not isinstance(model[2].weight, Int8Weight)
-    assert isinstance(model[0].weight, Int8Weight)
-    assert first.detach(model) == 0
-    assert isinstance(model[0].weight, Int8Weight)
-    first.attach(model)
-    assert second.detach(model) == 0
-    assert len(codes_of(model)) == 2
-    first.detach(model)
-    assert_same(model, before)
+    for binding, layers in ((first, 2), (second, 1), (first, 2)):
+        take_off(model)
+        assert_same(model, before)
+        binding.attach(model)
+        model(x)
+        assert len(codes_of(model)) == layers
+    take_off(model)
+    assert torch.equal(model(x), exact)
 
 
 def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> None:
@@ -178,7 +129,6 @@ def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> 
     del model
     gc.collect()
     assert watched() is None
-    assert len(binding._layers) == 2
     assert binding.report(models[0]).count("int8") == 2
 
 
@@ -190,12 +140,10 @@ def test_a_deep_copy_made_meanwhile_can_be_taken_off_too() -> None:
     ours = model(x)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), ours)
-    other = Int8Binding(max_error=0.0)
-    other.attach(copied)
+    take_off(copied)
     assert torch.equal(copied(x), exact)
-    assert torch.equal(model(x), ours)
-    other.detach(copied)
     assert type(copied[0].weight) is nn.Parameter
+    assert torch.equal(model(x), ours)
     binding.detach(model)
     assert torch.equal(model(x), exact)
 
@@ -227,20 +175,18 @@ def test_in_inference_mode_as_hosts_run() -> None:
     assert torch.equal(model(inputs()), exact)
 
 
-class Adapted(Source):
-    """A host that has put an adapter into the parameter and kept what was there before."""
+class Kept(Source):
+    """A host that has something else beside or instead of the parameter."""
 
-    def __init__(self, base: Tensor, adapter: LowRank):
-        self.base, self.adapter = base, adapter
+    def __init__(self, **fields: Any):
+        self.fields = fields
 
-    def weight(self, module: nn.Module, device: torch.device) -> Tensor:
-        return self.base
-
-    def original(self) -> Tensor:
-        return self.base
-
-    def branch(self, device: torch.device) -> LowRank:
-        return self.adapter
+    def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
+        return (
+            FloatWeight(**self.fields)
+            if "matrix" in self.fields
+            else replace(super().read(module, device), **self.fields)
+        )
 
 
 def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
@@ -254,17 +200,27 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
         model[0].weight += adapter.matrix()
     before, exact = state_of(model), model(x)
     binding = Int8Binding(exclude="2")
-    binding.attach(model, lambda name, module: Adapted(base, adapter) if name == "0" else Source())
+    binding.attach(model, lambda name, module: Kept(matrix=base, original=base, lora=adapter))
     ours = model(x)
     weight = model[0].weight
     assert torch.equal(weight.matrix.codes, quantize_rows(base, weight.matrix.rotation).codes)
     assert 1e-4 < error_of(ours, exact) < 0.03
     product = F.linear(x, base, model[0].bias)
     assert error_of(model[0](x) - adapter(x), product) < 0.03
-    assert error_of(weight + 0.0, before["0.weight"][2]) < 1e-6, "to everybody else it is the whole weight"
+    assert error_of(weight + 0.0, before["0.weight"][2]) < 1e-6, "for every other operator it is the whole weight"
     assert torch.equal(model.state_dict()["0.weight"], before["0.weight"][2])
     binding.detach(model)
     assert_same(model, before)
+
+
+def test_what_is_written_into_a_weight_holds_what_its_adapter_adds() -> None:
+    base, adapter = torch.randn(8, 16), LowRank(torch.randn(2, 16), torch.randn(8, 2))
+    weight = Int8Weight(quantize_rows(base), in_float=InFloat(base, adapter))
+    whole = weight.float_matrix()
+    weight.data.add_(1.0)
+    assert error_of(weight.float_matrix(), whole + 1) < 1e-6
+    weight.data = whole
+    assert error_of(weight.float_matrix(), whole) < 1e-6
 
 
 def test_adapters_add_up() -> None:
@@ -286,7 +242,7 @@ def test_adapters_add_up() -> None:
 
 
 class Patient(Source):
-    """A host that can do with a weight in host memory, or not."""
+    """A host that can work with a weight in host memory, or not."""
 
     def __init__(self, is_patient: bool):
         self.is_patient, self.asked = is_patient, 0
@@ -300,42 +256,43 @@ class Patient(Source):
 def test_a_weight_that_its_device_has_no_room_for_stays_in_host_memory_if_the_host_can_do_with_that(
     is_patient: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, x, home = network(), inputs(), torch.device("meta")
-    before, sources = state_of(model), [Patient(is_patient), Patient(True)]
-    given = iter(sources)
+    model = network()
+    before = state_of(model)
+    sources = {"0": Patient(is_patient), "2": Patient(True)}
     bound = Int8Binding()
-    bound.attach(model, lambda name, module: next(given))
-    model(x)
-    for layer in (model[0].weight.state, model[2].weight.state):
-        layer._home = home  # as if it had come from there
+    bound.attach(model, lambda name, module: sources[name])
+    model(inputs())
 
-    def move(parameter: nn.Parameter, device: torch.device) -> None:
-        assert device == home
+    def short(*_: object) -> None:
         raise torch.OutOfMemoryError("there is none")
 
-    monkeypatch.setattr(binding_module, "move", move)
+    monkeypatch.setattr(Exchange, "bring_back", short)
     if is_patient:
-        assert bound.detach(model) == 2
+        bound.detach(model)
     else:
         with pytest.raises(torch.OutOfMemoryError):
             bound.detach(model)
-    assert [source.asked for source in sources] == [1, 1], "one that fails does not keep the others"
+    assert [source.asked for source in sources.values()] == [1, 1], "one that fails does not keep the others"
     assert_same(model, before)
     assert ("0: its float weight stays in host memory" in caplog.text) == is_patient
 
 
-def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load() -> None:
-    class Short(Source):
-        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
-            raise torch.OutOfMemoryError("there is none")
+class Failing(Source):
+    def __init__(self, error: Exception):
+        self.error = error
 
+    def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
+        raise self.error
+
+
+def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load() -> None:
     model, x = network(), inputs()
     before = state_of(model)
     bound = Int8Binding()
     bound.attach(model)
     first = model(x)
-    bound.detach(model)
-    bound.attach(model, lambda name, module: Short() if name == "2" else Source())
+    short = Failing(torch.OutOfMemoryError("there is none"))
+    bound.attach(model, lambda name, module: short if name == "2" else Source())
     model(x)
     report = bound.report(model)
     assert [line.state for line in report.lines] == ["int8", "float"]
@@ -348,26 +305,30 @@ def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load()
     assert_same(model, before)
 
 
-class Casting(Source):
-    def overrides(self, module: nn.Module) -> dict[str, Any]:
-        return {"casts": False, "cache": REMOVED, "extra": 1}
-
-    def bias(self, module: nn.Module, device: torch.device) -> Tensor:
-        return torch.zeros(128)
+def test_an_accident_in_the_middle_leaves_the_model_as_it_was() -> None:
+    model = network()
+    before = state_of(model)
+    binding = Int8Binding()
+    binding.attach(model)
+    model(inputs())
+    broken = Failing(RuntimeError("an accident"))
+    with pytest.raises(RuntimeError, match="an accident"):
+        binding.attach(model, lambda name, module: broken if name == "2" else Source())
+    assert_same(model, before)
 
 
 def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
     model, x = network(), inputs()
     layer = model[0]
-    layer.casts, layer.cache, bias = True, "kept", layer.bias
+    layer.casts, bias = True, layer.bias
     binding = Int8Binding(exclude="2")
-    binding.attach(model, lambda name, module: Casting())
+    binding.attach(model, lambda name, module: Kept(bias=torch.zeros(128), attributes={"casts": False, "extra": 1}))
     assert layer.casts is True, "not before it is in"
     model(x)
-    assert (layer.casts, hasattr(layer, "cache"), layer.extra) == (False, False, 1)
+    assert (layer.casts, layer.extra) == (False, 1)
     assert not layer.bias.any()
     binding.detach(model)
-    assert (layer.casts, layer.cache, hasattr(layer, "extra")) == (True, "kept", False)
+    assert (layer.casts, hasattr(layer, "extra")) == (True, False)
     assert layer.bias is bias
 
 
@@ -384,118 +345,64 @@ def test_a_source_may_leave_a_layer() -> None:
     assert report.lines[1].why == "its host changes it in each call"
 
 
-def test_an_accident_in_the_middle_leaves_the_model_as_it_was() -> None:
-    class Broken(Source):
-        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
-            raise RuntimeError("an accident")
-
-    model, x = network(), inputs()
-    before = state_of(model)
-    binding = Int8Binding()
-    binding.attach(model)
-    model(x)
-    binding.detach(model)
-    with pytest.raises(RuntimeError, match="an accident"):
-        binding.attach(model, lambda name, module: Broken() if name == "2" else Source())
-    assert_same(model, before)
-
-
-def test_room_is_taken_until_there_is_none() -> None:
-    room = Room(10)
-    assert room.take(4)
-    assert not room.take(7)
-    assert room.take(6)
-    assert not room.take(1)
-
-
 @pytest.mark.parametrize("weights", ["host", "keep"])
-def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(
-    weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Elsewhere(Source):
-        def __init__(self, values: Tensor):
-            self.values = values
-
-        def weight(self, module: nn.Module, device: torch.device) -> Tensor:
-            return self.values
-
-        def original(self) -> Tensor:
-            return self.values
-
+def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(weights: str) -> None:
+    """The second layer's float weight is elsewhere; its int8 weight takes what the first one's has left."""
     model, x = network(), inputs()
     bound = Int8Binding(weights=weights)
     bound.attach(model)
     first = model(x)
     bound.detach(model)
-    monkeypatch.setattr(binding_module, "move", lambda parameter, device: None)  # there are no values to move
     sizes = [4 * 64 * 128, 64 * 128 + 4 * 128, 64 * 128 + 4 * 64]  # float, int8 with its scales, int8 of the second
     values = model[2].weight.detach()
     model[2].weight = nn.Parameter(torch.empty(64, 128, device="meta"), requires_grad=False)
-    bound.attach(model, lambda name, module: Elsewhere(values) if name == "2" else Source())
-    room = model[0].weight.state.room
-    assert room is model[2].weight.state.room
+    bound.attach(model, lambda name, module: Kept(matrix=values, original=values) if name == "2" else Source())
+    room = model[0].weight.layer.room
+    assert room is model[2].weight.layer.room
     assert room.bytes == (sizes[0] - sizes[1] - sizes[2] if weights == "host" else 0)
+    assert not room.take(room.bytes + 1)
     assert torch.equal(model(x), first)
-    bound.detach(model)
-    assert model[2].weight.is_meta
 
 
-def test_before_a_run_the_preview_says_what_it_is_about() -> None:
+def test_before_a_run_the_report_says_what_it_is_about() -> None:
     model = network()
     binding = Int8Binding(exclude="2")
-    report = binding.preview(model)
-    assert [(line.name, line.state) for line in report.lines] == [("0", "waiting")]
-    assert binding.report(model).lines == report.lines
-    binding.attach(model)
+    for _ in range(2):
+        report = binding.report(model)
+        assert [(line.name, line.state) for line in report.lines] == [("0", "waiting")]
+        assert report.able == 1
+        binding.attach(model)
     model(inputs())
     binding.detach(model)
-    assert binding.preview(model).lines[0].state == "int8"
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="weights must be host or keep"):
-        Int8Binding(weights="free")
+    assert binding.report(model).lines[0].state == "int8"
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "state"),
     [
-        "input_blocks.1.0.emb_layers.1",  # ComfyUI's UNets
-        "time_embed.0",
-        "label_emb.0.0",
-        "time_projection.1",  # Wan
-        "distilled_guidance_layer.layers.0.in_layer",  # Chroma
-        "double_blocks.0.img_mod.lin",  # Flux
-        "joint_blocks.0.x_block.adaLN_modulation.1",  # SD3
+        ("input_blocks.1.0.emb_layers.1", "left"),  # ComfyUI's UNets
+        ("time_embed.0", "left"),
+        ("label_emb.0.0", "left"),
+        ("time_projection.1", "left"),  # Wan
+        ("distilled_guidance_layer.layers.0.in_layer", "left"),  # Chroma
+        ("double_blocks.0.img_mod.lin", "left"),  # Flux
+        ("joint_blocks.0.x_block.adaLN_modulation.1", "left"),  # SD3
+        ("input_blocks.4.1.transformer_blocks.0.attn1.to_q", "waiting"),
+        ("middle_block.1.transformer_blocks.0.ff.net.0.proj", "waiting"),
+        ("double_blocks.0.img_attn.qkv", "waiting"),
+        ("double_blocks.0.txt_mlp.0", "waiting"),
+        ("single_blocks.3.linear2", "waiting"),
+        ("joint_blocks.0.context_block.mlp.fc1", "waiting"),
+        ("blocks.0.cross_attn.k_img", "waiting"),
+        ("layers.5.feed_forward.w1", "waiting"),
     ],
 )
-def test_layers_that_set_the_timestep_are_left_under_comfyuis_names_too(name: str) -> None:
+def test_layers_of_the_repeated_blocks_are_taken_and_those_that_set_the_timestep_left(name: str, state: str) -> None:
     model: nn.Module = nn.Linear(64, 64)
     for part in reversed(name.split(".")):
         model = nn.ModuleDict({part: model})
-    (line,) = Int8Binding().preview(model).lines
-    assert (line.name, line.state) == (name, "left")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "input_blocks.4.1.transformer_blocks.0.attn1.to_q",
-        "middle_block.1.transformer_blocks.0.ff.net.0.proj",
-        "double_blocks.0.img_attn.qkv",
-        "double_blocks.0.txt_mlp.0",
-        "single_blocks.3.linear2",
-        "joint_blocks.0.context_block.mlp.fc1",
-        "blocks.0.cross_attn.k_img",
-        "layers.5.feed_forward.w1",
-    ],
-)
-def test_layers_of_the_repeated_blocks_are_taken(name: str) -> None:
-    model: nn.Module = nn.Linear(64, 64)
-    for part in reversed(name.split(".")):
-        model = nn.ModuleDict({part: model})
-    (line,) = Int8Binding().preview(model).lines
-    assert (line.name, line.state) == (name, "waiting")
+    (line,) = Int8Binding().report(model).lines
+    assert (line.name, line.state) == (name, state)
 
 
 @pytest.mark.parametrize("made", [False, True])

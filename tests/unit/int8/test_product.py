@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pascal_attn_core.fused.code.linear_source import MOST_COLUMNS
 from pascal_attn_core.fused.linear import LinearCall
-from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows, ways
-from pascal_attn_core.int8.ways import GATED, activated, by_float, by_int_mm, way_of
+from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, backends, int8_linear, operator, quantize_rows
+from pascal_attn_core.int8.backends import GATED, activated, backend_of, by_float, by_int_mm
 from pascal_attn_core.observe.memory import PeakMemory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -76,7 +76,7 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for activation in ("none", "swiglu"):
             whole, parts = torch.empty(2, 100, 24 if activation == "swiglu" else 48)
             function(LinearCall(x, weight, bias, activation, whole))
-            monkeypatch.setattr(ways, "_SLICE_BYTES", {"cpu": 5 * 16 * 64})
+            monkeypatch.setattr(backends, "_SLICE_BYTES", {"cpu": 5 * 16 * 64})
             function(LinearCall(x, weight, bias, activation, parts))
             monkeypatch.undo()
             is_exact = function is by_int_mm and activation == "none"
@@ -152,7 +152,7 @@ def test_no_rows_and_no_outputs() -> None:
 
 
 def test_a_cpu_takes_int_mm_and_says_why() -> None:
-    way = way_of(LinearCall(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
+    way = backend_of(LinearCall(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
     assert way == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")
 
 
@@ -202,7 +202,7 @@ def test_a_second_copy_of_the_package_changes_nothing() -> None:
 import importlib.util, sys, torch
 from pathlib import Path
 import pascal_attn_core.int8 as first
-from pascal_attn_core.int8 import ways as own
+from pascal_attn_core.int8 import backends as own
 folder = Path(first.__file__).parents[1]
 where = [str(folder)]
 spec = importlib.util.spec_from_file_location("second", folder / "__init__.py", submodule_search_locations=where)
@@ -211,9 +211,9 @@ spec.loader.exec_module(second)
 import second.int8
 taken = []
 for module in (first, second.int8):
-    ways = sys.modules[module.__name__ + ".ways"]
-    for name, run in dict(ways._RUN).items():
-        ways._RUN[name] = lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
+    backends = sys.modules[module.__name__ + ".backends"]
+    for name, run in dict(backends._RUN).items():
+        backends._RUN[name] = lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
 x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
 for module in (first, second.int8, first):
     module.int8_linear(x, module.quantize_rows(weight)).sum().backward()

@@ -33,11 +33,11 @@ def network() -> nn.Module:
 
 
 def names(binding: Any, model: nn.Module) -> set[str]:
-    return {line.name for line in binding.preview(model).lines if line.state == "waiting"}
+    return {line.name for line in binding.report(model).of("waiting")}
 
 
 def test_texts_become_patterns(int8: Any) -> None:
-    assert int8.patterns(" double_blocks.3,*.ff.* ,\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
+    assert int8.patterns(" double_blocks.3,*.ff.* ;\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
     assert int8.patterns("  ") == ()
 
 
@@ -53,11 +53,24 @@ def test_texts_become_patterns(int8: Any) -> None:
             {f"blocks.{i}.ff" for i in (*range(1, 9), 10)} | {"time_embed.0"},
         ),
         (("none",), (), set()),
+        (("diffusion_model.blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
+        (("model.diffusion_model.*.10.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
+        (("diffusion_model.blocks.0.ff.weight",), (), {"blocks.0.ff"}),
     ],
 )
 def test_patterns_choose_blocks_and_layers(int8: Any, include: Any, exclude: Any, expected: set[str]) -> None:
     model = network()
     assert names(int8.binding_for(model, (0.05, include, exclude, "host")), model) == expected
+
+
+def test_a_pattern_that_no_layer_matches_is_named_before_the_run(int8: Any) -> None:
+    model = network()
+    assert int8.unmatched(model, ("blocks.3", "*.ff", "time_embed")) == ""
+    examples = "layers of this model are, for example, blocks.3.ff and blocks.7.attn"
+    assert (
+        int8.unmatched(model, ("Blocks.3", "ff", "img_mpl")) == f"no linear layer matches Blocks.3, img_mpl; {examples}"
+    )
+    assert int8.unmatched(nn.ReLU(), ("ff",)) == ""
 
 
 def test_the_same_options_on_the_same_model_go_on_with_what_was_measured(int8: Any) -> None:
@@ -89,6 +102,10 @@ def test_what_a_user_must_not_miss(int8: Any) -> None:
     assert int8.warnings_of(report(), chosen=chosen) == [
         "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
     ]
+    needs = "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or"
+    for why in ("its weight is float8_e4m3fn", "its weight is uint8 in a GGMLTensor"):
+        (sentence,) = int8.warnings_of(report({"state": "cannot be", "why": why}))
+        assert sentence == f"no linear layer runs in int8: {why}; {needs} float16 file"
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
     assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
@@ -119,8 +136,8 @@ class Patcher:
 @pytest.fixture
 def layers(int8: Any, monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:  # noqa: F811
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
-    binding_module = importlib.import_module(int8.Int8Binding.__module__)
-    monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: binding_module.Source())
+    source = importlib.import_module(int8.Int8Binding.__module__).Source
+    monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher(model)
     binding = int8.binding_for(model, (0.05, (), (), "host"))

@@ -244,8 +244,7 @@ def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
     model = patched(base)
     near(sample(model), stock)
     module, loaded = layer(model), model.model.model_loaded_weight_memory
-    state = int8_weight(model).state
-    assert state.source.stays_in_host_memory(module)
+    assert int8_weight(model).layer.source.stays_in_host_memory(module)
     binding(model).detach(network(model))
     module.comfy_cast_weights = True
     assert model.model.model_lowvram
@@ -327,7 +326,6 @@ def the_memory_estimate_of_a_live_model_is_that_of_the_model():
     def estimated(model):
         latent = latents.of(model, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
         found = follow(model, latent, conditioning("wan_t2v"), 16, 1).call
-        assert not found.is_rough, found
         return found.attention, found.ffn
 
     base, stock = wan()

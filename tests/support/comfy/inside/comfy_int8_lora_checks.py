@@ -56,7 +56,7 @@ def a_lora_stays_in_float_beside_the_weight_before_and_after_and_while_live():
     for model in (patched(with_lora), load_lora(patched(base), "lora_wan_t2v"), load_lora(live, "lora_wan_t2v")):
         near(sample(model), expected)
         assert torch.equal(int8_weight(model).matrix.codes, codes), "the weight is rounded without the LoRA"
-        assert int8_weight(model).branch is not None
+        assert int8_weight(model).lora is not None
         assert line_of(model).why == "LoRA of rank 4 beside it in float", line_of(model)
         near(sample(live), stock)
         assert torch.equal(sample(base), stock)
@@ -91,7 +91,7 @@ def any_other_patch_is_rounded_with_the_weight_and_said():
         model = patched(other)
         near(sample(model), expected)
         weight = int8_weight(model)
-        assert weight.branch is None, word
+        assert weight.lora is None, word
         assert torch.equal(weight.matrix.codes, rounded(whole, weight)), word
         assert line_of(model).why == f"rounded with its patch ({word})", line_of(model)
         mixed = load_lora(other, "lora_wan_t2v")
@@ -186,7 +186,7 @@ def a_lora_that_bypasses_the_weight_keeps_its_effect():
     assert far(expected, stock) > 0.1
     for model in (patched(load(base, None, lora, 1.0, 0.0)[0]), load(patched(base), None, lora, 1.0, 0.0)[0]):
         near(sample(model), expected)
-        assert int8_weight(model).branch is None
+        assert int8_weight(model).lora is None
     unload()
     assert is_clean(base)
     assert torch.equal(sample(base), stock)

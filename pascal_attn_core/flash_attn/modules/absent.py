@@ -1,5 +1,5 @@
-"""What flash-attn splits over the ranks of a process group. Programs import these names beside others that they use:
-the names are here, and raise where they are called."""
+"""Names of flash-attn that are not provided: layers that split a model over processes, and parts of its own models.
+Programs import them beside names that they use, so the import succeeds; calling them raises a NotImplementedError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"{name} is not provided by Pascal Attention: it splits a model over processes")
+        raise NotImplementedError(f"{name} is not provided by Pascal Attention")
 
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

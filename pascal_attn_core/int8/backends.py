@@ -1,4 +1,4 @@
-"""The ways to compute a linear layer in 8 bits on one device, and which of them a call takes.
+"""The backends that compute a linear layer in 8 bits on one device, and which of them a call takes.
 
 - ``kernel``: this package's, by dp4a (NVIDIA of compute capability 6.1, and 7.0 or newer).
 - ``int_mm``: :func:`torch._int_mm` on slices of rows, so that its 32-bit integers never exist as a whole.
@@ -28,14 +28,14 @@ from .quantize import Int8Matrix, quantize_rows
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-WAYS = ("kernel", "int_mm", "float")
-# Of one slice of the work: what is in a CPU's caches is read once; a GPU wants long ones.
+BACKENDS = ("kernel", "int_mm", "float")
+# Sizes of one slice of the work: what is in a CPU's caches is read once; a GPU wants long slices.
 _SLICE_BYTES = {"cpu": 16 * MIB}
 _MOST_SLICE_BYTES = 128 * MIB
 
 
-class Way(NamedTuple):
-    """What computes a call: one of WAYS, and why none before it does."""
+class Backend(NamedTuple):
+    """The backend of a call, one of BACKENDS, and why none before it computes it."""
 
     name: str
     why: str
@@ -54,25 +54,25 @@ def activated(sums: Tensor, activation: str) -> Tensor:
 
 
 def run(call: LinearCall, way: str = "auto") -> None:
-    """Compute a call by the way that was asked for, or by the one that :func:`way_of` says.
+    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says.
 
     Raises:
-        NotImplementedError: the way that was asked for cannot.
+        NotImplementedError: the backend that was asked for cannot compute it.
     """
     if way == "auto":
-        way = way_of(call).name
+        way = backend_of(call).name
     elif reason := _WHY_NOT[way](call):
         raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
     else:
         return _RUN[way](call)
     try:
         _RUN[way](call)
-    except KernelUnavailable:  # from now on way_of knows
-        _RUN[way_of(call).name](call)
+    except KernelUnavailable:  # from now on backend_of knows
+        _RUN[backend_of(call).name](call)
 
 
-def way_of(call: LinearCall) -> Way:
-    """The way that a call takes."""
+def backend_of(call: LinearCall) -> Backend:
+    """The backend that a call takes."""
     reasons: list[str] = []
     for name, why_not_this in _WHY_NOT.items():
         reason = why_not_this(call)
@@ -81,29 +81,29 @@ def way_of(call: LinearCall) -> Way:
         elif name == "kernel" and (ratio := _kernel_by_int_mm(call)) > 1:
             reasons.append(f"the int8 linear kernel took {ratio:.2f} times as long as torch._int_mm")
         else:
-            return Way(name, "; ".join(reasons))
+            return Backend(name, "; ".join(reasons))
     raise AssertionError("a weight can always be expanded")
 
 
-def way_for(x: Tensor, weight: Int8Matrix) -> Way:
-    """The way that an input like ``x`` ``[..., K]`` takes."""
+def backend_for(x: Tensor, weight: Int8Matrix) -> Backend:
+    """The backend that an input like ``x`` ``[..., K]`` takes."""
     flat = x.reshape(-1, x.shape[-1])
-    return way_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
+    return backend_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
 
 
-def ways_of(call: LinearCall) -> list[str]:
-    """Those of WAYS that can compute it."""
+def backends_of(call: LinearCall) -> list[str]:
+    """The backends that can compute a call."""
     return [name for name, why_not_this in _WHY_NOT.items() if not why_not_this(call)]
 
 
-def way_on(device: torch.device) -> Way:
-    """The first way that can run on a device, for layers of ordinary sizes in float16, as far as that is known without
-    a trial or a timing."""
+def backend_on(device: torch.device) -> Backend:
+    """The first backend that can run on a device, for layers of ordinary sizes in float16, as far as is known without a
+    trial or a timing."""
     reasons = why_not(device, columns=64, untried=True)
     if not reasons:
-        return Way("kernel", "")
+        return Backend("kernel", "")
     reason = runtime_of(device).part(IntMm).why_not
-    return Way("float", "; ".join([*reasons, reason])) if reason else Way("int_mm", "; ".join(reasons))
+    return Backend("float", "; ".join([*reasons, reason])) if reason else Backend("int_mm", "; ".join(reasons))
 
 
 # ---- what can --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What an adapter of low rank adds to a layer, beside its weight in 8 bits."""
+"""LowRank: the adapters of a layer, in float beside its weight in 8 bits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LowRank:
         return F.linear(F.linear(x, down), up)
 
     def matrix(self) -> Tensor:
-        """What it adds to the weight, float32 ``[N, K]``."""
+        """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> LowRank:
-        """The same on a device, in a dtype."""
+        """This adapter on a device, in a dtype."""
         return LowRank(self.down.to(device, dtype), self.up.to(device, dtype))
 
 

@@ -1,0 +1,160 @@
+"""Exchange: the float weight of a module out, the same weight in 8 bits in, and everything back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .lora import LowRank
+from .weight import Int8Weight
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """What a host computes a linear layer with.
+
+    Attributes:
+        matrix: ``[N, K]``, on the device of the inputs: the part that is rounded.
+        original: that matrix where it is stored.
+        lora: the adapters that are added beside it, in float.
+        bias: a bias to be used in place of the module's; None = the module's.
+        attributes: instance attributes that the module has while its weight is in 8 bits.
+    """
+
+    matrix: Tensor
+    original: Tensor
+    lora: LowRank | None = None
+    bias: Tensor | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class Source:
+    """Where the float weight of one module is. This one is for modules whose parameter is all there is; hosts that keep
+    patched or offloaded weights have their own. A source must not refer to its module, which it would keep alive.
+
+    Attributes:
+        note: what the report says of the layer beside its numbers.
+        why_not: why the layer has to be left to its host now; "" = it need not.
+        casts: whether the host brings the weight to the device of the inputs in each call.
+    """
+
+    note, why_not, casts = "", "", False
+
+    def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
+        """The weight as it is now, its matrix on ``device``."""
+        parameter = module._parameters["weight"]
+        assert parameter is not None
+        return FloatWeight(parameter.detach().to(device), parameter)
+
+    def stays_in_host_memory(self, module: nn.Module) -> bool:
+        """The weight cannot return to its device, which is out of memory: whether the host can work with that."""
+        return False
+
+
+class Room:
+    """Bytes on a device that float weights have left, for int8 weights whose float weights are elsewhere."""
+
+    def __init__(self, size: int = 0):
+        self.bytes = size
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes, if there are as many. Returns whether there were."""
+        if size > self.bytes:
+            return False
+        self.bytes -= size
+        return True
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What a module had before :meth:`put`, for :meth:`undo`. It is copied along with the module.
+
+    Attributes:
+        weights: "host" = the float weight moves to host memory; "keep" = it stays; "free" = it is discarded.
+        parameter: the module's float parameter; None = discarded.
+    """
+
+    weights: str
+    parameter: nn.Parameter | None = None
+    _requires_grad: bool = False
+    _original: Tensor | None = None
+    _home: torch.device | None = None  # of the parameter
+    _at: torch.device | None = None  # where the weight in 8 bits was put
+    _bias: nn.Parameter | None = None
+    _own_bias: nn.Parameter | None = None  # in place of _bias
+    _attributes: dict[str, Any] = field(default_factory=dict)  # those that were there
+    _own_attributes: list[str] = field(default_factory=list)
+
+    def put(self, module: nn.Module, found: FloatWeight, weight: Int8Weight) -> None:
+        """Give the module a weight in 8 bits."""
+        parameter = module._parameters["weight"]
+        assert parameter is not None
+        self._home, self._at, self._requires_grad = parameter.device, weight.device, parameter.requires_grad
+        if self.weights != "free":
+            self.parameter, self._original = parameter, found.original
+        if self.weights == "host":
+            _move(parameter, torch.device("cpu"), parameter.dtype)
+        self._attributes = {name: vars(module)[name] for name in found.attributes if name in vars(module)}
+        self._own_attributes = list(found.attributes)
+        vars(module).update(found.attributes)
+        if found.bias is not None:
+            self._bias, self._own_bias = module._parameters["bias"], nn.Parameter(found.bias, requires_grad=False)
+            module._parameters["bias"] = self._own_bias
+        module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+    def values(self, weight: Int8Weight) -> Tensor:
+        """The float values that the module has without us: the parameter's, or those that were written since."""
+        if self.parameter is not None and weight.original is self._original:
+            return self.parameter.detach()
+        return weight.float_matrix() if weight.original is None else weight.original.detach()
+
+    def bring_back(self, weight: Int8Weight) -> None:
+        """Move the float weight to where the host has its weights now.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it; nothing has changed.
+        """
+        if self.parameter is not None:
+            device = self._home if weight.device == self._at else weight.device
+            assert device is not None
+            _move(self.parameter, device, weight.dtype, self.values(weight))
+
+    def undo(self, module: nn.Module, weight: Int8Weight | None) -> None:
+        """Put back what the module had.
+
+        Args:
+            weight: the module's weight in 8 bits; None = someone has replaced it, then that stays.
+        Raises:
+            torch.OutOfMemoryError: its device has no memory for the float weight, which stays in host memory.
+        """
+        if self._own_bias is not None and module._parameters.get("bias") is self._own_bias:
+            module._parameters["bias"] = self._bias
+        for name in self._own_attributes:
+            vars(module).pop(name, None)
+        vars(module).update(self._attributes)
+        if weight is None:
+            return
+        parameter = self.parameter
+        if parameter is None:
+            parameter = nn.Parameter(weight.float_matrix(), requires_grad=self._requires_grad)
+        module._parameters["weight"] = parameter
+        self.bring_back(weight)
+
+
+def _move(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, values: Tensor | None = None) -> None:
+    """Give a parameter these values, or its own, on a device, whoever else holds it."""
+    found = (parameter.detach() if values is None else values).to(device, dtype)
+    if found.data_ptr() != parameter.data_ptr() or found.dtype != parameter.dtype or found.device != parameter.device:
+        parameter.data = found
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Weights made here can be used outside of inference mode too."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,205 @@
+"""The error that is promised stays the error: a layer in 8 bits is measured again while it runs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pascal_attn_core.int8 import Int8Weight, patch_linear_int8
+from pascal_attn_core.int8.binding import Int8Binding
+
+WIDTH = 64
+LIMIT = 0.05
+
+
+def linear(width: int = WIDTH) -> nn.Sequential:
+    """A layer whose first input channel has little weight, as trained models have where activations are massive."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, WIDTH)).eval().requires_grad_(False)
+    model[0].weight[:, 0] /= 300
+    return model
+
+
+def massive(x: Tensor) -> Tensor:
+    return torch.cat((x[..., :1] * 300, x[..., 1:]), dim=-1)
+
+
+def error_of(model: nn.Sequential, weight: Tensor, x: Tensor) -> float:
+    exact = F.linear(x, weight)
+    return ((model(x) - model[0].bias - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize(("branches", "branch"), [(count, branch) for count in (1, 2, 3, 4) for branch in range(count)])
+@pytest.mark.parametrize("since", [1, 6, 11])
+def test_outliers_in_one_branch_of_guidance_are_seen(branches: int, branch: int, since: int) -> None:
+    """A model is called once per branch and step, for 60 steps; from a step on, one branch has an outlier channel."""
+    model = linear(20)  # no rotation divides 20 columns by more than 4
+    weight = model[0].weight.clone()
+    patch = patch_linear_int8(model, include="0", max_error=LIMIT)
+    wrong = 0
+    for step in range(60):
+        for each in range(branches):
+            x = torch.randn(80, 20)
+            wrong += error_of(model, weight, massive(x) if each == branch and step >= since else x) > LIMIT
+    (line,) = patch.report().lines
+    assert line.state == "float"
+    assert "above 5.00%" in line.why
+    assert wrong <= (6 if branches < 4 else 20) + since, "steps until it was seen"
+
+
+@pytest.mark.parametrize("rows", ["a column of a picture", "odd rows", "one token"])
+def test_outliers_in_some_rows_are_seen(rows: str) -> None:
+    model = linear()
+    weight, x = model[0].weight.clone(), torch.randn(1, 64, 64, WIDTH)
+    if rows == "a column of a picture":
+        x[:, :, 63, 0] *= 3000
+    elif rows == "odd rows":
+        x[:, :, 1::2, 0] *= 300
+    else:
+        x[:, 20, 33, 0] = 1e6
+    patch = patch_linear_int8(model, include="0", max_error=LIMIT)
+    assert error_of(model, weight, x.view(1, -1, WIDTH)) <= LIMIT
+    assert patch.report().lines[0].state == "float" or patch.report().lines[0].rotation
+
+
+def test_a_layer_above_the_limit_is_rotated_if_that_helps(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear(256)
+    weight, x = model[0].weight.clone(), torch.randn(100, 256)
+    patch = patch_linear_int8(model, include="0", max_error=LIMIT)
+    model(x)
+    assert patch.report().lines[0].rotation == 0
+    x[:, 0] *= 30
+    assert error_of(model, weight, x) < LIMIT, "the call in which it is found, too"
+    (line,) = patch.report().lines
+    assert (line.state, line.rotation, line.why) == ("int8", 256, "")
+    assert line.error == line.latest < LIMIT
+    assert not caplog.records
+    assert torch.equal(model.state_dict()["0.weight"], weight)
+    patch.remove()
+    assert torch.equal(model[0].weight, weight)
+
+
+@pytest.mark.parametrize("weights", ["keep", "host", "free"])
+def test_otherwise_it_goes_back_to_float_at_once_with_one_warning(
+    weights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = linear()
+    parameter, x = model[0].weight, torch.randn(50, WIDTH)
+    x[:, 2::2] *= 1000  # half of the channels: a rotation does not help
+    model[0].weight[:, 2::2] /= 1000
+    expected, plain = model(x), torch.randn(50, WIDTH)
+    plain[:, 2::2] = 0
+    patch = patch_linear_int8(model, include="0", max_error=0.02, weights=weights)
+    model(plain)
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        for _ in range(8):
+            out = model(x)
+    (line,) = patch.report().lines
+    assert line.error is not None
+    assert line.error > 0.02
+    assert line.why.endswith("in call 2, above 2.00%")
+    assert len(caplog.records) == 1
+    if weights == "free":
+        assert line.state == "int8", "there is nothing to go back to"
+    else:
+        assert line.state == "float"
+        assert torch.equal(out, expected)
+        assert model[0].weight is parameter
+        assert not model[0]._state_dict_hooks
+
+
+def test_each_run_is_measured_by_itself() -> None:
+    """A host says when a run begins: its first calls are measured, and the report has its errors only."""
+    model = linear()
+    binding = Int8Binding(max_error=1.0)
+    binding.attach(model)
+    x = torch.randn(50, WIDTH)
+    for _ in range(20):
+        model(massive(x))
+    (first,) = binding.report(model).lines
+    binding.restart()
+    model(x)
+    (line,) = binding.report(model).lines
+    assert line.calls == 1
+    assert line.error == line.latest
+    assert line.error < 0.1 * first.error
+    model(massive(x))
+    (line,) = binding.report(model).lines
+    assert line.error == line.latest == pytest.approx(first.error)
+    for _ in range(8):
+        model(x)
+    (line,) = binding.report(model).lines
+    assert line.latest < 0.1 * line.error
+    assert f"error {line.error:.2%} (last {line.latest:.2%})" in binding.report(model).text()
+
+
+def test_the_users_random_state_is_not_touched() -> None:
+    model, x = linear(), torch.randn(2000, WIDTH)
+    before = torch.get_rng_state()
+    patch_linear_int8(model, include="0", calibrate=lambda model: model(x))
+    for _ in range(3):
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_memory_to_measure_it_again_the_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = linear(), torch.randn(50, WIDTH)
+    patch = patch_linear_int8(model, include="0")
+    out = model(x)
+
+    def short(*_: object) -> float:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr("pascal_attn_core.int8.layer.relative_error", short)
+    assert torch.equal(model(x), out)
+    assert patch.report().lines[0].state == "int8"
+
+
+def test_a_weight_that_becomes_trainable_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    patch_linear_int8(model, include="*")
+    with torch.no_grad():
+        model(torch.randn(9, WIDTH))
+    assert isinstance(model[0].weight, Int8Weight)
+    model.train().requires_grad_(True)
+    for _ in range(3):
+        model(torch.randn(9, WIDTH)).sum().backward()
+    (record,) = caplog.records
+    assert record.getMessage() == "0: its weight is in 8 bits and gets no gradient; remove the patch to train it"
+    assert model[0].bias.grad is not None
+
+
+@pytest.mark.parametrize("weights", ["host", "free"])
+def test_a_weight_that_two_layers_share_stays_where_it_is(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the second layer would find its weight in host memory, here one of another dtype stands for that."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).eval().requires_grad_(False)
+    shared = model[1].weight = model[0].weight
+    real = torch.Tensor.to
+
+    def to(tensor: Tensor, *args: object, **options: object) -> Tensor:
+        is_move = type(tensor) is Tensor and args[:1] == (torch.device("cpu"),) and tensor.shape == shared.shape
+        return real(tensor, torch.float64) if is_move else real(tensor, *args, **options)
+
+    patch = patch_linear_int8(model, include="*", weights=weights)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    x = torch.randn(9, WIDTH)
+    for layer in model:
+        layer(x)
+    monkeypatch.undo()
+    assert shared.dtype == torch.float32
+    first, second = patch.report().lines
+    assert (first.state, first.why) == ("int8", "its float weight stays, since 1 has it too")
+    assert (second.state, second.why) == ("cannot be", "it shares its weight with 0")
+    patch.remove()
+    assert model[0].weight is model[1].weight is shared
+
+
+def test_a_lazy_layer_is_left_alone() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
+    patch = patch_linear_int8(model, include="*")
+    model(torch.randn(9, WIDTH))
+    assert [line.name for line in patch.report().lines] == ["1"]
