@@ -136,7 +136,7 @@ class Engine:
             return self.run
 
     def end(self) -> Run | None:
-        """The sampling, decoding or encoding is over, also after an error: the run if it was the outermost, else None."""
+        """The sampling, decoding or encoding is over, also after an error: the outermost one's run, or None."""
         with self._lock:
             self._depth = max(0, self._depth - 1)
             run = self._run
