@@ -14,7 +14,7 @@ from .exactness import Exactness
 from .rows import together
 from .words import title_of
 
-#: nodes whose runs are reported: title, and the part of their runs (a node of another workflow may have the same number)
+#: nodes whose runs are reported: their titles, and the part of their runs (two workflows may number nodes alike)
 PATCHES = {
     "PascalAttentionPatch": ("Pascal Attention Patch", "diffusion model"),
     "PascalVAEAttention": ("Pascal VAE Attention", "VAE"),

@@ -27,11 +27,11 @@ FILES = {
     "kitchen": (SDPA,),
     "second": (SDPA,),
 }
+RUNS = [(file, argument) for file, arguments in FILES.items() for argument in arguments]
 CASES = [
-    pytest.param((file, argument), name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")
-    for file, arguments in FILES.items()
-    for argument in arguments
-    for name in names_in(INSIDE / f"comfy_{file}_checks.py")
+    pytest.param(run, name, id=f"{run[0]}-{'sdpa' if run[1] else 'sub-quadratic'}-{name}")
+    for run in RUNS  # the same object for all checks of a file: pytest makes the fixture once for it
+    for name in names_in(INSIDE / f"comfy_{run[0]}_checks.py")
 ]
 
 
