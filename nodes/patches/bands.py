@@ -102,8 +102,8 @@ class _Method:
                 _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
 
     def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write into
-        ComfyUI's buffer."""
+        """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write
+        into ComfyUI's buffer."""
         now = self.now
         assert now.given is not None
         is_rehearsal = isinstance(tensor, Banded) and tensor.run.is_rehearsal
