@@ -79,7 +79,7 @@ def calls(family: Family, vae: nn.Module) -> Iterator[tuple[str, Tensor, dict[st
 
 
 def rows(family: Family) -> Iterator[Row]:
-    """What a family does, each method."""
+    """One row for each method of a family."""
     vae = family.build().eval().requires_grad_(False)
     exact = copy.deepcopy(vae).double()
     for method, given, options in calls(family, vae):

@@ -15,7 +15,7 @@ flash-attn:
   ``ValueError`` is also a ``RuntimeError``, which flash-attn raises;
 * ``window_size`` keeps its documented meaning when a side is as large as the number of keys.
 
-:func:`install_as_flash_attn` makes ``import flash_attn`` find this module.
+:func:`patch_flash_attn` makes ``import flash_attn`` find this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .install import install_as_flash_attn
+from .install import install_as_flash_attn, patch_flash_attn
 from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
@@ -45,6 +45,7 @@ __all__ = [
     "index_put_first_axis",
     "install_as_flash_attn",
     "pad_input",
+    "patch_flash_attn",
     "unpad_input",
 ]
 

@@ -133,7 +133,7 @@ _lock = threading.Lock()
 _installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
 
 
-def install_as_flash_attn(
+def patch_flash_attn(
     *,
     replace: bool = False,
     fa3: str | None = "out_and_lse",
@@ -147,7 +147,7 @@ def install_as_flash_attn(
     (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
     and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
     imported. Other submodules do not exist. ``flash_attn_interface`` has the functions without autograd too
-    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` likes, and the operators
+    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` forms, and the operators
     ``torch.ops.flash_attn._flash_attn_forward`` ...): ring attention by yunchang, xDiT, ring-flash-attention and
     diffusers' backend ``flash`` runs on ours.
 
@@ -187,13 +187,16 @@ def install_as_flash_attn(
         return _installed[fa3].install()
 
 
+install_as_flash_attn = patch_flash_attn
+
+
 def install_if_asked(**options: Any) -> Patch | None:
-    """:func:`install_as_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
+    """:func:`patch_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
     not, or has ``PASCAL_ATTN_DISABLE=1``, or a real package is installed, which stays and is named in the log."""
     if not switched_on("PASCAL_ATTN_FLASH") or switched_on("PASCAL_ATTN_DISABLE"):
         return None
     try:
-        return install_as_flash_attn(**options)
+        return patch_flash_attn(**options)
     except RuntimeError as error:
         log.warning("PASCAL_ATTN_FLASH is ignored: %s", str(error).partition(";")[0])
         return None

@@ -293,7 +293,7 @@ def test_a_compiled_part_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"vae": "vae"}, TypeError, "vae must be a torch.nn.Module, got str; of a pipeline pass its vae"),
+        ({"vae": "vae"}, TypeError, "must be a diffusers pipeline or a torch.nn.Module, got str"),
         ({"vae": nn.Linear(1, 1)}, ValueError, "vae must have one of the methods decode, encode, got Linear"),
         ({"keep": "ram"}, ValueError, "keep must be one of auto, device, host, got 'ram'"),
         ({"when": "now"}, ValueError, "when must be 'always' or 'needed', got 'now'"),
