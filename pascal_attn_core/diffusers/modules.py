@@ -109,7 +109,7 @@ def _blank_module(cls: Any) -> nn.Module:
 
 
 def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
-    """What replaces the processor of ``module`` during a call; None where the whole call must run under the mode: there
+    """The substitute for the processor of ``module`` during a call; None where the whole call must run under the mode: there
     is no processor, or a third party's."""
     processor = processor_of(module)
     kept = module.__dict__.get(STAND_IN)
