@@ -218,7 +218,7 @@ def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int]
 
 
 def read_ends(name: str, ends: Tensor, total: int) -> list[int]:
-    """The place where each sequence starts and the last one ends, read from ``ends [B + 1]`` and checked against ``total``."""
+    """The start of each sequence and the end of the last, read from ``ends [B + 1]``, checked against ``total``."""
     read, _ = _read_lengths(ends, ends)
     _check_ends(name, read, total)
     return read
