@@ -18,7 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..machine.own_thread import in_backward, inputs_are_made_up
 from .backends import FLOATS, Backend, backend_for
 from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
-from .measure import Clock, Sample, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
+from .measure import (
+    FEW_OUTPUTS,
+    FEW_ROWS,
+    Clock,
+    Sample,
+    Times,
+    best_rotation,
+    errors_by_rotation,
+    relative_error,
+    sample_of,
+    times_of,
+)
 from .quantize import Int8Matrix, quantize_rows
 from .watch import ErrorWatch
 from .weight import InFloat, Int8Weight
@@ -298,15 +309,18 @@ class Int8Layer:
             return weight  # it is measured in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
-        limit, sample = self.options.max_error, sample_of(x, self.options.generator)
-        exact, original = weight.own_matrix().to(x.device), weight.original
-        error = relative_error(sample, exact, weight.matrix_on(x.device))
-        if original is None:  # then only what rounding the input costs is left to see
-            error = max(error, self._errors[self.rotation])
-        elif error > limit and self.weight is not None:
-            rotated = self._rotated(x, sample, weight, exact)
+        """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
+        limit, generator = self.options.max_error, self.options.generator
+        some = torch.randperm(weight.shape[0], generator=generator)[:FEW_OUTPUTS]
+        error = relative_error(sample_of(x, generator, FEW_ROWS), *weight.rows(some, x.device))
+        if error > limit:
+            sample, (exact, matrix) = sample_of(x, generator), weight.rows(slice(None), x.device)
+            error = relative_error(sample, exact, matrix)
+            rotated = self._rotated(x, sample, weight, exact) if error > limit else None
             if rotated is not None:
                 return rotated
+        if weight.original is None:  # then only what rounding the input costs was seen
+            error = max(error, self._errors[self.rotation])
         self.watch.saw(error)
         if error <= limit:
             return weight
@@ -314,17 +328,20 @@ class Int8Layer:
             why = f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
             log.warning("%s: %s", self.name, why)
             self.why = why
-        if original is not None:
+        if weight.original is not None:
             self.state = FLOAT
             self._go_back(weight)
         return weight
 
     def _rotated(self, x: Tensor, sample: Sample, weight: Int8Weight, exact: Tensor) -> Int8Weight | None:
         """The weight with the rotation that brings the error below the limit; None = there is none."""
-        module, errors = self.module, errors_by_rotation(sample, exact)
+        module = self.module
+        if module is None or self.weight is None or weight.original is None:
+            return None
+        errors = errors_by_rotation(sample, exact)
         self._note(errors)
         rotation = best_rotation(self._errors, self.options.max_error)
-        if module is None or rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
+        if rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
             return None
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)

@@ -14,7 +14,7 @@ from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
-_LARGEST_ROWS = 64  # of them
+FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little
 _SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
@@ -40,24 +40,24 @@ class Sample(NamedTuple):
     counts: Tensor
 
 
-def sample_of(x: Tensor, generator: torch.Generator) -> Sample:
-    """At most SAMPLE_ROWS rows of ``x`` ``[..., K]``: those with the largest elements, since the error of a row grows
-    with its largest element, and others at random, which share the rest. (Rows at a regular distance may all be of the
-    same columns of a picture.)
+def sample_of(x: Tensor, generator: torch.Generator, most: int = SAMPLE_ROWS) -> Sample:
+    """At most ``most`` rows of ``x`` ``[..., K]``: an eighth are those with the largest elements, since the error of a
+    row grows with its largest element; the others, at random, stand for all other rows. (Rows at a regular distance may
+    all be of the same columns of a picture.)
 
     Args:
         generator: on the CPU; the user's random state is not touched.
     """
     flat = x.detach().reshape(-1, x.shape[-1])
     count, device = flat.shape[0], flat.device
-    if count <= SAMPLE_ROWS:
+    if count <= most:
         return Sample(flat, torch.ones(count, dtype=torch.float64, device=device))
-    largest = torch.linalg.vector_norm(flat, ord=math.inf, dim=1).topk(_LARGEST_ROWS).indices
+    largest = torch.linalg.vector_norm(flat, ord=math.inf, dim=1).topk(most // 8).indices
     is_taken = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, largest, True)
-    drawn = torch.randint(count, (SAMPLE_ROWS - _LARGEST_ROWS,), generator=generator).to(device)
+    drawn = torch.randint(count, (most - most // 8,), generator=generator).to(device)
     drawn = drawn[~is_taken[drawn]]
-    counts = torch.ones(_LARGEST_ROWS + drawn.numel(), dtype=torch.float64, device=device)
-    counts[_LARGEST_ROWS:] = (count - _LARGEST_ROWS) / max(1, drawn.numel())
+    counts = torch.ones(most // 8 + drawn.numel(), dtype=torch.float64, device=device)
+    counts[most // 8 :] = (count - most // 8) / max(1, drawn.numel())
     return Sample(flat[torch.cat((largest, drawn))], counts)
 
 
