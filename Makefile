@@ -4,7 +4,11 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The build of torch that went in first is the only one that may be there: without this, pip answers a requirement that
+# does not fit it with another torch.
+INSTALL = $(BIN)/pip install -q -c $(VENV)/torch.txt
 
+.DELETE_ON_ERROR:
 .PHONY: setup demo test check bench gpu docs clean
 
 setup: $(VENV)/.test
@@ -25,7 +29,7 @@ check: $(VENV)/.check
 	MYPYPATH=.mypy_cache/pack $(BIN)/mypy -p pascal_attention_pack.nodes
 
 bench: $(VENV)/.test
-	$(BIN)/pip install -q -e ".[bench]"
+	$(INSTALL) -e ".[bench]"
 	$(BIN)/pascal-attn bench
 
 # The docs site with the API reference, in site/. A warning, such as a broken link, is an error.
@@ -38,21 +42,22 @@ gpu: $(VENV)/.test
 	$(BIN)/python -m tools.gpu $(GPU)
 
 # torch goes in first and alone, so that nothing else can choose another build of it.
-$(VENV)/.torch:
+$(VENV)/torch.txt:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip list --format=freeze | grep "^torch==" > $@
+
+$(VENV)/.demo: $(VENV)/torch.txt pyproject.toml
+	$(INSTALL) -e ".[demo]"
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e ".[demo]"
+# Without the NVRTC of the tables where torch has brought its own.
+$(VENV)/.test: $(VENV)/torch.txt pyproject.toml
+	$(INSTALL) -e ".[test,static]" || $(INSTALL) -e ".[test]"
 	touch $@
 
-$(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e ".[test]"
-	touch $@
-
-$(VENV)/.check: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e ".[check]"
+$(VENV)/.check: $(VENV)/torch.txt pyproject.toml
+	$(INSTALL) -e ".[check]"
 	touch $@
 
 # The reference is read from the source; torch is not needed.

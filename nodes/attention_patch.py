@@ -9,7 +9,7 @@ from torch import nn
 from .comfy import host, inputs, others
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import where_only_weights_go
-from .engine.engine import Engine, Settings
+from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
 from .patches.override import OVERRIDE, previous_of
 
@@ -97,7 +97,7 @@ class PascalAttentionPatch:
         prompt: dict[str, Any] | None = None,
     ) -> tuple[Any]:
         """A clone of ``model`` with our override in front of the one it had, or behind it."""
-        settings = Settings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
+        settings = PatchSettings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched = model.clone()
         diffusion_model = patched.get_model_object("diffusion_model")
         engine = Engine(settings, host.name_of_model(patched.model), "diffusion model", unique_id)

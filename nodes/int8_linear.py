@@ -24,7 +24,18 @@ class PascalInt8Linear:
         "float. When bypassed, the model is exactly the original."
     )
     CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = ("int8", "quantize", "quantization", "dp4a", "speed", "faster", "low vram", "w8a8", "pascal")
+    SEARCH_ALIASES = (
+        "int8",
+        "quantize",
+        "quantization",
+        "dp4a",
+        "speed",
+        "faster",
+        "low vram",
+        "w8a8",
+        "pascal",
+        "gtx 1080",
+    )
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = (

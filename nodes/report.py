@@ -14,11 +14,10 @@ from ..pascal_attn_core.selftest import check as run_selftest
 from .comfy import host, inputs
 from .comfy.anything import ANY
 from .engine import runs
-from .reporting.chart import draw_report
 from .reporting.exactness import check
 from .reporting.findings import Findings, Shown, choose_runs, merged
-from .reporting.preview import as_image, save_preview
-from .reporting.text import gained, report_text
+from .reporting.picture import as_image, save_preview
+from .reporting.text import draw_report, gained, report_text
 
 log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
@@ -131,7 +130,7 @@ def _selftest(unique_id: str | None) -> Selftest:
 def _alarms_of(shown: Shown) -> list[str]:
     """What a user must not miss and nobody has said yet; a run's own warnings are in the log since they came up."""
     run, found = shown.run, []
-    if run.finished and not (run.tallies or run.bands or run.notes or run.warnings):
+    if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
         found.append("no attention call reached the patch")
     if shown.exactness is not None and not shown.exactness.is_exact:
         found.append(shown.exactness.text())

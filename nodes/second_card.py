@@ -12,7 +12,7 @@ from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
 from .comfy.second import share_over, visible_cards
 from .engine import runs
-from .engine.engine import Engine, Settings
+from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
 from .patches.override import OVERRIDE, engine_of, previous_of
 
@@ -90,7 +90,7 @@ class PascalSecondCard:
         share_over(patched, (home, other), least_tokens)
         set_before = patched.model_options["transformer_options"].get(OVERRIDE)
         if engine_of(set_before) is None:
-            engine = Engine(Settings(), host.name_of_model(patched.model), "diffusion model", unique_id)
+            engine = Engine(PatchSettings(), host.name_of_model(patched.model), "diffusion model", unique_id)
             before = previous_of(set_before)
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
         _say_afterwards(patched, unique_id)

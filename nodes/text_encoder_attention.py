@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from .comfy import host, inputs
 from .comfy.objects import Make, Replacements, replace_functions
 from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
-from .engine.engine import Engine, Settings
+from .engine.engine import Engine, PatchSettings
 from .engine.watch import not_finite
-from .patches.replacements import given_attention, named_attention, softcapped, status, warn_if_replaced, whole_call
+from .patches.replacements import Replacement, status, warn_if_replaced, whole_call
 from .patches.scope import Scope
 
 _WHOLE = ("encode_token_weights", "generate")
@@ -55,7 +56,7 @@ class PascalTextEncoderAttention:
             raise TypeError(
                 f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI"
             )
-        settings = Settings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
+        settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
         engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
         sites = _Sites(engine, model)
         host.say(status(engine, len(sites.blocks) + len(sites.direct), "text encoder"), unique_id)
@@ -72,13 +73,16 @@ class _Sites:
     def __init__(self, engine: Engine, model: nn.Module):
         scope = Scope()
         leaves = {name: position for name, _, position in argument_leaves(model)}
-        found: Replacements = {_forward(n): given_attention(engine, scope, n, at) for n, at in leaves.items()}
         outside = set(calls_directly(model, leaves))
+        found: Replacements = {}
         for name, module in model.named_modules():
+            ours = Replacement(engine, scope, name)
             if name in outside and host_names(type(module)):
-                found[_forward(name)] = named_attention(engine, scope, name)
+                found[_forward(name)] = ours.named
             elif has_softcap(module):
-                found[_forward(name)] = softcapped(engine, scope, name)
+                found[_forward(name)] = ours.softcapped
+            elif name in leaves:
+                found[_forward(name)] = functools.partial(ours.given, leaves[name])
         self.blocks = sorted(name.rpartition(".")[0] for name in found)
         self.direct = calls_directly(model, self.blocks)
         catches = bool(self.direct)  # only then: Python is asked about every torch function below
@@ -97,4 +101,4 @@ def _whole(engine: Engine, scope: Scope, model: nn.Module, names: list[str], cat
         if engine.settings.nan_guard and not_finite(value for value in encoded if isinstance(value, Tensor)):
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
-    return whole_call(engine, scope, watch, catches=catches)
+    return functools.partial(whole_call, engine=engine, scope=scope, watch=watch, catches=catches)

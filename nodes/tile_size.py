@@ -27,7 +27,7 @@ class PascalTileSize:
         "the patch makes the same choice for each call by itself."
     )
     CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = ("l2 cache", "block size", "benchmark attention", "tile", "pascal", "gtx 1080", "p40")
+    SEARCH_ALIASES = ("l2 cache", "block size", "benchmark attention", "tile")
     RETURN_TYPES = ("INT", "STRING")
     RETURN_NAMES = ("tile_size", "explanation")
     OUTPUT_TOOLTIPS = (

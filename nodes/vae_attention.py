@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from .comfy import host, inputs
 from .comfy.objects import Make, Replacements, replace_functions
 from .comfy.sites import attributes, calls_directly, host_names
-from .engine.engine import Engine, Settings
+from .engine.engine import Engine, PatchSettings
 from .engine.watch import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, estimate_of, in_bands
-from .patches.replacements import channels_first, in_run, named_attention, status, warn_if_replaced, whole_call
+from .patches.replacements import Replacement, in_run, status, warn_if_replaced, whole_call
 from .patches.scope import Scope
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
@@ -41,6 +41,7 @@ class PascalVAEAttention:
         "nan",
         "low vram",
         "pascal",
+        "gtx 1080",
         "p40",
     )
     RETURN_TYPES = ("VAE",)
@@ -80,7 +81,7 @@ class PascalVAEAttention:
         """A copy of ``vae`` that decodes and encodes in bands and whose attention is ours; ``vae`` itself where there
         is nothing to patch."""
         network = _network_of(vae)
-        settings = Settings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
+        settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         engine = Engine(settings, type(network).__name__, "VAE", unique_id)
         bands = _Bands(vae, decode)
         sites = _Sites(engine, network, bands)
@@ -141,10 +142,11 @@ class _Sites:
         scope = Scope()
         found: Replacements = {}
         for name, module in network.named_modules():
+            ours = Replacement(engine, scope, name)
             for attribute in attributes(module):
-                found[f"{name}.{attribute}".lstrip(".")] = channels_first(engine, scope, name)
+                found[f"{name}.{attribute}".lstrip(".")] = ours.channels_first
             if host_names(type(module)):
-                found[f"{name}.forward".lstrip(".")] = named_attention(engine, scope, name)
+                found[f"{name}.forward".lstrip(".")] = ours.named
         self.blocks = sorted({name.rpartition(".")[0] for name in found})
         self.direct = calls_directly(network, self.blocks)
         names = list(found)
@@ -157,13 +159,13 @@ def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: l
     """All of a decoding or encoding: watched, and with a word of warning where another node took our place."""
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        if not names and not engine.run.bands and engine.run.count() == 0:
+        if not names and not engine.run.gains and engine.run.count() == 0:
             engine.run.note(f"{what} runs as it is; this VAE has no attention")
         warn_if_replaced(engine, network, names)
         if engine.settings.nan_guard:
             _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
 
-    return whole_call(engine, scope, watch, catches=True)
+    return functools.partial(whole_call, engine=engine, scope=scope, watch=watch, catches=True)
 
 
 def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], result: Any) -> None:

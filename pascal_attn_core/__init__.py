@@ -3,8 +3,14 @@
     from pascal_attn_core import sdpa
     out = sdpa(query, key, value)          # the arguments of torch's scaled_dot_product_attention
 
-Importing it changes nothing and does not initialise CUDA.
+Importing it changes nothing and does not initialise CUDA. The functions ``patch_*`` change a pipeline, a model or the
+process until ``remove()`` of the Patch that they return; each is loaded when it is first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
@@ -12,14 +18,20 @@ from .call import AttentionOutput
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .ffn import patch_ffn
-from .int8 import patch_linear_int8
 from .lazy_mask import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
 from .patching.patch import Patch
-from .vae import patch_vae
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .diffusers import patch_attention as patch_attention
+    from .ffn import patch_ffn
+    from .flash_attn import patch_flash_attn
+    from .int8 import patch_linear_int8
+    from .sdpa_patch import patch_sdpa
+    from .transformers import patch_transformers
+    from .vae import patch_vae
 
 __all__ = [
     "AttentionConfig",
@@ -36,7 +48,10 @@ __all__ = [
     "mask_rule",
     "measure_memory",
     "patch_ffn",
+    "patch_flash_attn",
     "patch_linear_int8",
+    "patch_sdpa",
+    "patch_transformers",
     "patch_vae",
     "record",
     "recommended_tile_size",
@@ -46,3 +61,24 @@ __all__ = [
     "sdpa_with_lse",
     "tiled_attention",
 ]
+
+# patch_attention is not in __all__: it needs diffusers, which `from pascal_attn_core import *` must not.
+_LAZY = {
+    "patch_attention": "diffusers",
+    "patch_ffn": "ffn",
+    "patch_flash_attn": "flash_attn",
+    "patch_linear_int8": "int8",
+    "patch_sdpa": "sdpa_patch",
+    "patch_transformers": "transformers",
+    "patch_vae": "vae",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import AttentionOutput, Options, Results, check_call, prepared
-from .config import OPT_IN_ROUTES, AttentionConfig, default_config, known_routes
+from .call import AttentionOutput, Options, Results, Wanted, check_call, prepared
+from .config import AttentionConfig, default_config
 from .lazy_mask import LazyMask
 from .patching.interception import PLAIN
-from .routes import choose, is_plainly_short, is_short, why_not
+from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes
-from .routes.torch_kernel import run_as_it_is, torch_sdpa
+from .routes.torch_kernel import torch_sdpa
 
 
 def sdpa(
@@ -68,23 +68,37 @@ def sdpa(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
         UnsupportedAttention: the route that the config names cannot take the call; ``.reasons`` says why.
     """
-    if (
-        (config is None or (isinstance(config, AttentionConfig) and config.route == "auto"))
-        and not torch.compiler.is_compiling()
-        and is_plainly_short(
-            default_config() if config is None else config,
-            query, key, value, attn_mask, dropout_p, is_causal, scale,
-        )
-        and window is None and softcap is None and sinks is None and alignment == "upper_left"
-        and not is_watched()
-    ):  # fmt: skip
-        try:
-            return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-        except RuntimeError:
-            check_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # knows the reason better
-            raise
+    if window is None and softcap is None and sinks is None and alignment == "upper_left":
+        out = _by_torch_if_short(query, key, value, attn_mask, dropout_p, is_causal, scale, config)
+        if out is not None:
+            return out
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     return _attend(sdpa, query, key, value, attn_mask, options, config, with_lse=False)
+
+
+def _by_torch_if_short(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LazyMask | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    config: AttentionConfig | None,
+) -> Tensor | None:
+    """The output of a call, before any check of it, that torch's function obviously takes as it is; None for others,
+    and for those that it refuses."""
+    if torch.compiler.is_compiling() or not (config is None or isinstance(config, AttentionConfig)):
+        return None
+    config = default_config() if config is None else config
+    if config.route != "auto" or is_watched():
+        return None
+    if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
+        return None
+    try:
+        return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+    except RuntimeError:  # the check of the call knows the reason better; or another route takes it
+        return None
 
 
 def sdpa_with_lse(
@@ -147,18 +161,26 @@ def sdpa_backward(
     """
     options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    call = check_call(query, key, value, attn_mask, *options)
+    call = check_call(query, key, value, attn_mask, options)
     _check_config(config)
-    for name, tensor, shape in (
-        ("out", out, call.out_shape), ("grad_out", grad_out, call.out_shape), ("lse", lse, call.out_shape[:-1]),
-        ("grad_lse", grad_lse, call.out_shape[:-1]),
-    ):  # fmt: skip
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    saved = Results(out.to(query.dtype), lse.to(call.sums_dtype))
+    dtype, shape = query.dtype, call.out_shape
+    saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
+    grad_out = _result("grad_out", grad_out, query, dtype, shape)
+    if grad_lse is not None:
+        grad_lse = _result("grad_lse", grad_lse, query, call.sums_dtype, shape[:-1])
     with torch.no_grad():
-        grads = gradients(call, default_config() if config is None else config, grad_out, saved, grad_lse)
+        grads = gradients(call, default_config() if config is None else config, saved, Wanted(grad_out, grad_lse))
     return grads.query, grads.key, grads.value
+
+
+def _result(name: str, tensor: Tensor, query: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A result of a call, or the gradient of one, in the dtype that the gradients are computed from."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a float tensor, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+    if tuple(tensor.shape) != shape or tensor.device != query.device:
+        found = f"{list(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"{name} must have shape {list(shape)} on {query.device}, got {found}")
+    return tensor.resolve_neg().to(dtype)
 
 
 def explain(
@@ -183,11 +205,11 @@ def explain(
     config = default_config() if config is None else config
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    call = check_call(query, key, value, attn_mask, *options)
+    call = check_call(query, key, value, attn_mask, options)
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
-    for route in known_routes[1:]:
-        if route != chosen.route and route not in OPT_IN_ROUTES:
+    for route in route_names():
+        if route != chosen.route:
             reasons = why_not(route, call, config)
             lines.append(f"  {route}: {'; '.join(reasons) if reasons else 'could take it'}")
     return "\n".join(lines)
@@ -229,12 +251,9 @@ def _attend(
 
         found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
         return found if with_lse else found.out
-    config = default_config() if config is None else config
-    call = check_call(query, key, value, attn_mask, *options)
+    call = check_call(query, key, value, attn_mask, options)
     if query.is_meta:
         out, lse = run_shapes(call)
-    elif config.route == "auto" and not with_lse and is_short(call, config) and not is_watched():
-        return run_as_it_is(call)
     else:
-        out, lse = run(call, config, with_lse=with_lse)  # type: ignore[assignment]
+        out, lse = run(call, default_config() if config is None else config, with_lse=with_lse)  # type: ignore[assignment]
     return AttentionOutput(out, lse) if with_lse else out

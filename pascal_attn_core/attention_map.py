@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .call import AttentionCall, check_call
+from .call import AttentionCall, Options, check_call, prepared, without_autocast
 from .lazy_mask import LazyMask
 from .tiled.masks import Band
 
@@ -45,18 +45,18 @@ def attention_map(
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments, or a row that does not exist.
     """
-    call = check_call(
-        query, key, key, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
-        window=window, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    query, key, _, attn_mask, options = prepared(query, key, key, attn_mask, options)
+    call = check_call(query, key, key, attn_mask, options)
     chosen = _row_numbers(rows, call)
-    scores = _scores(call, chosen)
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    for part in (_mask_rows(attn_mask, call, chosen), _band_rows(call, chosen)):
-        if part is not None:
-            scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
-    weights = _softmax(scores, sinks)
+    with without_autocast(query):
+        scores = _scores(call, chosen)
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        for part in (_mask_rows(call, chosen), _band_rows(call, chosen)):
+            if part is not None:
+                scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+        weights = _softmax(scores, sinks)
     if torch.compiler.is_compiling():
         return weights
     shown = weights.as_subclass(AttentionMap)
@@ -106,14 +106,13 @@ def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
     return rearrange(grouped @ key * call.scale, "... hkv (g r) s -> ... (hkv g) r s", g=call.groups)
 
 
-def _mask_rows(mask: Tensor | LazyMask | None, call: AttentionCall, rows: Tensor) -> Tensor | None:
+def _mask_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
+    mask = call.attn_mask
     if mask is None:
         return None
     if isinstance(mask, LazyMask):
-        if tuple(mask.shape[2:]) != (call.seq_len_q, call.seq_len_kv):
-            raise ValueError(f"attn_mask must be for (L, S) = {(call.seq_len_q, call.seq_len_kv)}, got {mask.shape}")
-        sizes = mask.shape[0], mask.shape[1], call.seq_len_kv
-        batch, heads, keys = (torch.arange(size, device=rows.device) for size in sizes)
+        batch, heads, _, keys = (torch.arange(size, device=rows.device) for size in mask.shape)
+        rows = rows if mask.shape[2] > 1 else rows[:1] * 0
         return mask.at(
             batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None], keys[None, None, None]
         )
@@ -137,7 +136,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores
     extra = None
     if sinks is not None:
-        extra = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        per_head = sinks if scores.dim() == 2 else sinks[:, None, None]  # a query without heads has one
+        extra = per_head.to(scores.dtype).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, extra], dim=-1)
     empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
     probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

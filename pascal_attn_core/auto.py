@@ -4,8 +4,8 @@ on, ``PASCAL_ATTN_FLASH=1`` makes ``import flash_attn`` find our functions if th
     PASCAL_ATTN_ENABLE=1 python -c "import pascal_attn_core.auto, runpy; runpy.run_path('generate.py')"
 
 Without these variables, or with ``PASCAL_ATTN_DISABLE=1``, the import changes nothing, so a program may always contain
-it. It is the only module of this package whose import has an effect: see :mod:`pascal_attn_core.sdpa_patch`, and
-``pascal-attn run`` for programs that do not import it.
+it. See :mod:`pascal_attn_core.sdpa_patch`, and ``pascal-attn run`` for programs that do not import it. Besides this
+module only :mod:`pascal_attn_core.diffusers` has an effect when it is imported: methods of diffusers' classes.
 """
 
 from .flash_attn.install import install_if_asked

@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -58,6 +58,19 @@ class Results(NamedTuple):
     lse: Tensor | None = None
     log_sum: Tensor | None = None
     seed: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """What a backward pass is given, and which gradients it is to compute besides those of query, key and value.
+
+    grad_out: ``[*batch, Hq, L, Dv]``, or what expands to it; grad_lse: ``[*batch, Hq, L]``, or None for zeros.
+    mask, sinks: the gradient of attn_mask, of the sinks.
+    """
+
+    grad_out: Tensor
+    grad_lse: Tensor | None = None
+    mask: bool = False
+    sinks: bool = False
 
 
 class Gradients(NamedTuple):
@@ -207,7 +220,11 @@ class AttentionCall:
         sinks: Tensor | None = None,
     ) -> AttentionCall:
         """The same call on other tensors of the same shapes."""
-        return replace(self, query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+        other = object.__new__(AttentionCall)
+        other.__dict__ |= self.__dict__  # much faster than dataclasses.replace, and what is cached comes along
+        other.__dict__ |= {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
+        other.__dict__.pop("has_bias", None)  # of a call without tensors it says nothing
+        return other
 
 
 def check_call(
@@ -215,26 +232,35 @@ def check_call(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | LazyMask | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    alignment: str = "upper_left",
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    options: Options | None = None,
+    **by_name: Any,
 ) -> AttentionCall:
     """Check the arguments of a call and work out its sizes. Negated views (of the imaginary part of a conjugate, say)
     become tensors of their own: kernels read the memory as it lies, and torch's ``copy_`` from float16 to float32
     forgets the sign.
 
+    Args:
+        options, by_name: the other arguments, as :class:`Options` or by their names there.
     Raises:
         TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
         ValueError: shapes, devices or numbers that do not fit; the message holds what came.
     """
-    # The attribute reads below are most of what a short call costs: each is made once.
+    options = options or Options(**by_name)
     _check_tensors(query, key, value)
-    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    sizes = _sizes(query.shape, key.shape, value.shape, options.enable_gqa)
+    rules = _checked_options(options, sizes, query)
+    if attn_mask is not None:
+        heads = () if query.dim() == 2 else (sizes["num_heads"],)
+        attn_mask = _checked_mask(attn_mask, query, (*sizes["batch"], *heads, query.shape[-2], sizes["seq_len_kv"]))
+    wants = _wanted_gradients(query, key, value, attn_mask, options.sinks)
+    if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+        attn_mask = attn_mask.resolve_neg() if isinstance(attn_mask, Tensor) else attn_mask
+    return AttentionCall(query=query, key=key, value=value, attn_mask=attn_mask, **sizes, **rules, **wants)
+
+
+def _sizes(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, enable_gqa: bool) -> dict[str, Any]:
+    """The sizes of a call, as fields of :class:`AttentionCall`."""
     head_dim, seq_len_kv = k_shape[-1], k_shape[-2]
     if q_shape[-1] != head_dim:
         raise ValueError(f"head_dim of query and key must be equal, got {q_shape[-1]} and {head_dim}")
@@ -249,65 +275,67 @@ def check_call(
         num_heads = num_kv_heads = q_shape[1]
     else:
         batch, num_heads, num_kv_heads = _broadcast_heads(q_shape, k_shape, v_shape, enable_gqa)
+    return {
+        "batch": batch,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "seq_len_q": q_shape[-2],
+        "seq_len_kv": seq_len_kv,
+        "head_dim": head_dim,
+        "head_dim_v": v_shape[-1],
+        "enable_gqa": enable_gqa,
+    }
+
+
+def _checked_options(options: Options, sizes: dict[str, Any], query: Tensor) -> dict[str, Any]:
+    """The options of a call, as fields of :class:`AttentionCall`."""
+    dropout_p, is_causal, scale, _, alignment, window, softcap, sinks = options
     if scale is None:
-        real_scale = head_dim**-0.5 if head_dim else 1.0
+        head_dim = sizes["head_dim"]
+        scale = head_dim**-0.5 if head_dim else 1.0
     else:
-        real_scale = _number("scale", scale)
-        if not math.isfinite(real_scale):
-            raise ValueError(f"scale must be finite, got {scale}")
+        scale = _number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {options.scale}")
     if dropout_p:
         dropout_p = _number("dropout_p", dropout_p)
         if not 0.0 <= dropout_p <= 1.0:
             raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
-    left = right = None
-    offset = 0
-    if is_causal is not False:
-        if is_causal is not True:
-            raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
-        right = 0
+    if is_causal is not False and is_causal is not True:
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    left, right, offset = None, 0 if is_causal else None, 0
     if alignment != "upper_left" or window is not None:
-        left, right, offset = _band(is_causal, alignment, window, q_shape[-2], seq_len_kv)
-    if attn_mask is not None:
-        heads = () if len(q_shape) == 2 else (num_heads,)
-        attn_mask = _checked_mask(attn_mask, query, (*batch, *heads, q_shape[-2], seq_len_kv))
+        left, right, offset = _band(is_causal, alignment, window, sizes["seq_len_q"], sizes["seq_len_kv"])
     if softcap is not None:
         softcap = _number("softcap", softcap)
         if not 0 < softcap < math.inf:
             raise ValueError(f"softcap must be greater than 0 and finite, or None, got {softcap}")
     if sinks is not None:
-        _check_sinks(sinks, query, num_heads)
-    needs_mask_grad = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    needs_grad = needs_mask_grad or (
-        (query.requires_grad or key.requires_grad or value.requires_grad or (sinks is not None and sinks.requires_grad))
-        and torch.is_grad_enabled()
-    )
-    if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
-        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-        attn_mask = attn_mask.resolve_neg() if isinstance(attn_mask, Tensor) else attn_mask
-    return AttentionCall(
-        query,
-        key,
-        value,
-        attn_mask,
-        batch,
-        num_heads,
-        num_kv_heads,
-        q_shape[-2],
-        seq_len_kv,
-        head_dim,
-        v_shape[-1],
-        real_scale,
-        dropout_p,
-        is_causal,
-        left,
-        right,
-        offset,
-        needs_grad,
-        enable_gqa,
-        softcap,
-        sinks,
-        needs_mask_grad,
-    )
+        _check_sinks(sinks, query, sizes["num_heads"])
+    return {
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "left": left,
+        "right": right,
+        "offset": offset,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
+
+
+def _wanted_gradients(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, sinks: Tensor | None
+) -> dict[str, Any]:
+    """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
+    if not torch.is_grad_enabled():
+        return {"needs_grad": False, "needs_mask_grad": False}
+    of_mask = attn_mask is not None and attn_mask.requires_grad
+    of_inputs = query.requires_grad or key.requires_grad or value.requires_grad
+    return {
+        "needs_grad": of_mask or of_inputs or (sinks is not None and sinks.requires_grad),
+        "needs_mask_grad": of_mask,
+    }
 
 
 def _number(name: str, value: Any) -> float:
@@ -439,8 +467,11 @@ def prepared(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, Options]:
     """(query, key, value, attn_mask, options) as :func:`check_call` takes them."""
-    if attn_mask is not None and type(attn_mask) not in PLAIN and isinstance(attn_mask, Tensor):
-        attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
+    if isinstance(attn_mask, Tensor):
+        if type(attn_mask) not in PLAIN:
+            attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
+        elif attn_mask.dim() == 0:
+            attn_mask = attn_mask[None]
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)

@@ -75,9 +75,9 @@ def device_l2_mb(device: torch.device | str | int | None = None) -> float:
 
 def _l2_bytes(device: torch.device | str | int | None) -> int:
     if device is None or isinstance(device, int):
-        if not torch.cuda.is_available():
-            return 0
-        device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        device = torch.device("cuda") if device is None else torch.device("cuda", device)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        return 0
     info = device_info(device)
     return info.l2_bytes if info.is_gpu else 0
 

@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 
 log = logging.getLogger("pascal_attn")
 
-ROUTES = ("fused-tensor", "fused", "torch", "tiled", "math")
-# Less exact: opt-in by name.
-OPT_IN_ROUTES = ("fused-int8",)
-known_routes = ["auto", *ROUTES, *OPT_IN_ROUTES]  # what a config may name; a route that is added adds its name
+known_routes = ["auto"]  # what a config may name; routes.run adds the names of its list
 ENV_PREFIX = "PASCAL_ATTN_"
 # Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trust.trial,
 # routes.timing_table, ffn.
@@ -189,8 +186,9 @@ def default_config() -> AttentionConfig:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels and timings are stored: the platform's cache folder of the user. None if there is none, as
-    for a user without a home folder; this is logged once."""
+    """Where compiled kernels, verdicts on them and timings are stored: the platform's cache folder of the user. None if
+    there is none, as for a user without a home folder, or if another user could have written there; this is logged
+    once."""
     try:
         if sys.platform == "win32":
             root = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
@@ -201,7 +199,24 @@ def cache_folder() -> Path | None:
     except RuntimeError as error:
         _tell_once(f"nothing is kept on disk: {error}")
         return None
-    return Path(root) / "pascal-attention"
+    folder = Path(root) / "pascal-attention"
+    others = _others_may_write(folder)
+    if others:
+        _tell_once(f"nothing is kept on disk, nor read from there: {others}")
+    return None if others else folder
+
+
+def _others_may_write(folder: Path) -> str:
+    """Why a folder may hold what another user has written, "" if it cannot."""
+    try:
+        found = folder.stat()
+    except OSError:  # there is none yet
+        return ""
+    if sys.platform == "win32":  # each user's folder has its own access list
+        return ""
+    if found.st_uid != os.geteuid():
+        return f"{folder} belongs to another user (uid {found.st_uid})"
+    return f"other users may write to {folder}; chmod 700 it after a look at it" if found.st_mode & 0o022 else ""
 
 
 def _token(config: AttentionConfig) -> str:

@@ -1,6 +1,6 @@
 """One attention call over several processes, each of which holds a part of the tokens: ring attention, Ulysses, both.
 
-    out = context_parallel_sdpa(query, key, value, ring=group)  # of its own tokens, each
+    out = context_parallel_sdpa(query, key, value, ring=group)  # each process passes its own tokens
 
 Ring (Liu, Zaharia and Abbeel 2023): the keys and values travel from process to process while the queries stay, and the
 results over each part are merged by their lse. No process holds the keys of more than two at once. Ulysses (Jacobs et
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Options, check_call, prepared
-from .config import AttentionConfig
+from .config import AttentionConfig, default_config
+from .routes import choose
+from .routes.grad_transforms import Grads, in_any_transform
 
 __all__ = ["context_parallel_sdpa"]
 
 Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
+_NO_MASK = -1  # rows and columns of a mask that is None
 
 
 def context_parallel_sdpa(
@@ -52,9 +55,10 @@ def context_parallel_sdpa(
 
     Args:
         query: ``[B, Hq, L, D]``, this process's tokens; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``.
-        attn_mask: bool (True = takes part) or float (added), broadcast to ``[B, Hq, rows, columns]``. Rows: 1, this
-            process's queries, or all queries. Columns: 1, all keys, or only this process's keys; the parts are then
-            gathered, and there must be one row. It gets no gradient.
+        attn_mask: bool (True = takes part) or float (added), broadcast to ``[B, Hq, rows, columns]``. Rows: all
+            queries, this process's queries, or 1. Columns: all keys, this process's keys (the parts are then gathered,
+            and there must be one row), or 1. Every process passes the same kind; of several kinds that fit on all
+            processes, as where each holds one token, the first named here counts. It gets no gradient.
         is_causal: counted over all processes, query i sees the keys up to i; needs as many keys as queries.
         ring, ulysses: process groups; None = no such sharing.
         uneven: processes may hold different numbers of tokens; the numbers are exchanged first. Otherwise all must hold
@@ -63,36 +67,49 @@ def context_parallel_sdpa(
     Returns:
         ``[B, Hq, L, Dv]``; zero where a query sees no key.
     Raises:
-        TypeError, ValueError: invalid or inconsistent arguments; nothing has been sent.
+        TypeError, ValueError: invalid or inconsistent arguments; nothing but numbers of tokens has been sent.
+        UnsupportedAttention: the route that the config names cannot take the call, for a ring with its lse; nothing
+            has been sent.
         RuntimeError: another process is gone or did not answer within its group's timeout.
     """
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None across processes, got {type(attn_mask).__name__}")
     query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())  # type: ignore[assignment]
-    check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
+    call = check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
     if query.dim() != 4:
         raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")
+    if key.shape[:2] != value.shape[:2] or query.shape[1] != call.num_heads or not key.shape[1]:
+        raise ValueError(
+            "key and value must have the same batch and heads across processes, and the query as many heads or more, "
+            f"got query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+        )
     if isinstance(attn_mask, Tensor) and attn_mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("attn_mask must not require a gradient across processes; pass attn_mask.detach()")
-    share = _Share.of(query, key, ring, ulysses, uneven=uneven)
+    around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
+    heads = _Heads.of(query.shape[1], key.shape[1], within)
+    choose(call, config or default_config(), with_lse=around.size > 1, may_time=False)  # or raises
+    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    share = _Share.of(query, key, mask, around, within, uneven=uneven)
     if is_causal and share.queries != share.keys:
         raise ValueError(
             f"is_causal needs as many keys as queries, got {share.keys.lengths} and {share.queries.lengths}"
         )
-    heads = _Heads.of(query.shape[1], key.shape[1], share.within)
-    mask = None if attn_mask is None else _mask_for(attn_mask, query.shape[1], heads, share)
-    if share.within.size > 1:
+    if any(rows != _NO_MASK for rows in itertools.chain(*share.queries.in_mask)):
+        mask = _mask_of_all(mask, share)
+        if mask.shape[1] == query.shape[1] > 1:  # last: before, the processes of a Ulysses group hold all heads
+            mask = mask.split(heads.query, 1)[within.rank]
+    if within.size > 1:
         if heads.kept is not None:
             key, value = key[:, heads.kept], value[:, heads.kept]
-        within, queries, keys = share.within, share.queries.of_part(share), share.keys.of_part(share)
+        queries, keys = share.queries.of_part(share), share.keys.of_part(share)
         query = _exchange(query, heads.query, queries, within, to_heads=True)
         key, value = (_exchange(t, heads.key, keys, within, to_heads=True) for t in (key, value))
-    if share.around.size > 1:
-        out = _Ring.apply(query, key, value, mask, is_causal, scale, share, config)
+    if around.size > 1:
+        out = _Ring.apply(query, key, value, mask, _Rule(is_causal, scale, config), share)
     else:
         out = sdpa(query, key, value, mask, 0.0, is_causal, scale, query.shape[1] != key.shape[1], config=config)
-    if share.within.size > 1:
-        out = _exchange(out, heads.query, share.queries.of_part(share), share.within, to_heads=False)
+    if within.size > 1:
+        out = _exchange(out, heads.query, queries, within, to_heads=False)
     return out
 
 
@@ -117,13 +134,15 @@ class _Ranks(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """How many tokens each process holds, ``lengths[rank of the ring][rank of Ulysses]``."""
+    """How many tokens each process holds, ``lengths[rank of the ring][rank of Ulysses]``, and in the same order, how
+    many rows or columns each one's mask has."""
 
     lengths: tuple[tuple[int, ...], ...]
+    in_mask: tuple[tuple[int, ...], ...]
 
     @property
     def parts(self) -> list[int]:
-        """Of each rank of the ring."""
+        """Number of tokens of each rank of the ring."""
         return [sum(part) for part in self.lengths]
 
     @property
@@ -132,11 +151,14 @@ class _Tokens(NamedTuple):
         return [0, *itertools.accumulate(self.parts)]
 
     def of_part(self, share: _Share) -> tuple[int, ...]:
-        """Of each process of this one's Ulysses group."""
+        """Number of tokens of each process of this one's Ulysses group."""
         return self.lengths[share.around.rank]
 
-    def here(self, share: _Share) -> int:
-        return self.of_part(share)[share.within.rank]
+    def mask_holds(self) -> str:
+        """``"all"``, ``"own"`` or ``"one"``: the first that fits every process's mask; "" = none does."""
+        kinds = {"all": ((self.starts[-1],) * len(self.lengths[0]),) * len(self.lengths), "own": self.lengths}
+        kinds["one"] = ((1,) * len(self.lengths[0]),) * len(self.lengths)
+        return next((kind for kind, counts in kinds.items() if counts == self.in_mask), "")
 
 
 class _Share(NamedTuple):
@@ -148,21 +170,24 @@ class _Share(NamedTuple):
     keys: _Tokens
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, ring: Group | None, ulysses: Group | None, *, uneven: bool) -> _Share:
-        around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
+    def of(query: Tensor, key: Tensor, mask: Tensor | None, around: _Ranks, within: _Ranks, *, uneven: bool) -> _Share:
+        """Learn who holds what. What depends on it is decided from the numbers of all processes, and so by all alike.
+
+        Args:
+            mask: ``[B, Hq, rows, columns]``.
+        """
         if around.size > 1 and within.size > 1:
-            both = set(dist.get_process_group_ranks(ring)) & set(dist.get_process_group_ranks(ulysses))
+            both = set(dist.get_process_group_ranks(around.group)) & set(dist.get_process_group_ranks(within.group))
             if len(both) > 1:  # each of them would lack the keys of the others' heads
                 raise ValueError(f"ring and ulysses must have only this process in common, got {sorted(both)}")
-        own = query.shape[2], key.shape[2]
-        if not uneven:
-            queries, keys = (_Tokens(((count,) * within.size,) * around.size) for count in own)
-            return _Share(around, within, queries, keys)
-        counts = torch.tensor(own, device=query.device)
-        part = torch.stack(_gathered(counts, within, "the numbers of tokens"))
-        table = torch.stack(_gathered(part, around, "the numbers of tokens"))
-        queries, keys = (_Tokens(tuple(tuple(row) for row in t.tolist())) for t in table.unbind(-1))
-        return _Share(around, within, queries, keys)
+        own = [query.shape[2], key.shape[2], *((_NO_MASK,) * 2 if mask is None else mask.shape[2:])]
+        if uneven:
+            part = torch.stack(_gathered(torch.tensor(own, device=query.device), within, "the numbers of tokens"))
+            table = torch.stack(_gathered(part, around, "the numbers of tokens")).tolist()
+        else:
+            table = [[own] * within.size] * around.size
+        queries, keys, rows, columns = (tuple(tuple(one[i] for one in part) for part in table) for i in range(4))
+        return _Share(around, within, _Tokens(queries, rows), _Tokens(keys, columns))
 
 
 class _Heads(NamedTuple):
@@ -190,36 +215,42 @@ class _Heads(NamedTuple):
         return _Heads((each,) * ranks.size, (1,) * ranks.size, [r * each // groups for r in range(ranks.size)])
 
 
-def _mask_for(mask: Tensor, query_heads: int, heads: _Heads, share: _Share) -> Tensor:
-    """The mask of this process's heads and of the queries of its Ulysses group over all keys."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    rows, columns = mask.shape[2:]
-    all_rows, all_columns = share.queries.starts[-1], share.keys.starts[-1]
-    own_rows, own_columns = share.queries.here(share), share.keys.here(share)
-    has_own_rows, has_own_columns = rows not in (1, all_rows), columns not in (1, all_columns)
-    if (has_own_rows and rows != own_rows) or (has_own_columns and columns != own_columns):
+def _mask_of_all(mask: Tensor | None, share: _Share) -> Tensor:
+    """The mask of the queries of this process's Ulysses group over all keys, with as many heads as it has.
+
+    Args:
+        mask: ``[B, Hq, rows, columns]`` as this process was given it.
+    """
+    queries, keys = share.queries, share.keys
+    rows, columns = queries.mask_holds(), keys.mask_holds()
+    if mask is None or not rows or not columns:
+        own_rows, own_columns = (of.of_part(share)[share.within.rank] for of in (queries, keys))
         raise ValueError(
-            f"attn_mask must have 1, {own_rows} or {all_rows} rows and 1, {own_columns} or {all_columns} columns here, "
-            f"got {list(mask.shape)}"
+            f"attn_mask must have {queries.starts[-1]}, {own_rows} or 1 rows and {keys.starts[-1]}, {own_columns} or 1 "
+            f"columns here, and be of one kind on all processes, got {None if mask is None else list(mask.shape)}"
         )
-    if has_own_columns and rows != 1:
-        raise ValueError(
-            f"attn_mask must hold the columns of all {all_columns} keys, or one row, got {list(mask.shape)}: which "
-            "keys of other processes this process's queries may attend to is not known"
-        )
-    if mask.shape[1] == query_heads > 1:
-        mask = mask.split(heads.query, 1)[share.within.rank]
-    if has_own_columns:
-        mask = _gathered_tokens(mask, 3, share.keys.of_part(share), share.within)
-        mask = _gathered_tokens(mask, 3, share.keys.parts, share.around)
-    if has_own_rows:
-        mask = _gathered_tokens(mask, 2, share.queries.of_part(share), share.within)
-    elif rows != 1:
-        mask = mask.split(share.queries.parts, 2)[share.around.rank]
-    return mask
+    if columns == "own":
+        if set(itertools.chain(*queries.in_mask)) != {1}:
+            raise ValueError(
+                f"attn_mask must hold the columns of all {keys.starts[-1]} keys, or one row, got {list(mask.shape)}: "
+                "which keys of other processes this process's queries may attend to is not known"
+            )
+        mask = _gathered_tokens(mask, 3, keys.of_part(share), share.within)
+        mask = _gathered_tokens(mask, 3, keys.parts, share.around)
+    if rows == "own":
+        return _gathered_tokens(mask, 2, queries.of_part(share), share.within)
+    return mask.split(queries.parts, 2)[share.around.rank] if rows == "all" else mask
 
 
 # ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+class _Rule(NamedTuple):
+    """The arguments of a call besides its tensors."""
+
+    is_causal: bool
+    scale: float | None
+    config: AttentionConfig | None
 
 
 class _Ring(torch.autograd.Function):
@@ -228,58 +259,50 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        share: _Share,
-        config: AttentionConfig | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: _Rule, share: _Share
     ) -> Tensor:
         sums: Tensor | None = None
         lse: Tensor | None = None
-        for owner, part_key, part_value in _travelling(key, value, share):
-            seen = _seen(owner, mask, is_causal, share)
-            if seen is None:
-                continue
-            part, part_lse = sdpa_with_lse(
-                query,
-                part_key,
-                part_value,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-                config=config,
-                **seen,
-            )
-            part = part.to(part_lse.dtype)
-            sums, lse = (part, part_lse) if sums is None or lse is None else _merged(sums, lse, part, part_lse)
+        with contextlib.closing(_travelling(key, value, share)) as parts:
+            for owner, part_key, part_value in parts:
+                seen = _seen(owner, query, key, mask, rule, share)
+                if seen is None:
+                    continue
+                part, part_lse = sdpa_with_lse(query, part_key, part_value, **seen)
+                part = part.to(part_lse.dtype)
+                sums, lse = (part, part_lse) if sums is None or lse is None else _merged(sums, lse, part, part_lse)
         assert sums is not None  # every query block sees its own process's keys
         assert lse is not None
         out = sums.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, lse)
-        ctx.given = is_causal, scale, share, config
+        ctx.given = rule, share
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> Grads:
         query, key, value, mask, out, lse = ctx.saved_tensors
-        is_causal, scale, share, config = ctx.given
-        grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        grads = _TravellingGradients(key, value, share, lse.dtype)
-        for owner, part_key, part_value in _travelling(key, value, share):
-            seen = _seen(owner, mask, is_causal, share)
-            found = None
-            if seen is not None:
-                found = sdpa_backward(
-                    grad_out, query, part_key, part_value, out, lse, scale=scale,
-                    enable_gqa=query.shape[1] != key.shape[1], config=config, **seen,
-                )  # fmt: skip
-                grad_query += found[0]
-            grads.add(owner, None if found is None else found[1:])
-        grad_key, grad_value = grads.own()
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), *[None] * 5
+        rule, share = ctx.given
+
+        def compute(grad_out: Tensor, _: Tensor | None) -> Grads:
+            grad_query = torch.zeros_like(query, dtype=lse.dtype)
+            grads = _TravellingGradients(key, value, share, lse.dtype)
+            with contextlib.closing(_travelling(key, value, share)) as parts, contextlib.closing(grads):
+                for owner, part_key, part_value in parts:
+                    seen = _seen(owner, query, key, mask, rule, share)
+                    found = None
+                    if seen is not None:
+                        found = sdpa_backward(grad_out, query, part_key, part_value, out, lse, **seen)
+                        grad_query += found[0]
+                    grads.add(owner, None if found is None else found[1:])
+                grad_key, grad_value = grads.own()
+            return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+        return (
+            *in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value)),
+            None,
+            None,
+            None,
+        )
 
 
 def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,20 +316,23 @@ def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[
     return sums, new_lse
 
 
-def _seen(owner: int, mask: Tensor | None, is_causal: bool, share: _Share) -> dict[str, Any] | None:
-    """The rule between this process's queries and the owner's keys, as arguments of ``sdpa``; None = none is seen."""
+def _seen(
+    owner: int, query: Tensor, key: Tensor, mask: Tensor | None, rule: _Rule, share: _Share
+) -> dict[str, Any] | None:
+    """The arguments of ``sdpa`` for this process's queries and the owner's keys; None = no query sees a key."""
     start, end = share.keys.starts[owner : owner + 2]
-    rule: dict[str, Any] = {}
-    if mask is not None:
-        rule["attn_mask"] = mask if mask.shape[3] == 1 else mask[..., start:end]
-    if is_causal:
-        if owner > share.around.rank:
-            return None
-        rule["is_causal"] = owner == share.around.rank
-    return rule
+    if rule.is_causal and owner > share.around.rank:
+        return None
+    return {
+        "attn_mask": mask if mask is None or mask.shape[3] == 1 else mask[..., start:end],
+        "is_causal": rule.is_causal and owner == share.around.rank,
+        "scale": rule.scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "config": rule.config,
+    }
 
 
-def _travelling(key: Tensor, value: Tensor, share: _Share) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[tuple[int, Tensor, Tensor]]:
     """(owner, its keys, its values) of every process of the ring, this one's first. The next ones are on their way
     meanwhile."""
     ranks, lengths = share.around, share.keys.parts
@@ -320,8 +346,10 @@ def _travelling(key: Tensor, value: Tensor, share: _Share) -> Iterator[tuple[int
         )
         is_last = step + 1 == ranks.size
         transfer = [] if is_last else _start_transfer(held, arriving, ranks)
-        yield owner, *_unpacked(held, key, value, lengths[owner])
-        _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
+        try:
+            yield owner, *_unpacked(held, key, value, lengths[owner])
+        finally:  # also where the computation failed: a transfer that is dropped would break the group
+            _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
         places.reverse()
 
 
@@ -333,6 +361,10 @@ class _TravellingGradients:
         self.arriving: Tensor | None = None
         self.transfer: list[Any] = []
         self.leaving: Tensor | None = None  # kept until it has been sent
+
+    def close(self) -> None:
+        """Wait for the transfer that is under way."""
+        self._arrived()
 
     def add(self, owner: int, found: Sequence[Tensor] | None) -> None:
         """Add this process's share of the owner's gradients, and pass the sum on to the next process."""
@@ -348,14 +380,14 @@ class _TravellingGradients:
         self.transfer = _start_transfer(held, self.arriving, self.ranks)
 
     def own(self) -> tuple[Tensor, Tensor]:
-        """This process's, after all have added theirs."""
+        """The gradients of this process's key and value, after all have added their shares."""
         held = self._arrived()
         assert held is not None
         return _unpacked(held, self.key, self.value, self.lengths[self.ranks.rank])
 
     def _arrived(self) -> Tensor | None:
-        if self.arriving is not None:
-            _finish(self.transfer, self.ranks, "passing on gradients")
+        transfer, self.transfer = self.transfer, []
+        _finish(transfer, self.ranks, "passing on gradients")
         self.leaving = None
         return self.arriving
 

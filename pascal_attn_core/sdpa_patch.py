@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import check_call, is_causal_bias
+from .call import Options, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, number_of, switched_on
 from .patching.interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -58,17 +58,19 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
+def enable(
+    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
+) -> None:
     """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config, min_keys: see :func:`patch_sdpa`.
+        config, min_tokens, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
         elif _enabled.active and _enabled.sites:
@@ -97,7 +99,9 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
+def patch_sdpa(
+    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
+) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
@@ -107,21 +111,23 @@ def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = 
 
     Args:
         config: how to compute; None = the environment's.
-        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+        min_tokens: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
             or 0 if that is not set.
+        min_keys: another name for ``min_tokens``.
     Raises:
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-    if min_keys is None:
-        min_keys = number_of("PASCAL_ATTN_MIN_KEYS")
-    elif isinstance(min_keys, bool) or not isinstance(min_keys, int):
-        raise TypeError(f"min_keys must be a whole number or None, got {min_keys!r}")
-    elif min_keys < 0:
-        raise ValueError(f"min_keys must be at least 0, got {min_keys}")
-    scope = _Scope(default_config() if config is None else config, min_keys)
+    name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
+    if least is None:
+        least = number_of("PASCAL_ATTN_MIN_KEYS")
+    elif isinstance(least, bool) or not isinstance(least, int):
+        raise TypeError(f"{name} must be a whole number or None, got {least!r}")
+    elif least < 0:
+        raise ValueError(f"{name} must be at least 0, got {least}")
+    scope = _Scope(default_config() if config is None else config, least)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -242,13 +248,16 @@ def _attend(original: Any, scope: _Scope, args: tuple, kwargs: dict[str, Any]) -
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
-    if not torch._C._len_torch_function_stack():
-        if _is_plainly_short(config, args, kwargs):
-            return TORCH_SDPA(*args, **kwargs)
-    else:
-        with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
+    try:
+        if not torch._C._len_torch_function_stack():
             if _is_plainly_short(config, args, kwargs):
                 return TORCH_SDPA(*args, **kwargs)
+        else:
+            with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
+                if _is_plainly_short(config, args, kwargs):
+                    return TORCH_SDPA(*args, **kwargs)
+    except RuntimeError:  # another route may take what torch's kernel does not; else the error comes again
+        pass
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:
@@ -275,8 +284,10 @@ def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, An
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether our check refuses the arguments; torch's function then computes them or raises its own error."""
+    call = bind_sdpa(args, kwargs)
+    assert not isinstance(call, str)
     try:
-        check_call(*args, **kwargs)
+        check_call(*call[:4], Options(*call[4:]))
     except (TypeError, ValueError) as error:
         _note_refusal(str(error))
         return True

@@ -1,4 +1,4 @@
-"""What an attention call costs beside the attention itself when it goes through the ComfyUI pack's override.
+"""Cost of an attention call beside the attention itself when it goes through the ComfyUI pack's override.
 
     python tools/comfyui_cost.py [--tokens 8 --keys 8] [--baseline FOLDER]
     COMFYUI_PATH=... TINY_MODELS=... $COMFYUI_PYTHON tools/comfyui_cost.py --models krea2,wan_t2v [--baseline FOLDER]
@@ -56,7 +56,7 @@ def load(folder: Path, name: str) -> Any:
 
 
 def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **_: Any) -> Tensor:
-    """As ``attention_pytorch`` computes it."""
+    """Attention as ``attention_pytorch`` computes it."""
     batch, _, width = q.shape
     q, k, v = (t.view(batch, -1, heads, width // heads).transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)
@@ -84,20 +84,18 @@ def direct(name: str) -> Callable[..., Any]:
 
 def overrides(name: str, label: str) -> dict[str, Callable[..., Any]]:
     """The pack's override at its defaults (which leaves these calls), and with every call taken by torch's kernel."""
-    is_old = importlib.util.find_spec(f"{name}.nodes._engine") is not None  # a baseline from before there were folders
-    folders = ("_", "_", "_", "_") if is_old else ("engine.", "comfy.", "comfy.", "comfy.")
     engine, override, scope, host = (
-        importlib.import_module(f"{name}.nodes.{folder}{part}")
-        for folder, part in zip(folders, ("engine", "override", "scope", "host"))
+        importlib.import_module(f"{name}.nodes.{part}")
+        for part in ("engine.engine", "patches.override", "patches.scope", "comfy.host")
     )
     host.throw_if_interrupted = lambda: None
     host.compute_device = lambda: torch.device("cpu")
     host.prompt_id = str
     config = engine.AttentionConfig
     settings = {
-        "passed to ComfyUI": engine.Settings(),
-        TAKEN: engine.Settings(config(route="torch"), 0),
-        UNGUARDED: engine.Settings(config(route="torch"), 0, nan_guard=False),
+        "passed to ComfyUI": engine.PatchSettings(),
+        TAKEN: engine.PatchSettings(config(route="torch"), 0),
+        UNGUARDED: engine.PatchSettings(config(route="torch"), 0, nan_guard=False),
     }
     return {
         f"{label}{what}": override.make_override(engine.Engine(given, "Model", "model", None), scope.Scope(), None)

@@ -1,19 +1,20 @@
-"""How long the way of a call through this package is, and how large the package is.
+"""Prints the path of a call through this package, and the size and shape of the code.
 
-python tools/path.py                          functions called, files entered, moves between files, per call
-python tools/path.py --follow "one tile"      every function of one call, in order
-python tools/path.py --against v0.1.0         lines of product code, here and at a git revision
+python tools/path.py                             functions called, files entered, moves between files, per call
+python tools/path.py --follow "one tile"         every function of one call, in order
+python tools/path.py --against v0.1.0            lines of product code by folder, here and at a git revision
+python tools/path.py --house                     lines, modules, imports, long functions, fragments of docstrings
+python tools/path.py --house --against v0.1.0    with the numbers at a git revision
+python tools/path.py --house nodes/engine        with every place beneath that path
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import subprocess
 import sys
-import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import FrameType
@@ -25,10 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
-
-PRODUCT = ("__init__.py", "pascal_attn_core", "nodes")
-CODE = (".py", ".cu", ".cuh", ".js")
-NOT_PRODUCT = ("pascal_attn_core/cli/zoo/",)  # the model families, before they moved to tools/families
+from tools.house import PRODUCT, print_house, print_sizes  # noqa: E402
 
 
 class Step(NamedTuple):
@@ -45,7 +43,7 @@ class Way(NamedTuple):
 
     @property
     def files(self) -> list[str]:
-        """In the order in which they are entered."""
+        """Files in the order in which the call enters them."""
         return list(dict.fromkeys(step.file for step in self.steps))
 
     @property
@@ -118,52 +116,22 @@ def print_steps(name: str) -> None:
             print(f"    {function}" + (f"  x {count}" if count > 1 else ""))
 
 
-def product_lines(files: Iterable[tuple[str, bytes]]) -> Counter[str]:
-    """Lines of product code by folder: ``"pascal_attn_core/tiled"``."""
-    lines: Counter[str] = Counter()
-    for name, content in files:
-        if name.endswith(CODE) and not name.startswith(NOT_PRODUCT):
-            lines["/".join(name.split("/")[:-1][:2]) or "."] += content.count(b"\n")
-    return lines
-
-
-def files_here() -> Iterable[tuple[str, bytes]]:
-    """(name, content) of the product's files that git knows, as they are now."""
-    names = subprocess.run(["git", "ls-files", *PRODUCT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return ((name, (ROOT / name).read_bytes()) for name in names.splitlines() if (ROOT / name).is_file())
-
-
-def files_at(revision: str) -> Iterable[tuple[str, bytes]]:
-    """The same at a git revision."""
-    archive = subprocess.run(["git", "archive", revision, *PRODUCT], cwd=ROOT, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            if content is not None:
-                yield member.name, content.read()
-
-
-def print_sizes(revision: str) -> None:
-    """Lines by folder, before and now."""
-    before, now = product_lines(files_at(revision)), product_lines(files_here())
-    print(f"{'folder':32s}{revision[:12]:>12s}{'now':>9s}")
-    for folder in sorted({*before, *now}):
-        print(f"{folder:32s}{before[folder]:12d}{now[folder]:9d}")
-    print(f"{'all':32s}{before.total():12d}{now.total():9d}  {now.total() / before.total() - 1:+.1%}")
-
-
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--follow", metavar="CALL", choices=list(calls()), help="print every function of this call")
-    parser.add_argument("--against", metavar="REVISION", help="compare the lines of product code with a git revision")
+    parser.add_argument("--against", metavar="REVISION", help="compare with this git revision")
+    parser.add_argument("--house", metavar="PATH", nargs="?", const="", help="print the size and shape of the code")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.follow:
         print_steps(options.follow)
-    elif options.against:
+    elif options.house is not None or options.against:
         try:
-            print_sizes(options.against)
+            if options.house is None:
+                print_sizes(options.against)
+            else:
+                print_house(options.against, options.house)
         except subprocess.CalledProcessError as error:
             print(f"git: {error.stderr if isinstance(error.stderr, str) else error.stderr.decode()}", file=sys.stderr)
             return 1

@@ -22,127 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
-from pascal_attn_core.vae.banded import Banded
-from pascal_attn_core.vae.calls import with_numbers
+from pascal_attn_core.vae.banded import Banded, finish
 from pascal_attn_core.vae.run import Run
-from tools.families.autoencoders import FAMILIES
-from tools.families.family import Family, NotInThisVersion
+from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 
 PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
 
 
-def _sample(*shape: int) -> Any:
-    return lambda draw: {"sample": draw(*shape)}
-
-
-_VIDEO_BLOCKS = {"block_out_channels": (16, 16, 32), "latent_channels": 4, "norm_num_groups": 8}
-_LTX: dict[str, Any] = {
-    "latent_channels": 8,
-    "block_out_channels": (8, 16, 32, 64),
-    "layers_per_block": (1, 1, 1, 1, 1),
-    "decoder_block_out_channels": (8, 16, 32),
-    "decoder_layers_per_block": (1, 1, 1, 1),
-    "decoder_spatio_temporal_scaling": (True, True, True),
-    "decoder_inject_noise": (False,) * 4,
-    "upsample_residual": (True,) * 3,
-    "upsample_factor": (2,) * 3,
-    "patch_size": 2,
-}
-#: autoencoders that do not attend, and so are not among the families of the attention's table
-WITHOUT_ATTENTION = [
-    Family(
-        "AutoencoderTiny",
-        {
-            "encoder_block_out_channels": (8, 8),
-            "decoder_block_out_channels": (8, 8),
-            "num_encoder_blocks": (1, 2),
-            "num_decoder_blocks": (2, 1),
-        },
-        _sample(2, 3, 16, 16),
-    ),
-    Family(
-        "AutoencoderOobleck",
-        {
-            "encoder_hidden_size": 8,
-            "downsampling_ratios": [2, 4],
-            "channel_multiples": [1, 2],
-            "decoder_channels": 8,
-            "decoder_input_channels": 4,
-        },
-        _sample(2, 2, 256),
-    ),
-    Family(
-        "AutoencoderKLLTXVideo",
-        {
-            "latent_channels": 8,
-            "block_out_channels": (8, 16),
-            "down_block_types": ("LTXVideoDownBlock3D",) * 2,
-            "decoder_block_out_channels": (8, 16),
-            "layers_per_block": (1, 1, 1),
-            "decoder_layers_per_block": (1, 1, 1),
-            "spatio_temporal_scaling": (True, True),
-            "decoder_spatio_temporal_scaling": (True, True),
-            "decoder_inject_noise": (False,) * 3,
-            "downsample_type": ("conv", "conv"),
-            "patch_size": 2,
-            "upsample_residual": (False, False),
-            "upsample_factor": (1, 1),
-        },
-        _sample(1, 3, 9, 32, 32),
-    ),
-    Family(
-        "AutoencoderKLLTX2Video",
-        {
-            **_LTX,
-            "down_block_types": ("LTX2VideoDownBlock3D",) * 4,
-            "spatio_temporal_scaling": (True,) * 4,
-        },
-        _sample(1, 3, 9, 64, 64),
-    ),
-    Family(
-        "AutoencoderKLLTX2Audio",
-        {
-            "base_channels": 8,
-            "ch_mult": (1, 2),
-            "num_res_blocks": 1,
-            "latent_channels": 4,
-            "mel_bins": 16,
-            "resolution": 32,
-        },
-        _sample(1, 2, 32, 16),
-    ),
-    Family(
-        "AutoencoderKLCogVideoX",
-        {
-            **_VIDEO_BLOCKS,
-            "down_block_types": ("CogVideoXDownBlock3D",) * 3,
-            "layers_per_block": 1,
-            "up_block_types": ("CogVideoXUpBlock3D",) * 3,
-            "temporal_compression_ratio": 4,
-        },
-        _sample(1, 3, 9, 16, 16),
-    ),
-    Family(
-        "AutoencoderKLMagvit",
-        {
-            **_VIDEO_BLOCKS,
-            "layers_per_block": 1,
-            "down_block_types": ("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
-            "up_block_types": ("SpatialUpBlock3D", "SpatialTemporalUpBlock3D", "SpatialTemporalUpBlock3D"),
-        },
-        _sample(1, 3, 9, 16, 16),
-    ),
-    Family(
-        "AutoencoderKLKVAE",
-        {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2)},
-        _sample(1, 3, 32, 32),
-    ),
-    Family(
-        "AutoencoderKLKVAEVideo",
-        {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4},
-        _sample(1, 3, 9, 32, 32),
-    ),
-]
 #: not an autoencoder with a latent that it decodes
 _LEFT_OUT = {"LTX2VideoDiffusionDecoderModel"}
 
@@ -159,7 +45,7 @@ class Row(NamedTuple):
 
 def families(names: list[str]) -> Iterator[Family]:
     """All, or those whose name contains one of ``names``."""
-    for family in (*FAMILIES, *WITHOUT_ATTENTION):
+    for family in (*sections()["autoencoders"], *sections()[WITHOUT_ATTENTION]):
         if family.model.rpartition(".")[2] not in _LEFT_OUT and (
             not names or any(name in family.name for name in names)
         ):
@@ -193,7 +79,7 @@ def calls(family: Family, vae: nn.Module) -> Iterator[tuple[str, Tensor, dict[st
 
 
 def rows(family: Family) -> Iterator[Row]:
-    """What a family does, each method."""
+    """One row for each method of a family."""
     vae = family.build().eval().requires_grad_(False)
     exact = copy.deepcopy(vae).double()
     for method, given, options in calls(family, vae):
@@ -212,7 +98,8 @@ def rows(family: Family) -> Iterator[Row]:
         difference = float("nan")
         if call.state == "in bands":
             run = Run(given.device, 1 << 40, rows=3)
-            found = with_numbers(called(vae, method, Banded(run.known(given), run, given.device), options), run)
+            found = called(vae, method, Banded(run.known(given), run, given.device), options)
+            finish(run)
             difference = float((numbers(found) - wanted).abs().max()) / scale
         whole = ", ".join(sorted(call.figures.whole)) if call.figures else ""
         why = call.why or (f"{whole} whole" if whole else "")

@@ -145,6 +145,15 @@ def name_of_model(model: nn.Module) -> str:
     return next((kind for kind in kinds if kind not in shared), type(model.diffusion_model).__name__)
 
 
+def node_title(module: str, name: str) -> str:
+    """The title of the node whose class of this name is in this module; "" if no node's is."""
+    nodes = sys.modules.get("nodes")
+    for key, kind in getattr(nodes, "NODE_CLASS_MAPPINGS", {}).items():
+        if (kind.__module__, kind.__name__) == (module, name):
+            return str(getattr(nodes, "NODE_DISPLAY_NAME_MAPPINGS", {}).get(key, key))
+    return ""
+
+
 def versions() -> dict[str, str]:
     """ComfyUI's version and how it was told to compute attention, for bug reports."""
     found = {"ComfyUI": "unknown", "attention": getattr(attention_function(), "__name__", "unknown")}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+
+from . import host
 
 AUTO, REPLACE, KEEP = "auto", "replace it", "run it first"
 CHOICES = [AUTO, REPLACE, KEEP]
@@ -13,10 +16,13 @@ _KJNODES = tuple(f"attention_override_{kind}" for kind in ("sage", "flash", "pyt
 
 
 def name_of(function: Any) -> str:
-    """``"pack.module.function"``."""
-    module = str(getattr(function, "__module__", "") or "").replace("\\", "/")
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{module.rpartition('custom_nodes/')[2].rpartition('custom_nodes.')[2]}.{name}"
+    """``"Patch Sage Attention KJ (ComfyUI-KJNodes)"``: the node whose class made the function, and its pack; the
+    function's own name where no node's class did."""
+    module = str(getattr(function, "__module__", "") or "")
+    words = getattr(function, "__qualname__", type(function).__name__).split(".")
+    inside = re.split(r"custom_nodes[/\\\\.]", module)[-1]
+    pack = "ComfyUI" if module.startswith("comfy") else re.split(r"[/\\\\.]", inside)[0]
+    return f"{host.node_title(module, words[0]) or words[-1]} ({pack.replace('_x_', '.')})"
 
 
 def only_computes(override: Callable[..., Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...pascal_attn_core.checks import Gap, gap
 from ...pascal_attn_core.patching.interception import SDPA_NAME, SdpaArguments, torch_sdpa
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
@@ -31,27 +32,22 @@ class Difference:
 
     Attributes:
         function: the host's function, ``"attention_pytorch"``.
-        error: the largest absolute difference, infinity where the shapes differ.
-        largest: the host's largest absolute value.
+        gap: the distance of ours from the host's.
         dtype: number format of the call; the host's function was given the same numbers in float32.
-        rows: how many queries were compared.
     """
 
     function: str
-    error: float
-    largest: float
+    gap: Gap
     dtype: torch.dtype
-    rows: int
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the difference: it stays far below the square root of the format's precision, while
-        another reading of the arguments changes the leading digits."""
-        return self.error <= math.sqrt(torch.finfo(self.dtype).eps) * max(self.largest, 1e-6)
+        """Whether rounding explains the difference; another reading of the arguments changes the leading digits."""
+        return self.gap.is_rounding(self.dtype)
 
     def text(self) -> str:
         """``"1.2e-07 away from ComfyUI's attention_pytorch (values up to 1.5)"``."""
-        return f"{self.error:.2g} away from {self.function} (values up to {self.largest:.2g})"
+        return f"{self.gap.error:.2g} away from {self.function} (values up to {self.gap.largest:.2g})"
 
 
 def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], ours: Tensor) -> Difference | None:
@@ -110,18 +106,8 @@ def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Te
 
 
 def difference(function: str, ours: Tensor, right: Tensor, dtype: torch.dtype) -> Difference:
-    """Between two answers to the same rows; rows in which the host's own is not finite do not count."""
-    if ours.shape != right.shape:
-        return Difference(function, math.inf, 0.0, dtype, 0)
-    right = right.double() if right.device.type != "mps" else right.float()
-    known = torch.isfinite(right)
-    apart = torch.where(known, (ours.to(right.dtype) - right).abs(), 0)
-    largest = torch.where(known, right.abs(), 0)
-    error = float(apart.max()) if apart.numel() else 0.0
-    rows = ours.shape[-2] if ours.dim() > 1 else 1
-    # A NaN of ours where the host has a number is no rounding.
-    error = math.inf if math.isnan(error) else error
-    return Difference(function, error, float(largest.max()) if largest.numel() else 0.0, dtype, rows)
+    """The difference between two answers to the same rows; rows in which the host's own is not finite do not count."""
+    return Difference(function, gap(ours, right), dtype)
 
 
 def _rows(tokens: int, device: torch.device) -> Tensor:

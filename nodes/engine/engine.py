@@ -32,7 +32,7 @@ from ..comfy.layout import signature
 from . import runs
 from .compare import Difference
 from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
-from .runs import PASSED, CallKind, CallTally, Run
+from .runs import PASSED, CallKind, CallTally, Place, Run
 
 log = logging.getLogger("pascal_attn")
 MIB = 1 << 20
@@ -40,11 +40,12 @@ Compare = Callable[[Tensor], "Difference | None"]
 _DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
 _PROGRESS_SECONDS = 1.0
 _MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
+_PLAIN, _NOWHERE = Options(), Place()
 _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
 
 
 @dataclass(frozen=True)
-class Settings:
+class PatchSettings:
     """What a node was set to.
 
     Attributes:
@@ -82,8 +83,7 @@ class _Decision:
         kind: how they are counted.
         config: the configuration they run with; None = they are left to the host.
         route: the route they take.
-        choice: that route, where it can be taken again without asking; its form, if any, is from each call's tensors.
-        has_form: whether ``choice`` is torch's kernel, called once with the tensors as they are.
+        choice: that route, where it can be taken again without asking.
         template: the first such call without its tensors, where its checks hold for others of the kind.
         run, tally: the run that ``tally`` counts in.
     """
@@ -92,30 +92,20 @@ class _Decision:
     config: AttentionConfig | None = None
     route: str = ""
     choice: Choice | None = None
-    has_form: bool = False
     template: AttentionCall | None = None
     run: Run | None = None
     tally: CallTally | None = None
-
-    def choice_for(self, call: AttentionCall) -> Choice | None:
-        """The choice for another call of the kind; None = it has to be made."""
-        if self.choice is None or not self.has_form:
-            return self.choice
-        mask = call.attn_mask
-        assert mask is None or isinstance(mask, Tensor)
-        return replace(self.choice, plan=TorchForm(call.query, call.key, call.value, mask))
 
 
 class Engine:
     """Attention for one patched model, VAE or text encoder. Used by several threads at once on multi-GPU hosts."""
 
-    def __init__(self, settings: Settings, subject: str, part: str, unique_id: str | None):
+    def __init__(self, settings: PatchSettings, subject: str, part: str, unique_id: str | None):
         self.settings, self.subject, self.part, self.unique_id = settings, subject, part, unique_id
         self._lock = threading.RLock()
         self._run: Run | None = None
         self._depth = 0
-        self._configs: dict[tuple, AttentionConfig] = {}
-        self._decisions: dict[Hashable, _Decision] = {}
+        self._decisions: dict[tuple[Place, Hashable, bool], _Decision] = {}
         self._differing: dict[Hashable, str] = {}  # kinds of calls that the host answers otherwise, and how far apart
         self._metered: set[tuple] = set()
         self.is_compiled = False  # torch.compile took calls into its graph, where none is counted
@@ -129,7 +119,6 @@ class Engine:
         with self._lock:
             if devices or config != self.settings.config:
                 self.settings = replace(self.settings, config=config)
-                self._configs.clear()
                 self._decisions.clear()
 
     # ---- runs ----
@@ -201,13 +190,8 @@ class Engine:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None = None,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        is_causal: bool = False,
-        softcap: float | None = None,
-        block: str = "",
-        via: str = "override",
+        options: Options = _PLAIN,
+        place: Place = _NOWHERE,
         kind: Hashable = None,
         compare: Compare | None = None,
     ) -> Tensor | None:
@@ -219,56 +203,69 @@ class Engine:
         compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
             further away than rounding explains is left to the host from then on.
         """
-        options = Options(0.0, is_causal, scale, enable_gqa, softcap=softcap)
         if torch.compiler.is_compiling():
             self.is_compiled = True
-            return sdpa(query, key, value, mask, *options[:4], softcap=softcap, config=self.settings.config)
+            return sdpa(query, key, value, mask, *options[:4], softcap=options.softcap, config=self.settings.config)
         if self.part == "VAE" and (is_trial() or type(query) is Banded):
-            return self._attend_in_bands(query, key, value, mask, options, block, via)
+            return self._attend_in_bands(query, key, value, mask, options, place)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             if kind is None:
                 kind = signature((query, key, value, mask, *options), {})
-            place = (block, via, kind, torch.is_grad_enabled())
-            decision = self._decisions.get(place)
-            if decision is not None and decision.config is None:
-                self._count(decision)
+            taken = self._take(query, key, value, mask, options, place, kind)
+            if taken is None:
                 return None
-            try:
-                template = None if decision is None else decision.template
-                if template is not None and not autocast_on(query):
-                    call = _like(template, query, key, value, mask)
-                else:
-                    given = query
-                    query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
-                    call = check_call(query, key, value, attn_mask, *options)
-                    if decision is None or query is not given:  # under autocast
-                        decision = self._decide(call, place)
-                        plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
-                        decision.template = call.without_tensors() if plain else None
-                assert decision is not None
-                config = decision.config
-                if config is None:
-                    self._count(decision)
-                    return None
-                choice = decision.choice_for(call) or choose(call, config)
-            except (TypeError, ValueError, UnsupportedAttention) as error:
-                self.leave(block, str(error), via=via, kind=kind)
-                return None
-            except Exception as error:  # whatever a tensor class of another pack may raise
-                self.leave_unread(block, error, via=via)
-                return None
+            call, decision, choice = taken
             out = self._run_watched(call, decision, choice)
             if compare is None or decision.run is None or kind in decision.run.compared or runs.stale(query.device):
                 return out
-            return out if self._agrees(decision.run, decision.kind, kind, compare, out) else None
+            return out if self._agrees(decision, kind, compare, out) else None
+
+    def _take(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: Options,
+        place: Place,
+        kind: Hashable,
+    ) -> tuple[AttentionCall, _Decision, Choice] | None:
+        """The checked call, what is done with its kind, and its route; None = the host's, which is counted."""
+        known = (place, kind, torch.is_grad_enabled())
+        decision = self._decisions.get(known)
+        if decision is not None and decision.config is None:
+            self._count(decision)
+            return None
+        try:
+            template = None if decision is None else decision.template
+            if template is not None and not autocast_on(query):
+                call = template.with_tensors(query, key, value, mask, template.sinks)
+            else:
+                given = query
+                query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
+                call = check_call(query, key, value, attn_mask, options)
+                if decision is None or query is not given:  # under autocast
+                    decision = self._decide(call, known)
+                    plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
+                    decision.template = call.without_tensors() if plain else None
+            assert decision is not None
+            if decision.config is not None:
+                return call, decision, decision.choice or choose(call, decision.config)
+        except (TypeError, ValueError, UnsupportedAttention) as error:
+            self.leave(place, str(error), kind)
+        except Exception as error:  # whatever a tensor class of another pack may raise
+            self.leave_unread(place, error)
+        else:
+            self._count(decision)
+        return None
 
     def _attend_in_bands(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options, block: str, via: str
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options, place: Place
     ) -> Tensor | None:
         """A call of a VAE that runs in bands, or tries whether it can, which is not counted."""
         config, out, start = self.settings.config, None, time.perf_counter()
-        with record() as report, between_blocks(self._checkpoint(block)):
+        with record() as report, between_blocks(self._checkpoint(place.block)):
             for route in dict.fromkeys((config.route, "auto")):
                 try:
                     config = replace(config, route=route)
@@ -282,35 +279,35 @@ class Engine:
         if is_trial():
             return out
         if out is None:
-            self.leave(block, why, via=via)
+            self.leave(place, why)
             return None
         routes = "+".join(sorted(report.routes()))
         shapes, dtype = (tuple(query.shape), tuple(key.shape)), str(query.dtype).removeprefix("torch.")
-        kind = CallKind(block, "taken", routes, "in bands of its queries", *shapes, dtype, via=via)
+        kind = CallKind(place.block, "taken", routes, "in bands of its queries", *shapes, dtype, via=place.via)
         tally = self.run.add(kind)
         with self.run.lock:
             tally.elapsed_ms += (time.perf_counter() - start) * 1e3 if query.device.type == "cpu" else 0.0
         return out
 
-    def is_left(self, block: str, via: str, kind: Hashable) -> bool:
+    def is_left(self, place: Place, kind: Hashable) -> bool:
         """Whether calls of this kind from there are known to be the host's; counted if so."""
-        decision = self._decisions.get((block, via, kind, torch.is_grad_enabled()))
+        decision = self._decisions.get((place, kind, torch.is_grad_enabled()))
         if decision is None or decision.config is not None:
             return False
         self._count(decision)
         return True
 
-    def leave(self, block: str, why: str, *, via: str = "override", kind: Hashable = None) -> None:
+    def leave(self, place: Place, why: str, kind: Hashable = None) -> None:
         """Count a call that the host computes itself; remembered for calls of the same ``kind`` from there."""
         if torch.compiler.is_compiling():
             return
-        decision = _Decision(CallKind(block, PASSED, "", why, via=via))
+        decision = _Decision(CallKind(place.block, PASSED, "", why, via=place.via))
         if kind is not None:
-            self._remember((block, via, kind, torch.is_grad_enabled()), decision)
+            self._remember((place, kind, torch.is_grad_enabled()), decision)
         self._count(decision)
 
-    def leave_unread(self, block: str, error: Exception, *, via: str = "override") -> None:
-        """Count a call that could not even be read, and say so: it is the host's, and nobody's picture depends on us.
+    def leave_unread(self, place: Place, error: Exception) -> None:
+        """Count a call that could not even be read as one for the host, and say so.
 
         Raises:
             Exception: ``error`` itself if it is the user's Cancel.
@@ -318,8 +315,8 @@ class Engine:
         if host.is_interrupt(error):
             raise error
         why = f"reading it failed with {type(error).__name__}: {error}"
-        self.warn(f"{block or 'a call'}: {why}: passed to ComfyUI")
-        self.leave(block, why, via=via)
+        self.warn(f"{place.block or 'a call'}: {why}: passed to ComfyUI")
+        self.leave(place, why)
 
     def _count(self, decision: _Decision) -> CallTally:
         """One more call of this kind."""
@@ -332,29 +329,27 @@ class Engine:
             tally.count += 1
         return tally
 
-    def _decide(self, call: AttentionCall, place: tuple) -> _Decision:
-        block, via, kind, _ = place
+    def _decide(self, call: AttentionCall, known: tuple[Place, Hashable, bool]) -> _Decision:
+        place, kind, _ = known
         why = self._differing.get(kind, "") or self._why_left(call)
         if why:
-            decision = _Decision(_kind(block, PASSED, "", why, call, via))
+            decision = _Decision(_kind(place, PASSED, "", why, call))
         else:
-            config = self._config(call, block)
+            config = self._config_for(call, place.block)
             choice = choose(call, config)
-            counted = _taken(block, choice, call, via)
-            form = choice.plan if isinstance(choice.plan, TorchForm) else None
-            decision = _Decision(counted, config, choice.route, has_form=form is not None)
-            if form is None:
+            decision = _Decision(_taken(place, choice, call), config, choice.route)
+            if not isinstance(choice.plan, TorchForm):
                 decision.choice = choice
-            elif _is_as_it_came(form, call):
+            elif _is_as_it_came(choice.plan, call):
                 decision.choice = replace(choice, plan=None)  # it would keep the tensors
-        self._remember(place, decision)
+        self._remember(known, decision)
         return decision
 
-    def _remember(self, place: tuple, decision: _Decision) -> None:
+    def _remember(self, known: tuple[Place, Hashable, bool], decision: _Decision) -> None:
         if len(self._decisions) > _DECISIONS:  # a video of ever different lengths
             self._decisions.clear()
         with suppress(TypeError):  # an argument that has no hash
-            self._decisions[place] = decision
+            self._decisions[known] = decision
 
     def _why_left(self, call: AttentionCall) -> str:
         least = self.settings.min_keys
@@ -364,16 +359,6 @@ class Engine:
             return ""
         score_bytes = call.num_scores * max(4, call.query.element_size())
         return f"fewer than {least} keys" if score_bytes <= self.settings.budget_bytes(call.query.device) else ""
-
-    def _config(self, call: AttentionCall, block: str) -> AttentionConfig:
-        shapes = call.query.shape, call.key.shape, call.value.shape
-        key = (call.query.device, call.query.dtype, *shapes, call.attn_mask is None)
-        config = self._configs.get(key)
-        if config is None:
-            if len(self._configs) > 512:
-                self._configs.clear()
-            config = self._configs[key] = self._config_for(call, block)
-        return config
 
     def _config_for(self, call: AttentionCall, block: str) -> AttentionConfig:
         """The node's configuration, less what this call cannot have: a model runs on, and the report names it."""
@@ -403,12 +388,12 @@ class Engine:
         if config.devices:
             seen_on(device, [device_named(name) for name in config.devices])
         if choice.route != decision.route:  # not the route of the first such call
-            tally = run.tally(_taken(kind.block, choice, call, kind.via))
+            tally = run.tally(_taken(Place(kind.block, kind.via), choice, call))
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route in ("tiled", "several") else None
         meter = Meter(run, tally, device, measures=asked and is_new and self._is_new(kind))
-        one_kernel = decision.choice is not None and (decision.has_form or decision.route == "math")
+        one_kernel = decision.choice is not None and decision.route in ("torch", "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
             meter.out_bytes = out.numel() * out.element_size()
@@ -425,9 +410,11 @@ class Engine:
             run.sample = sample_of(call, kind, out) or run.sample
         return out
 
-    def _agrees(self, run: Run, counted: CallKind, kind: Hashable, compare: Compare, out: Tensor) -> bool:
+    def _agrees(self, decision: _Decision, kind: Hashable, compare: Compare, out: Tensor) -> bool:
         """Whether our answer to the first call of a kind in this run is the host's. If not, the call is taken back, and
         calls of the kind are left to the host from now on."""
+        run, counted = decision.run, decision.kind
+        assert run is not None
         run.compared[kind] = None
         try:
             with torch.no_grad():  # gradient checkpointing counts what is saved, and compares only once
@@ -443,11 +430,11 @@ class Engine:
             return True
         why = f"our result is {found.text()}"
         self._differing[kind] = why
-        for place in [place for place in self._decisions if place[2] == kind]:  # type: ignore[index]
+        for place in [place for place in self._decisions if place[1] == kind]:
             self._decisions.pop(place, None)
         run.take_back(counted)
         self.warn(f"{counted.block}: {why}: calls like this are passed to ComfyUI")
-        self.leave(counted.block, why, via=counted.via, kind=kind)
+        self.leave(Place(counted.block, counted.via), why, kind)
         return False
 
     def _is_new(self, kind: CallKind) -> bool:
@@ -496,33 +483,6 @@ class Engine:
         return checkpoint
 
 
-def _like(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionCall:
-    """A call of the same kind, which needs no check."""
-    return AttentionCall(
-        query,
-        key,
-        value,
-        mask,
-        call.batch,
-        call.num_heads,
-        call.num_kv_heads,
-        call.seq_len_q,
-        call.seq_len_kv,
-        call.head_dim,
-        call.head_dim_v,
-        call.scale,
-        call.dropout_p,
-        call.is_causal,
-        call.left,
-        call.right,
-        call.offset,
-        False,
-        call.enable_gqa,
-        call.softcap,
-        call.sinks,
-    )
-
-
 def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
     """Whether torch's kernel is called once, with the very tensors of the call."""
     mask, given = form.attn_mask, call.attn_mask
@@ -534,14 +494,12 @@ def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
     return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
 
 
-def _taken(block: str, choice: Choice, call: AttentionCall, via: str) -> CallKind:
-    kind = _kind(block, "taken", choice.route, choice.why, call, via)
+def _taken(place: Place, choice: Choice, call: AttentionCall) -> CallKind:
+    kind = _kind(place, "taken", choice.route, choice.why, call)
     return replace(kind, over_torch=choice.over_torch, torch_stores=choice.torch_stores)
 
 
-def _kind(block: str, outcome: str, route: str, why: str, call: AttentionCall | None, via: str) -> CallKind:
-    if call is None:
-        return CallKind(block, outcome, route, why, via=via)
+def _kind(place: Place, outcome: str, route: str, why: str, call: AttentionCall) -> CallKind:
     mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
-    dtype = str(call.query.dtype).removeprefix("torch.")
-    return CallKind(block, outcome, route, why, tuple(call.query.shape), tuple(call.key.shape), dtype, mask, via)
+    shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
+    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, place.via)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
 _PENDING = 512  # after so many pairs of CUDA events those that are over are read
+
+
+class Place(NamedTuple):
+    """Where a call comes from: its block of the model, and how it came, as ``CallKind`` has them."""
+
+    block: str = ""
+    via: str = "override"
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,8 @@ class Run:
         tallies: what happened, by kind of call.
         warnings: sentences the user should read, each once.
         notes: further facts for the report, each once.
-        bands: what a VAE did in bands, a sentence each.
+        gains: what was gained otherwise than in attention calls, a sentence each: a VAE in bands, layers in int8.
+        is_exact: whether what was patched gives the unpatched results within rounding, by its nature.
         devices: where its calls ran, several on multi-GPU hosts.
         peak_bytes: most memory seen on one device during the run; None if not known.
         sample: rows of the largest call, for the exactness check.
@@ -128,7 +136,8 @@ class Run:
     tallies: dict[CallKind, CallTally] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    bands: list[str] = field(default_factory=list)
+    gains: list[str] = field(default_factory=list)
+    is_exact: bool = True
     devices: set[str] = field(default_factory=set)
     peak_bytes: int | None = None
     sample: Sample | None = None
@@ -176,11 +185,11 @@ class Run:
             if sentence not in self.notes:
                 self.notes.append(sentence)
 
-    def add_bands(self, sentence: str) -> None:
-        """A VAE decoded or encoded in bands."""
+    def gain(self, sentence: str) -> None:
+        """Keep what was gained otherwise than in attention calls."""
         with self.lock:
-            if sentence not in self.bands:
-                self.bands.append(sentence)
+            if sentence not in self.gains:
+                self.gains.append(sentence)
 
     def saw_device(self, device: torch.device) -> bool:
         """A call runs on this device; returns whether it is the first there."""
@@ -263,14 +272,14 @@ class Run:
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
     def line(self) -> str:
-        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``; what a VAE did in bands; without
-        calls the first note."""
-        parts = [] if self.tallies else self.notes[:1]
-        if self.tallies or not (self.bands or parts):
+        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``, after what else was gained;
+        without either the first note."""
+        parts = [] if self.tallies or self.gains else self.notes[:1]
+        if self.tallies or not (self.gains or parts):
             routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
             taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
             parts = [f"{self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"]
-        return f"{self.subject}: {'; '.join([*self.bands[:1], *parts])}"
+        return f"{self.subject}: {'; '.join([*self.gains[:1], *parts])}"
 
 
 def _read_clock(tally: CallTally, start: Any, end: Any) -> bool:
@@ -292,16 +301,6 @@ def remember(run: Run) -> None:
             if other.subject == run.subject and other.part == run.part and other.finished:
                 other.sample = None
         _recent.append(run)
-
-
-def recent(prompt: str = "") -> list[Run]:
-    """The runs of a prompt, or of the newest prompt that had any; oldest first."""
-    with _lock:
-        runs = list(_recent)
-    if not runs:
-        return []
-    wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
-    return [run for run in runs if run.prompt_id == wanted]
 
 
 def remembered() -> list[Run]:

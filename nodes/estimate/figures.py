@@ -106,7 +106,7 @@ def patched_bytes(shape: AttentionShape, info: DeviceInfo) -> int:
     """Extra memory of the tiled route, which no other route exceeds by design; laid out as ComfyUI's models do."""
     query, key, value = (_laid_out(sizes, shape.dtype) for sizes in (shape.query, shape.key, shape.value))
     try:
-        call = check_call(query, key, value, None, 0.0, False, None, shape.query[1] != shape.key[1])
+        call = check_call(query, key, value, enable_gqa=shape.query[1] != shape.key[1])
         return plan_call(call, info, AttentionConfig()).extra_bytes
     except (TypeError, ValueError):
         return shape.score_bytes  # left to ComfyUI

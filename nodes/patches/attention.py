@@ -17,7 +17,7 @@ from ..engine.engine import Engine
 from ..engine.runs import PASSED
 from ..reporting.gain import status_line
 from .override import OVERRIDE, engine_of, make_override, previous_of
-from .replacements import named_attention
+from .replacements import Replacement
 from .scope import Scope, make_wrapper
 
 # What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
@@ -60,7 +60,7 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     for name, module in network.named_modules(prefix="diffusion_model"):
         for method in by_name(type(module)):
             block = name.removeprefix("diffusion_model").lstrip(".") or "model"
-            found[f"{name}.{method}"] = named_attention(engine, scope, block, "by name")
+            found[f"{name}.{method}"] = Replacement(engine, scope, block, "by name").named
     return found
 
 

@@ -127,7 +127,7 @@ def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
     if call.state == "refused":
         engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
     elif call.figures is not None:
-        engine.run.add_bands(sentence(call, reckoned))
+        engine.run.gain(sentence(call, reckoned))
 
 
 def sentence(call: VaeCall, reckoned: int) -> str:

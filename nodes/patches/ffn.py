@@ -30,7 +30,8 @@ class Chunking(Injection):
 
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(network_of(patcher))
-        run.note(_headline(report, self.binding.settings.min_tokens))
+        tell = run.gain if report.count("chunked") else run.note
+        tell(_headline(report, self.binding.settings.min_tokens))
         for sentence in report.text().splitlines()[1:]:
             run.note(sentence.strip())
         for line in report.lines:

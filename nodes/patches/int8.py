@@ -116,8 +116,10 @@ class Int8Layers(Injection):
 
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(network_of(patcher))
-        sentences = [report.sentence(), self.files.text()]
-        for sentence in filter(None, sentences if report.count("int8") else reversed(sentences)):
+        if report.count("int8"):
+            run.is_exact = False
+            run.gain(report.sentence())
+        for sentence in filter(None, [self.files.text(), "" if run.gains else report.sentence()]):
             run.note(sentence)
         for sentence in report.text().splitlines()[1:]:
             run.note(sentence.strip())

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ...pascal_attn_core.call import Options
 from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
 from ..engine.compare import with_host
 from ..engine.engine import Engine
-from ..engine.runs import block_name
+from ..engine.runs import Place, block_name
 from .scope import Scope
 
 OVERRIDE = "optimized_attention_override"
@@ -78,23 +79,23 @@ def _answer(
     """Our answer to a call of ``func``, or that of those before us. What either calls is part of this call."""
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:  # nothing is named or counted in a graph
-        out = in_host_layout(engine, "", func, args, kwargs)
+        out = in_host_layout(engine, Place(), func, args, kwargs)
         if out is not None:
             return out
     else:
-        block = block_name(kwargs.get("transformer_options")) or scope.next_name()
+        place = Place(block_name(kwargs.get("transformer_options")) or scope.next_name())
     local = scope.local
     before, local.inside = local.inside, True
     try:
         if not is_compiling:
-            out = in_host_layout(engine, block, func, args, kwargs)
+            out = in_host_layout(engine, place, func, args, kwargs)
         return _pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
 
 
 def in_host_layout(
-    engine: Engine, block: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], via: str = "override"
+    engine: Engine, place: Place, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """A call of the host's attention function, its result in the host's layout; None where it is left to others.
 
@@ -103,25 +104,23 @@ def in_host_layout(
     kind = None
     try:
         kind = signature(args, kwargs)
-        if engine.is_left(block, via, kind):
+        if engine.is_left(place, kind):
             return None
         call = HostCall.of(args, kwargs)
     except NotOurs as reason:
-        engine.leave(block, str(reason), via=via, kind=kind)
+        engine.leave(place, str(reason), kind)
         return None
     except Exception as error:  # a call that nobody has thought of is the host's, whatever is wrong with it
-        engine.leave_unread(block, error, via=via)
+        engine.leave_unread(place, error)
         return None
     out = engine.attend(
         call.query,
         call.key,
         call.value,
         call.mask,
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-        block=block,
-        via=via,
-        kind=kind,
+        Options(scale=call.scale, enable_gqa=call.enable_gqa),
+        place,
+        kind,
         compare=lambda ours: with_host(function, args, kwargs, call.returned(ours)),
     )
     if out is None:

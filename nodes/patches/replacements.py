@@ -1,4 +1,4 @@
-"""What takes the place of attention in the modules of a model; see ``_sites`` for where."""
+"""Functions that take the place of attention in the modules of a model; ``comfy.sites`` finds where."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...pascal_attn_core.call import Options
 from ...pascal_attn_core.patching.function_copy import copy_over
 from ..comfy import host as _host
 from ..comfy.layout import four_dimensions
 from ..comfy.memory_required import Instead
-from ..comfy.objects import Make, replaced_by_others
+from ..comfy.objects import replaced_by_others
 from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_unannounced, helpers, modules_with_attention, names_of
 from ..engine.compare import Difference, difference, whole
 from ..engine.engine import Engine
+from ..engine.runs import Place
 from ..reporting.gain import status_line
 from .override import OVERRIDE, in_host_layout
 from .scope import Scope
@@ -41,7 +43,7 @@ def warn_if_replaced(engine: Engine, model: nn.Module, names: Iterable[str]) -> 
 
 @contextmanager
 def in_run(engine: Engine) -> Iterator[None]:
-    """Attention below is one run of the report; the outermost says on the node what it came to."""
+    """Attention below is one run of the report; the outermost writes on the node what was done."""
     engine.begin()
     try:
         yield
@@ -52,34 +54,50 @@ def in_run(engine: Engine) -> Iterator[None]:
 
 
 def whole_call(
-    engine: Engine, scope: Scope, watch: Callable[[tuple, dict[str, Any], Any], None], *, catches: bool
-) -> Make:
-    """For the function that does all of a decoding or encoding: ``watch(args, kwargs, result)`` looks at what went in
-    and came out; ``catches``: calls of ``scaled_dot_product_attention`` that no replacement sees go to the engine."""
+    previous: Attention,
+    engine: Engine,
+    scope: Scope,
+    watch: Callable[[tuple, dict[str, Any], Any], None],
+    *,
+    catches: bool,
+) -> Attention:
+    """In place of ``previous``, which does all of a decoding or encoding: one run of the report.
 
-    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(previous)
-        def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-            catching = scope.catching(engine) if catches else nullcontext()
-            with in_run(engine), scope.numbering("call"), catching:
-                result = previous(*args, **kwargs)
-                watch(args, kwargs, result)
-                return result
+    Args:
+        watch: ``watch(args, kwargs, result)`` looks at what went in and came out.
+        catches: calls of ``scaled_dot_product_attention`` that no replacement sees go to the engine.
+    """
 
-        return with_pascal_attn
+    @functools.wraps(previous)
+    def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
+        with in_run(engine), scope.numbering("call"), scope.catching(engine) if catches else nullcontext():
+            result = previous(*args, **kwargs)
+            watch(args, kwargs, result)
+            return result
 
-    return make
+    return with_pascal_attn
 
 
-def channels_first(engine: Engine, scope: Scope, block: str) -> Make:
-    """For ``attention(q, k, v)`` of VAEs: one head over tensors ``[B, C, *positions]``."""
+class Replacement:
+    """Attention by the engine at one place in a model.
 
-    def make(previous: Attention) -> Attention:
+    Each method is given the function that is there, and returns the one that takes its place for the clone.
+
+    Attributes:
+        place: the module's name, and how its calls came: the engine's part, or ``"by name"``.
+    """
+
+    def __init__(self, engine: Engine, scope: Scope, block: str, via: str = ""):
+        self.engine, self.scope, self.place = engine, scope, Place(block, via or engine.part)
+
+    def channels_first(self, previous: Attention) -> Attention:
+        """For ``attention(q, k, v)`` of VAEs: one head over tensors ``[B, C, *positions]``."""
+
         def attention_by_pascal_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with scope.inside():
+            with self.scope.inside():
                 out = None
                 if args or kwargs or query.dim() < 3:
-                    engine.leave(block, "its arguments are not known", via=engine.part)
+                    self.engine.leave(self.place, "its arguments are not known")
                 else:
                     tokens = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
 
@@ -89,44 +107,34 @@ def channels_first(engine: Engine, scope: Scope, block: str) -> Make:
                     def compare(ours: Tensor) -> Difference | None:
                         return whole(previous, (query, key, value), as_given(ours))
 
-                    out = engine.attend(*tokens, block=block, via=engine.part, compare=compare)
+                    out = self.engine.attend(*tokens, place=self.place, compare=compare)
                 return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
         return attention_by_pascal_attn
 
-    return make
+    def given(self, position: int, previous: Attention) -> Attention:
+        """For a ``forward`` whose argument ``optimized_attention``, at ``position``, is the function to use."""
 
-
-def given_attention(engine: Engine, scope: Scope, block: str, position: int) -> Make:
-    """For a ``forward`` whose argument ``optimized_attention``, at ``position``, is the function to use."""
-
-    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(previous)
         def forward_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
-                args = (*args[:position], _ours(engine, scope, block, args[position]), *args[position + 1 :])
+                args = (*args[:position], self._in_front_of(args[position]), *args[position + 1 :])
             elif ARGUMENT in kwargs:
-                kwargs[ARGUMENT] = _ours(engine, scope, block, kwargs[ARGUMENT])
+                kwargs[ARGUMENT] = self._in_front_of(kwargs[ARGUMENT])
             return previous(*args, **kwargs)
 
         return forward_with_pascal_attn
 
-    return make
-
-
-def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> Make:
-    """For a method that looks ComfyUI's attention up by its global name, or whose helper functions do: a copy to which
-    that name means ours. A method that another pack has replaced is left as it is."""
-
-    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
+    def named(self, previous: Attention) -> Attention:
+        """For a method that looks ComfyUI's attention up by its global name, or whose helper functions do: a copy to
+        which that name means ours. A method that another pack has replaced is left as it is."""
         module: Any = getattr(previous, "__self__", None)
         method: Any = getattr(previous, "__func__", None)
         plain = (
             isinstance(module, nn.Module) and isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
         )
         if plain and method is getattr(type(module), method.__name__, None):
-            assert isinstance(method, FunctionType)
-            previous = MethodType(_with_ours(engine, scope, block, method, via or engine.part), module)
+            previous = MethodType(self._copy(method), module)
 
         @functools.wraps(previous)
         def method_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
@@ -134,15 +142,10 @@ def named_attention(engine: Engine, scope: Scope, block: str, via: str = "") -> 
 
         return method_with_pascal_attn
 
-    return make
-
-
-def softcapped(engine: Engine, scope: Scope, block: str) -> Make:
-    """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments than
-    the known ones, and calls that are left to the host, go to the forward that was there."""
-
-    def make(previous: Any) -> Callable[..., Any]:
-        module = getattr(previous, "__self__", None)
+    def softcapped(self, previous: Any) -> Attention:
+        """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments
+        than the known ones, and calls that are left to the host, go to the forward that was there."""
+        module: Any = getattr(previous, "__self__", None)
 
         @functools.wraps(previous)
         def forward_with_pascal_attn(
@@ -152,55 +155,85 @@ def softcapped(engine: Engine, scope: Scope, block: str) -> Make:
                 return previous(hidden_states, attention_mask=attention_mask, freqs_cis=freqs_cis, **others)
 
             if module is None or getattr(previous, "__func__", None) is not type(module).forward or others:
-                engine.leave(block, "its forward is not known", via=engine.part)
+                self.engine.leave(self.place, "its forward is not known")
                 return host()
-            batch, tokens, _ = hidden_states.shape
-
-            def projected(projection: nn.Module, heads: int) -> Tensor:
-                return projection(hidden_states).view(batch, tokens, heads, module.head_dim).transpose(1, 2)
 
             def returned(out: Tensor) -> Tensor:
-                return module.o_proj(out.transpose(1, 2).reshape(batch, tokens, module.inner_size))
+                return module.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:2], module.inner_size))
 
             def compare(out: Tensor) -> Difference | None:
-                if tokens > 512:
+                if hidden_states.shape[1] > 512:
                     return None
                 return difference("ComfyUI's own", returned(out), host()[0].float(), hidden_states.dtype)
 
-            with scope.inside():
-                query, key = projected(module.q_proj, module.num_heads), projected(module.k_proj, module.num_kv_heads)
-                query, key = previous.__func__.__globals__["apply_rope"](query, key, freqs_cis)
-                value = projected(module.v_proj, module.num_kv_heads)
-                options = {"scale": module.scale, "softcap": module.softcap, "via": engine.part, "block": block}
-                grouped = module.num_kv_heads != module.num_heads
-                mask = None if attention_mask is None else four_dimensions(attention_mask)
-                out = engine.attend(query, key, value, mask, enable_gqa=grouped, compare=compare, **options)
+            def rotate(query: Tensor, key: Tensor) -> Any:
+                return previous.__func__.__globals__["apply_rope"](query, key, freqs_cis)
+
+            with self.scope.inside():
+                out = self._softcapped(module, hidden_states, attention_mask, rotate, compare)
             return host() if out is None else (returned(out), None)
 
         return forward_with_pascal_attn
 
-    return make
+    def _softcapped(
+        self, module: Any, hidden: Tensor, mask: Tensor | None, rotate: Callable[..., Any], compare: Callable[..., Any]
+    ) -> Tensor | None:
+        batch, tokens, _ = hidden.shape
 
+        def projected(projection: nn.Module, heads: int) -> Tensor:
+            return projection(hidden).view(batch, tokens, heads, module.head_dim).transpose(1, 2)
 
-def _with_ours(
-    engine: Engine, scope: Scope, block: str, function: FunctionType, via: str, depth: int = 2
-) -> FunctionType:
-    """A copy of a function, and of helpers that it calls, to which the names of the host's attention mean ours."""
+        query, key = projected(module.q_proj, module.num_heads), projected(module.k_proj, module.num_kv_heads)
+        query, key = rotate(query, key)
+        return self.engine.attend(
+            query,
+            key,
+            projected(module.v_proj, module.num_kv_heads),
+            None if mask is None else four_dimensions(mask),
+            Options(scale=module.scale, enable_gqa=module.num_kv_heads != module.num_heads, softcap=module.softcap),
+            self.place,
+            compare=compare,
+        )
 
-    def ours(name: str, look_up: Callable[[], Attention]) -> Attention:
-        return _by_name(engine, scope, block, look_up, name, via)
+    def _copy(self, function: FunctionType, depth: int = 2) -> FunctionType:
+        """A copy of a function, and of helpers that it calls, to which the names of the host's attention mean ours."""
+        own = function.__globals__
+        replaced: dict[str, Any] = {}
+        for name in names_of(function) & HOST_FUNCTIONS & set(own):
+            replaced[name] = self._by_name(name, functools.partial(own.__getitem__, name))
+        for name, module in modules_with_attention(function):
+            known = [host for host in HOST_FUNCTIONS if hasattr(module, host)]
+            ours = {host: self._by_name(host, functools.partial(getattr, module, host)) for host in known}
+            replaced[name] = Instead(module, ours)
+        for name, helper in helpers(function) if depth else ():
+            if calls_unannounced(helper, depth - 1):
+                replaced[name] = _while_it_is_there(own, name, helper, self._copy(helper, depth - 1))
+        return copy_over(function, replaced)
 
-    replaced: dict[str, Any] = {}
-    for name in names_of(function) & HOST_FUNCTIONS & set(function.__globals__):
-        replaced[name] = ours(name, functools.partial(function.__globals__.__getitem__, name))
-    for name, module in modules_with_attention(function):
-        known = [host for host in HOST_FUNCTIONS if hasattr(module, host)]
-        replaced[name] = Instead(module, {h: ours(h, functools.partial(getattr, module, h)) for h in known})
-    for name, helper in helpers(function) if depth else ():
-        if calls_unannounced(helper, depth - 1):
-            copy = _with_ours(engine, scope, block, helper, via, depth - 1)
-            replaced[name] = _while_it_is_there(function.__globals__, name, helper, copy)
-    return copy_over(function, replaced)
+    def _by_name(self, name: str, look_up: Callable[[], Attention]) -> Attention:
+        """Ours for a global name; the original is looked up when it is called."""
+
+        def looked_up(*args: Any, **kwargs: Any) -> Any:
+            original = look_up()
+            if name == "optimized_attention_for_device":
+                return self._in_front_of(original(*args, **kwargs))
+            return self._in_front_of(original)(*args, **kwargs)
+
+        return looked_up
+
+    def _in_front_of(self, original: Any) -> Any:
+        """Ours in the words of ComfyUI's attention functions, in front of one of them; None for None."""
+        if original is None:
+            return None
+
+        def attention_by_pascal_attn(*args: Any, **kwargs: Any) -> Any:
+            if self.scope.is_inside or OVERRIDE in (kwargs.get("transformer_options") or ()):
+                return original(*args, **kwargs)  # decided already, or announced to the override
+            with self.scope.inside():
+                out = in_host_layout(self.engine, self.place, original, args, kwargs)
+                return original(*args, **kwargs) if out is None else out
+
+        return attention_by_pascal_attn
 
 
 def _while_it_is_there(where: dict[str, Any], name: str, helper: Attention, copy: Attention) -> Attention:
@@ -211,34 +244,3 @@ def _while_it_is_there(where: dict[str, Any], name: str, helper: Attention, copy
         return copy(*args, **kwargs) if now is helper else now(*args, **kwargs)  # type: ignore[misc]
 
     return helper_with_pascal_attn
-
-
-def _ours(engine: Engine, scope: Scope, block: str, original: Attention | None, via: str = "") -> Attention | None:
-    """Ours in the words of ComfyUI's attention functions, in front of one of them."""
-    if original is None:
-        return None
-
-    def attention_by_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-        if scope.is_inside or OVERRIDE in (kwargs.get("transformer_options") or ()):
-            return original(*args, **kwargs)  # decided already, or announced to the override
-        with scope.inside():
-            out = in_host_layout(engine, block, original, args, kwargs, via=via or engine.part)
-            return original(*args, **kwargs) if out is None else out
-
-    return attention_by_pascal_attn
-
-
-def _by_name(
-    engine: Engine, scope: Scope, block: str, look_up: Callable[[], Attention], name: str, via: str
-) -> Attention:
-    """Ours for a global name; the original is looked up when it is called."""
-
-    def looked_up(*args: Any, **kwargs: Any) -> Any:
-        original = look_up()
-        if name == "optimized_attention_for_device":
-            return _ours(engine, scope, block, original(*args, **kwargs), via)
-        attention = _ours(engine, scope, block, original, via)
-        assert attention is not None
-        return attention(*args, **kwargs)
-
-    return looked_up

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from ...pascal_attn_core.call import Options
 from ...pascal_attn_core.patching.interception import PLAIN, TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
 from ...pascal_attn_core.vae.banded import Banded
 from ..engine.compare import with_torch
 from ..engine.engine import Engine
+from ..engine.runs import Place
 
 
 class _Local(threading.local):
@@ -89,10 +91,10 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
     """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
     if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
         return TORCH_SDPA(*args, **kwargs)
-    block, call = scope.next_name(), bind_sdpa(args, kwargs)
+    place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
     why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
     if why:
-        engine.leave(block, why, via="SDPA")
+        engine.leave(place, why)
         return TORCH_SDPA(*args, **kwargs)
     assert isinstance(call, SdpaArguments)
     with scope.inside():
@@ -101,11 +103,8 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
             call.key,
             call.value,
             call.attn_mask,
-            scale=call.scale,
-            enable_gqa=bool(call.enable_gqa),
-            is_causal=bool(call.is_causal),
-            block=block,
-            via="SDPA",
+            Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa)),
+            place,
             compare=functools.partial(with_torch, call),
         )
     return TORCH_SDPA(*args, **kwargs) if out is None else out

@@ -7,20 +7,17 @@ would share.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ...pascal_attn_core.checks import Gap, exact_limit, gap
 from ...pascal_attn_core.reference import reference_sdpa
 from ..engine.compare import Difference
 from ..engine.runs import CallKind, Run, Sample
 from .words import shape_text
-
-# An exact answer may be twice as far off as plain attention, and some units in the last place where that is lucky.
-_FACTOR, _ULPS = 2.0, 16.0
 
 
 @dataclass(frozen=True)
@@ -29,48 +26,64 @@ class Exactness:
 
     Attributes:
         kind: the call, the largest of the run.
-        rows: how many rows of one head were compared.
-        error, plain_error: largest absolute error of ours, and of plain attention computed in the call's dtype.
-        largest: the largest absolute value of the right answer.
+        rows: how many rows of one head were compared: those whose right answer is finite.
+        ours, plain: distance from the right answer, of our rows and of plain attention computed in the call's dtype.
         host: how far the first call of each kind was from the host's own answer.
     """
 
     kind: CallKind
     rows: int
-    error: float
-    plain_error: float
-    largest: float
+    ours: Gap
+    plain: Gap
     host: tuple[Difference, ...] = ()
 
     @property
     def limit(self) -> float:
         """The largest error that rounding explains."""
-        dtype = getattr(torch, self.kind.dtype)
-        ulps = _ULPS * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
-        plain_error = self.plain_error if math.isfinite(self.plain_error) else 0.0  # float16 that has overflowed
-        return _FACTOR * plain_error + ulps * self.largest
+        return exact_limit(self.plain, getattr(torch, self.kind.dtype))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was a right answer to compare with: there is none where query, key or value held NaN."""
+        return self.rows > 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether all errors are those of rounding. NaN is not."""
-        return self.error <= self.limit and all(found.is_rounding for found in self.host)
+        """Whether all errors are those of rounding. NaN is not, where the right answer is a number."""
+        right = not self.is_known or self.ours.error <= self.limit
+        return right and all(found.is_rounding for found in self.host)
+
+    @property
+    def verdict(self) -> str:
+        """The result in some words."""
+        if not self.is_exact:
+            return "NOT EXACT"
+        return "exact within rounding" if self.is_known else "exactness could not be checked"
+
+    @property
+    def tone(self) -> str:
+        """The tone of the picture's row, see ``picture.TONES``."""
+        return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
 
     def text(self) -> str:
         """One line for the report."""
-        verdict = "exact within rounding" if self.is_exact else "NOT EXACT"
-        if not self.error <= self.limit:
+        if not self.is_known:
+            found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
+            return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"
+        verdict = self.verdict
+        if not self.ours.error <= self.limit:
             verdict += f" (rounding explains at most {self.limit:.2g})"
-        plain = f"plain {self.kind.dtype} attention: {self.plain_error:.2g}"
+        plain = f"plain {self.kind.dtype} attention: {self.plain.error:.2g}"
         where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
+        error = f"largest error {self.ours.error:.2g} ({plain}; values up to {self.plain.largest:.2g})"
         return (
-            f"{verdict}, largest error {self.error:.2g} ({plain}; values up to {self.largest:.2g}), against float64 in "
-            f"{self.rows} rows of the largest call: {where}{self._host_text()}"
+            f"{verdict}, {error}, against float64 in {self.rows} rows of the largest call: {where}{self._host_text()}"
         )
 
     def _host_text(self) -> str:
         if not self.host:
             return ""
-        worst = max(self.host, key=lambda found: found.error / max(found.largest, 1e-30))
+        worst = max(self.host, key=lambda found: found.gap.relative)
         other = sum(not found.is_rounding for found in self.host)
         kinds = f"{len(self.host)} kind{'' if len(self.host) == 1 else 's'} of calls"
         agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
@@ -90,11 +103,11 @@ def check(run: Run) -> Exactness | None:
 
 
 def exactness_of(sample: Sample) -> Exactness:
-    """The errors of a sample."""
-    right = _plain(sample, torch.float64)
-    plain = _plain(sample, sample.query.dtype)
+    """The errors of a sample, over the rows whose right answer is finite."""
+    right, plain = _plain(sample, torch.float64), _plain(sample, sample.query.dtype)
+    known = torch.isfinite(right).all(dim=-1)
     return Exactness(
-        sample.kind, len(sample.query), _distance(sample.out, right), _distance(plain, right), _largest(right)
+        sample.kind, int(known.sum()), gap(sample.out[known], right[known]), gap(plain[known], right[known])
     )
 
 
@@ -104,11 +117,3 @@ def _plain(sample: Sample, dtype: torch.dtype) -> Tensor:
         mask = mask.to(dtype)
     query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
     return reference_sdpa(query, key, value, mask, scale=sample.scale)[0]
-
-
-def _distance(answer: Tensor, right: Tensor) -> float:
-    return _largest(answer.double() - right)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -78,27 +78,29 @@ def _seconds(kind: CallKind, tally: CallTally) -> float:
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
     """One sentence for all runs of a report: ``"Gained: ..."``, or why nothing was."""
+    text = _gained(runs, attention)
+    return f"Gained: {text}." if text else f"{nothing_because(runs, attention)}."
+
+
+def is_gain(runs: Sequence[Run], attention: str) -> bool:
+    """Whether ``gain_line`` has a gain to tell."""
+    return bool(_gained(runs, attention))
+
+
+def _gained(runs: Sequence[Run], attention: str) -> str:
     gains = [gain_of(run, attention) for run in runs]
     most = max(gains, key=lambda gain: gain.saved_bytes, default=Gain())
     seconds, repaired = sum(gain.seconds for gain in gains), sum(gain.repaired for gain in gains)
     text = Gain(most.torch_bytes, most.our_bytes, seconds, repaired).text()
-    text = "; ".join([*(sentence for run in runs for sentence in run.bands[:1]), *filter(None, [text])])
-    if text:
-        return f"Gained: {text}."
-    return f"{nothing_because(runs, attention)}."
-
-
-_OTHER_PARTS = {"feed-forward": "feed-forward layers", "int8": "linear layers in int8"}
-_NO_CALL = "Nothing gained: no attention call reached a patch"
+    return "; ".join([*(sentence for run in runs for sentence in run.gains[:1]), *filter(None, [text])])
 
 
 def nothing_because(runs: Sequence[Run], attention: str) -> str:
     """Why nothing was gained, without a full stop."""
     calling = [run for run in runs if run.tallies]
-    calls = sum(run.count() for run in calling)
-    if not calls:
-        others = [words for part, words in _OTHER_PARTS.items() if any(run.part == part for run in runs)]
-        return f"No attention was patched: only {' and '.join(others)}" if others else _NO_CALL
+    if not calling:
+        why = "; ".join(run.notes[0] for run in runs if run.notes)
+        return f"Nothing gained: {why or 'no attention call reached a patch'}"
     taken = [(kind, tally) for run in calling for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
     if not taken:
         return f"Nothing to gain: {_why_none_taken(calling)}"
@@ -127,8 +129,8 @@ def _why_none_taken(runs: Sequence[Run]) -> str:
 def status_line(run: Run, attention: str) -> str:
     """One short sentence for a node, with the figure that matters: ``"Flux: 1,670 MiB less memory in the largest call
     (...)"``, ``"SD15: 0 of 32 calls taken: fewer than 1024 keys"``."""
-    if run.bands:
-        return f"{run.subject}: {run.bands[0]}"
+    if run.gains:
+        return f"{run.subject}: {run.gains[0]}"
     if not run.tallies:
         return run.line()
     text = gain_of(run, attention).text()

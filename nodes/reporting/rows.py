@@ -59,6 +59,10 @@ class BlockGroup:
     def elapsed_ms(self) -> float:
         return sum(sum(row.elapsed_ms.values()) for row in self.rows)
 
+    @property
+    def calls(self) -> int:
+        return sum(sum(row.routes.values()) + sum(row.passed.values()) for row in self.rows)
+
 
 def range_name(rows: Sequence[BlockRow]) -> str:
     """Blocks of one family by the first and the last of them."""
@@ -118,7 +122,8 @@ def together(runs: Sequence[Run]) -> Run:
         whole.devices |= run.devices
         whole.warnings += [text for text in run.warnings if text not in whole.warnings]
         whole.notes += [text for text in run.notes if text not in whole.notes]
-        whole.bands += [text for text in run.bands if text not in whole.bands]
+        whole.gains += [text for text in run.gains if text not in whole.gains]
+        whole.is_exact &= run.is_exact
         for kind, tally in list(run.tallies.items()):
             whole.tallies[kind] = _added(whole.tallies.get(kind, CallTally()), tally)
     return whole

@@ -1,41 +1,80 @@
-"""The report as text: what was gained, a summary, a section per run, a block for a bug report."""
+"""The report as text and as a picture: what was gained, a summary, sections for each run, a block for a bug report."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+
+from PIL import Image
 
 from ...pascal_attn_core.machine.facts import describe_facts
 from ...pascal_attn_core.observe.report import shares_text
 from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text
-from .gain import gain_line
+from .gain import gain_line, is_gain
+from .picture import Row, Section, draw
 from .rows import BlockGroup, block_rows, grouped, kinds_of
 from .words import duration_text, peak_label, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
 _LABEL = 12
 _MOST_GROUPS, _MOST_KINDS = 60, 40
+_MOST_NOTES = 4  # in the picture: layer by layer only the text says it
 
 
 def report_text(findings: Findings) -> str:
-    """All of it."""
+    """The whole report."""
     lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
     lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
-    for shown in findings.shown:
-        lines += ["", *_section(shown, findings.memory)]
+    for section in sections(findings):
+        lines += ["", f"=== {section.title} ===", *_printed(section)]
     return "\n".join([*lines, "", *bug_report(findings)])
+
+
+def draw_report(findings: Findings) -> Image.Image:
+    """The report as a picture: the sections of the text, without the block for a bug report."""
+    head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in _heads(findings) if texts]
+    runs = [shown.run for shown in findings.shown]
+    tone = "good" if is_gain(runs, _attention(findings)) and all(run.is_exact for run in runs) else ""
+    return draw(gained(findings), _facts(findings), [*head, *sections(findings, most_notes=_MOST_NOTES)], tone=tone)
+
+
+def _heads(findings: Findings) -> list[tuple[str, list[str], str]]:
+    return [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
+
+
+def _facts(findings: Findings) -> str:
+    """``"Pascal Attention Report, 2026-11-23 18:30, GTX 1080 Ti (sm_61), torch 2.13.0, ..."``."""
+    machine = findings.machine
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(findings.when))
+    facts = [f"Pascal Attention {machine.package} Report", when]
+    facts += [info.name + (f" ({info.arch})" if info.arch else "") for info in machine.devices]
+    return ", ".join([*facts, f"torch {machine.build.version}", *(" ".join(item) for item in findings.host.items())])
+
+
+def _attention(findings: Findings) -> str:
+    return findings.host.get("attention", "")
 
 
 def gained(findings: Findings) -> str:
     """What the user gained, or why nothing was to be gained: one sentence."""
-    return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
+    return gain_line([shown.run for shown in findings.shown], _attention(findings))
 
 
 def summary(findings: Findings) -> list[str]:
-    """A sentence per run, and what is missing."""
+    """A sentence for each run, and one for each thing that is missing."""
     return [*(_summary_of(shown) for shown in findings.shown), *findings.remarks]
+
+
+def sections(findings: Findings, most_notes: int | None = None) -> list[Section]:
+    """Two sections for each run: what happened in it, and in which blocks of the model."""
+    found = []
+    for shown in findings.shown:
+        found.append(_section(shown, findings.memory, most_notes))
+        if shown.run.tallies:
+            found.append(_block_section(shown))
+    return found
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -54,7 +93,7 @@ def _summary_of(shown: Shown) -> str:
     if run.extra_bytes is not None:
         parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
     if shown.exactness is not None:
-        parts.append("exact within rounding" if shown.exactness.is_exact else "NOT EXACT")
+        parts.append(shown.exactness.verdict)
     return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
 
 
@@ -69,30 +108,35 @@ def time_text(run: Run) -> str:
     return f"{text} of {duration_text(run.elapsed_s)}{several} ({share_text(run.share)})"
 
 
-def _section(shown: Shown, memory: dict[str, int]) -> list[str]:
-    run = shown.run
-    node = "" if run.unique_id is None else f", node {run.unique_id}"
-    lines = [f"=== {shown.title}{node}, {clock_text(run.started)} ==="]
-    rows = [("", shown.remark), ("settings", run.settings), ("device", ", ".join(sorted(run.devices) or [run.device]))]
-    rows += [("bands", text) for text in run.bands]
+def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Section:
+    run, devices = shown.run, ", ".join(sorted(shown.run.devices) or [shown.run.device])
+    rows = [Row("", shown.remark, tone="caution"), Row("settings", run.settings), Row("device", devices)]
+    rows += [Row("gained", text, tone="good" if run.is_exact else "caution") for text in run.gains]
     if run.tallies:
         rows += _call_rows(run)
-        rows.append(("shared", shares_text(run.shares)))
-        rows += [("time", time_text(run)), *_memory_rows(run, memory), *_trouble_rows(run)]
+        rows.append(Row("shared", shares_text(run.shares)))
+        rows.append(Row("time", time_text(run), run.share if run.elapsed_ms else None))
     elif run.elapsed_s:
-        rows.append(("time", duration_text(run.elapsed_s)))
-        rows += _memory_rows(run, memory) if run.bands else []
+        rows.append(Row("time", duration_text(run.elapsed_s)))
+    if run.tallies or run.gains:
+        rows += _memory_rows(run, memory)
+    rows += _trouble_rows(run)
     if shown.exactness is not None:
-        rows.append(("exactness", shown.exactness.text()))
-    rows += [("WARNING", text) for text in run.warnings] + [("note", text) for text in run.notes]
-    lines += [line for label, text in rows if text for line in _row(label, text)]
-    return lines + _block_lines(run)
+        rows.append(Row("exactness", shown.exactness.text(), tone=shown.exactness.tone))
+    rows += [Row("WARNING", text, tone="bad") for text in run.warnings] + [
+        Row("note", text) for text in run.notes[:most_notes]
+    ]
+    node = "" if run.unique_id is None else f", node {run.unique_id}"
+    return Section(f"{shown.title}{node}, {clock_text(run.started)}", [row for row in rows if row.text])
 
 
-def _call_rows(run: Run) -> list[tuple[str, str]]:
-    rows = [("calls", f"{run.count():,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")]
-    rows += [("taken", f"{count:,} x {why}") for why, count in _routes_and_reasons(run).items()]
-    return rows + [("passed", f"{count:,} x {why}") for why, count in run.reasons(PASSED).items()]
+def _call_rows(run: Run) -> Iterator[Row]:
+    calls = run.count()
+    yield Row("calls", f"{calls:,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")
+    for why, count in _routes_and_reasons(run).items():
+        yield Row("taken", f"{count:,} x {why}", count / calls)
+    for why, count in run.reasons(PASSED).items():
+        yield Row("passed", f"{count:,} x {why}", count / calls, "caution")
 
 
 def _routes_and_reasons(run: Run) -> dict[str, int]:
@@ -104,41 +148,47 @@ def _routes_and_reasons(run: Run) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _memory_rows(run: Run, memory: dict[str, int]) -> Iterable[tuple[str, str]]:
-    if run.extra_bytes is not None:
-        yield "memory", f"{size_text(run.extra_bytes)}: the most that one call took besides inputs and output"
-    if run.math_bytes:
-        yield "", f"{size_text(run.math_bytes)}: the least that math attention would store for the largest call"
-    if run.peak_bytes:
-        yield "", f"{size_text(run.peak_bytes)}: {peak_label(run)}"
-    if memory.get(run.device):
-        yield "", f"{size_text(memory[run.device])}: total memory of {run.device}"
+def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
+    card = memory.get(run.device, 0)
+    found = [
+        (run.extra_bytes, "the most that one call took besides inputs and output"),
+        (run.math_bytes or None, "the least that math attention would store for the largest call"),
+        (run.peak_bytes or None, peak_label(run)),
+        (card or None, f"total memory of {run.device}"),
+    ]
+    most = max((num_bytes or 0 for num_bytes, _ in found), default=0)
+    label = "memory"
+    for num_bytes, what in found:
+        if num_bytes is not None:
+            tone = "bad" if 0 < card < num_bytes else ""
+            yield Row(label, f"{size_text(num_bytes)}: {what}", num_bytes / most if most else None, tone)
+            label = ""
 
 
-def _trouble_rows(run: Run) -> Iterable[tuple[str, str]]:
+def _trouble_rows(run: Run) -> Iterator[Row]:
     tallies = list(run.tallies.items())
     halvings = sum(tally.budget_halvings for _, tally in tallies)
     if halvings:
-        yield "budget", f"halved {plural(halvings, 'time')}, because the device was out of memory"
+        text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
+        yield Row("budget", text, tone="caution")
     repaired = {kind.block: tally.repaired for kind, tally in tallies if tally.repaired}
     if repaired:
         blocks = ", ".join(f"{block} ({count}x)" for block, count in list(repaired.items())[:12])
         more = f" and {len(repaired) - 12} more blocks" if len(repaired) > 12 else ""
-        yield (
-            "repaired",
-            f"{plural(sum(repaired.values()), 'output')} not finite, recomputed in float32: {blocks}{more}",
-        )
+        outputs = plural(sum(repaired.values()), "output")
+        yield Row("repaired", f"{outputs} not finite, recomputed in float32: {blocks}{more}", tone="caution")
 
 
-def _block_lines(run: Run) -> list[str]:
-    groups = grouped(block_rows(run))
-    lines = ["blocks"] if groups else []
-    width = min(28, max((len(group.name) for group in groups), default=0))
-    for group in groups[:_MOST_GROUPS]:
-        lines.append(f"  {group.name:{width}s}  {_group_text(group)}")
-    if len(groups) > _MOST_GROUPS:
-        lines.append(f"  ... and {len(groups) - _MOST_GROUPS} more rows")
-    return lines
+def _block_section(shown: Shown) -> Section:
+    """One row for each group of equal neighbours; its bar is its share of attention's time, or of the calls where
+    nothing was timed."""
+    groups, timed = grouped(block_rows(shown.run)), shown.run.elapsed_ms > 0
+    amounts = [group.elapsed_ms if timed else float(group.calls) for group in groups]
+    most = max(amounts, default=0.0)
+    rows = [Row(group.name, _group_text(group), amount / most) for group, amount in zip(groups, amounts) if most]
+    left_out = len(rows) - _MOST_GROUPS
+    rows[_MOST_GROUPS:] = [Row("...", f"and {left_out} more rows")] if left_out > 0 else []
+    return Section(f"{shown.title}: {'time' if timed else 'calls'} by block", rows)
 
 
 def _group_text(group: BlockGroup) -> str:
@@ -150,6 +200,14 @@ def _group_text(group: BlockGroup) -> str:
     each = f"{len(group.rows)} blocks, each " if len(group.rows) > 1 else ""
     time_spent = f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else ""
     return each + ", ".join(parts) + time_spent
+
+
+def _printed(section: Section) -> Iterator[str]:
+    """A section's rows as lines, the texts below each other."""
+    indent = max(_LABEL, min(28, max((len(row.label) + 2 for row in section.rows), default=0)))
+    for row in section.rows:
+        label = row.label if len(row.label) < indent else f"{row.label} "
+        yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
 
 
 # ---- the block for a bug report ----
@@ -165,7 +223,7 @@ def bug_report(findings: Findings) -> list[str]:
         lines += ["", f"{shown.title} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
         lines += [f"  {line}" for line in _kind_lines(run)]
         lines += [f"  shared: {shares_text(run.shares)}"] if run.shares else []
-        lines += [f"  {text}" for _, text in _memory_rows(run, findings.memory)]
+        lines += [f"  {row.text}" for row in _memory_rows(run, findings.memory)]
         lines += [f"  exactness: {shown.exactness.text()}"] if shown.exactness is not None else []
         lines += [f"  WARNING: {text}" for text in run.warnings] + [f"  note: {text}" for text in run.notes]
     return [*lines, "--- to here ---"]
@@ -192,8 +250,3 @@ def _kind_text(kind: CallKind, tally: CallTally) -> str:
     if tally.repaired:
         facts.append(f"{tally.repaired} repaired")
     return ", ".join(fact for fact in facts if fact) + f": {kind.why}"
-
-
-def _row(label: str, text: str) -> list[str]:
-    lines = textwrap.wrap(text, _WIDTH - _LABEL)
-    return [f"{label if i == 0 else '':{_LABEL}s}{line}" for i, line in enumerate(lines)]

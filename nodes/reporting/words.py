@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from ..engine.runs import CallKind, Run
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -32,12 +30,6 @@ def duration_text(seconds: float) -> str:
 
 def _digits(value: float) -> int:
     return 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-
-
-def round_text(text: str) -> str:
-    """A tick's text without idle zeros: ``"8 MiB"`` for ``"8.00 MiB"``, ``"2 min"`` for ``"2 min 00 s"``."""
-    text = re.sub(r" 00 (s|min)$", "", text)
-    return re.sub(r"(\.\d*?)0+ ", lambda match: match[1].rstrip(".") + " ", text)
 
 
 def plural(count: int, noun: str) -> str:

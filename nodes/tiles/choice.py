@@ -83,7 +83,7 @@ def plan_for(card: Card, shape: Shape) -> TilePlan:
         ValueError: not even the smallest tile fits the budget.
     """
     query = shape.tensor("meta")
-    call = check_call(query, query, query, None, 0.0, False, None, False)
+    call = check_call(query, query, query)
     most = card.free_bytes // _SHARE_OF_FREE if card.total_bytes else None
     return plan_call(call, card.info, shape.config, most_bytes=most)
 

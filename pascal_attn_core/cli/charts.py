@@ -1,4 +1,4 @@
-"""Charts and picture sheets of the command line, drawn by matplotlib without a window."""
+"""Charts of the command line, drawn by matplotlib without a window."""
 
 from __future__ import annotations
 
@@ -45,35 +45,6 @@ def bar_chart(
     if footer:
         figure.supxlabel(footer, fontsize=9, color="#5a6570")
     figure.savefig(path, dpi=120)
-
-
-def picture_sheet(path: Path, rows: Sequence[Sequence[tuple[str, Any]]], *, title: str, width: float = 13) -> None:
-    """Pictures in a grid, written as a PNG.
-
-    Args:
-        rows: the label (may be "") and the picture (uint8 array [height, width, 3]) of each cell.
-    """
-    columns = max(len(row) for row in rows)
-    height, picture_width = rows[0][0][1].shape[:2]
-    cell = width / columns
-    figure = _figure(width=width, height=len(rows) * (cell * height / picture_width + 0.35) + 0.5)
-    axes = figure.subplots(len(rows), columns, squeeze=False)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for row, line in zip(rows, axes):
-        for (label, picture), axis in zip(row, line):
-            axis.imshow(picture, interpolation="antialiased")
-            axis.set_title(label, fontsize=12, color=_TEXT, loc="left")
-    figure.suptitle(title, fontsize=14, fontweight="bold", color=_TEXT)
-    figure.savefig(path, dpi=110)
-
-
-def difference_picture(first: Any, second: Any, *, factor: float = 100.0) -> Any:
-    """``|first - second|`` of two uint8 pictures, enlarged by ``factor``: black where they are equal."""
-    import numpy
-
-    difference = numpy.abs(first.astype(numpy.float32) - second.astype(numpy.float32))
-    return numpy.clip(difference * factor, 0, 255).astype(numpy.uint8)
 
 
 def _figure(*, width: float, height: float) -> Any:

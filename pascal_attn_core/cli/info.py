@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..call import check_call
-from ..config import ROUTES, AttentionConfig, default_config
+from ..config import AttentionConfig, default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
 from ..machine.device import DeviceInfo
@@ -28,7 +28,7 @@ from ..machine.facts import (
 )
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
-from ..routes import why_not
+from ..routes import route_names, why_not
 from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..tiled.tiles import describe_plan, recommended_tile_size_for
@@ -86,7 +86,7 @@ def gather() -> Info:
     machine, config = look_around(), default_config()
     runs = judge(machine.devices[0], machine.build).runs
     runtime = runtime_of(torch.device(device_names()[0]))
-    tiles = {str(kind): found.ratio for kind, found in runtime.part(TileTimings).known.items() if found is not None}
+    tiles = runtime.part(TileTimings).ratios()
     return Info(
         machine,
         config,
@@ -130,7 +130,7 @@ def describe(info: Info) -> str:
 
 
 def _together_lines(info: Info) -> list[str]:
-    """Of machines with several cards."""
+    """The lines about cards that work together."""
     machine = info.machine
     lines = together_lines(machine)
     if not lines:
@@ -159,20 +159,7 @@ def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
 
 def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
     """(name, plan in words) of each typical shape."""
-    plans = []
-    for name, (batch, heads, kv_heads, rows, keys, head_dim) in TYPICAL.items():
-        plan = describe_plan(
-            info,
-            batch=batch,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            seq_len_q=rows,
-            seq_len_kv=keys,
-            head_dim=head_dim,
-            budget_mib=config.budget_mib,
-        )
-        plans.append((name, plan))
-    return plans
+    return [(name, describe_plan(info, shape, config.budget_mib)) for name, shape in TYPICAL.items()]
 
 
 def _route_lines(info: Info) -> list[str]:
@@ -180,7 +167,7 @@ def _route_lines(info: Info) -> list[str]:
     if not machine.devices or not judge(machine.devices[0], machine.build).runs:
         return ["", line("routes", "none can run on this GPU with this torch")]
     lines = ["", line("routes", f"calls of {list(_CALL)} in {', '.join(info.routes)}:")]
-    for route in ROUTES:
+    for route in route_names():
         refused: dict[str, list[str]] = {}
         for kind, reasons in info.routes.items():
             if reasons.get(route):
@@ -198,7 +185,7 @@ def _route_lines(info: Info) -> list[str]:
 
 
 def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> list[str]:
-    """What a route takes, and what it refuses, grouped by reason."""
+    """The lines about a route: the calls that it takes, and those that it refuses, grouped by reason."""
     none = [kind for group in refused.values() for kind in group]
     if not none:
         return [f"{route:6s} takes all of them"]
@@ -223,4 +210,4 @@ def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list
 
 def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:
     call = check_call(query, key, key, enable_gqa=enable_gqa)
-    return {route: why_not(route, call, config) for route in ROUTES}
+    return {route: why_not(route, call, config) for route in route_names()}

@@ -2,7 +2,7 @@
 
     import pascal_attn_core.diffusers as pascal
 
-    with pascal.patch_pipeline(pipe):                            # until the block ends
+    with pascal.patch_attention(pipe):                           # until the block ends
         pipe(prompt)
 
     pipe.set_attn_processor(pascal.PascalAttnProcessor())        # until pipe.set_attn_processor(None)
@@ -11,7 +11,8 @@ Importing this module adds ``set_attn_processor`` to ``DiffusionPipeline`` (and 
 with the property ``attn_processors`` to the models that have none in diffusers. It replaces ``set_processor`` of
 diffusers' attention modules, so that a ``PascalAttnProcessor`` runs the processor that it is set over and stays around
 processors set later, and ``set_attention_backend``, which then warns if a ``PascalAttnProcessor`` is in force. Modules
-on which no ``PascalAttnProcessor`` is set behave as before. :func:`uninstall` reverts all of this.
+on which no ``PascalAttnProcessor`` is set behave as before. :func:`install` returns the Patch of this, whose
+``remove()`` reverts all of it, as does :func:`uninstall`.
 
 diffusers also has attention backends, chosen by name from a fixed list. There is no public way to add one, so this
 module does not.
@@ -32,7 +33,7 @@ from torch import nn
 
 from ..config import AttentionConfig
 from ..patching.interception import TORCH_SDPA
-from ..patching.patch import Patch, PatchGroup
+from ..patching.patch import OFF, ON, REFUSED, Patch, PatchGroup, PatchReport, State
 from . import arrivals
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import (
@@ -45,6 +46,7 @@ from .processors import (
 from .redirect import SdpaRedirect, redirects_of
 from .sites import (
     computes_attention,
+    counted,
     default_processor_class,
     left_alone,
     models_of,
@@ -53,7 +55,7 @@ from .sites import (
     upgrade_of,
 )
 
-__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_pipeline", "uninstall"]
+__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_attention", "patch_pipeline", "uninstall"]
 
 log = logging.getLogger("pascal_attn")
 
@@ -99,7 +101,7 @@ class PascalAttnProcessor(RedirectedProcessor):
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "PascalAttnProcessor must be set with set_attn_processor() or set_processor(), not assigned to .processor "
-            f"of {type(attn).__name__}, because it needs the module's own processor; or use patch_pipeline()"
+            f"of {type(attn).__name__}, because it needs the module's own processor; or use patch_attention()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -111,21 +113,25 @@ class PascalAttnProcessor(RedirectedProcessor):
 
 
 class PipelinePatch(Patch):
-    """What :func:`patch_pipeline` returns.
+    """The Patch of :func:`patch_attention`: ``report()`` has the attention modules that are on, and those that are left
+    alone with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``."""
 
-    Attributes:
-        left_alone: one sentence per kind of attention that is not redirected, such as
-            ``"2 x SanaLinearAttnProcessor2_0: linear attention"``.
-    """
+    def __init__(
+        self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]
+    ):  # fmt: skip
+        super().__init__(name, undo, sites=len(sites))
+        self._sites, self._left = sites, left
+        if left:
+            log.info("%s: left alone: %s", name, "; ".join(counted(left.values())))
 
-    def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int, left_alone: list[str]):
-        super().__init__(name, undo, sites=sites)
-        self.left_alone = left_alone
-        if left_alone:
-            log.info("%s: left alone: %s", name, "; ".join(left_alone))
+    def report(self) -> PatchReport:
+        """The state of each attention module."""
+        now = ON if self.active else OFF
+        refused = [State(name, REFUSED, why) for name, why in self._left.items()]
+        return PatchReport([*(State(name or "(the model)", now) for name in self._sites), *refused])
 
 
-def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
+def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
     For a pipeline it covers all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
@@ -147,22 +153,43 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None) ->
     models = models_of(pipe_or_model)
     redirect = SdpaRedirect(config)
     with PatchGroup(f"attention of {type(pipe_or_model).__name__}") as group:
-        sites = list(sites_of(models))
-        _require_sites(sites, pipe_or_model, models)
-        for module in sites:
+        sites = _required_sites(pipe_or_model, models)
+        for module in sites.values():
             group.add(_patch_module(module, redirect))
 
     def undo() -> list[str]:
         sentences = group._undo_all()
-        for module in (module for model in models for module in model.modules()):
+        for module in (module for model in models.values() for module in model.modules()):
             sentences += release_module(module, redirect)  # modules that were added since
         return sentences
 
-    return PipelinePatch(group.name, undo, sites=len(sites), left_alone=left_alone(models))
+    return PipelinePatch(group.name, undo, list(sites), left_alone(models))
 
 
-def install() -> None:
-    """Apply the changes to diffusers' classes; importing this module does it. A second call does nothing."""
+patch_pipeline = patch_attention
+
+_installation: Patch | None = None
+
+
+def install() -> Patch:
+    """Apply the changes to diffusers' classes, until ``remove()`` of the Patch; importing this module does it. A second
+    call returns the same Patch."""
+    global _installation
+    if _installation is None or not _installation.active:
+        _install()
+        places = len(_pipeline_classes()) + len(_ADDED_TO_MODELS) + len(_replaced_methods())
+        _installation = Patch("classes of diffusers", _uninstall, sites=places)
+    return _installation
+
+
+def uninstall() -> None:
+    """Revert every change to diffusers' classes, and take every PascalAttnProcessor off the modules that it is set on.
+    A Patch stays until its ``.remove()``, but attention added to its models afterwards is not redirected."""
+    if _installation is not None:
+        _installation.remove()
+
+
+def _install() -> None:
     arrivals.serve_arrivals(_serve)
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
@@ -175,9 +202,7 @@ def install() -> None:
             setattr(cls, name, ours(getattr(cls, name)))
 
 
-def uninstall() -> None:
-    """Revert every change to diffusers' classes, and take every PascalAttnProcessor off the modules that it is set on.
-    A Patch stays until its ``.remove()``, but attention added to its models afterwards is not redirected."""
+def _uninstall() -> None:
     for module in arrivals.stop():
         _take_off_module(module)
     for cls in _pipeline_classes():
@@ -237,14 +262,13 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
         _warn_if_sdpa_is_replaced()
-        sites = list(sites_of(models))
-        _require_sites(sites, self, models)
-        for module in sites:
+        sites = _required_sites(self, models)
+        for module in sites.values():
             _set_on_module(module, processor)
         log.info("PascalAttnProcessor: set at %d places of %s", len(sites), type(self).__name__)
         return
     model: Any
-    for model in models:
+    for model in models.values():
         if processor is None:
             for module in model.modules():
                 _take_off_module(module)
@@ -431,11 +455,17 @@ def _replaced_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]
     ]
 
 
-def _require_sites(sites: list[nn.Module], host: Any, models: list[nn.Module]) -> None:
+def _required_sites(host: Any, models: dict[str, Any]) -> dict[str, nn.Module]:
+    """The attention modules by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    sites = dict(sites_of(models))
     if sites:
-        return
-    looked = ", ".join(type(model).__name__ for model in models) or "no diffusers model"
-    others = "; ".join(left_alone(models))
+        return sites
+    looked = ", ".join(type(model).__name__ for model in models.values()) or "no diffusers model"
+    others = "; ".join(counted(left_alone(models).values()))
     raise ValueError(
         f"{type(host).__name__} must hold attention that calls scaled_dot_product_attention, got none (looked into "
         f"{looked}){'; left alone: ' if others else ''}{others or '; models without attention need no patch'}"

@@ -58,8 +58,8 @@ def redirect_processor(
     shown: Any = type(original)
     if not can_be_derived(original):
         raise TypeError(
-            f"the processor must be an object of a class that can be subclassed, got {original!r}; use patch_pipeline, "
-            "which redirects it without a subclass"
+            f"the processor must be an object of a class that can be subclassed, got {original!r}; use "
+            "patch_attention, which redirects it without a subclass"
         )
     cls = _redirected_processor_class(runs_as or shown, shown, base)
     processor: Any = object.__new__(cls)

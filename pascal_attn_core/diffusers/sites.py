@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..patching.targets import parts_of
 from .code import always_uses_flex, computes_softmax, names_linear_attention, reaches_sdpa
 from .processors import RedirectedProcessor
 
 
-def models_of(pipe_or_model: Any) -> list[Any]:
-    """The models to search: the components of a pipeline that are diffusers models, else the module itself.
+def models_of(pipe_or_model: Any) -> dict[str, Any]:
+    """The models to search by name: the components of a pipeline that are diffusers models, or by "" a module itself.
 
     Raises:
         TypeError: neither a pipeline nor a module.
     """
     import diffusers
 
-    if isinstance(pipe_or_model, nn.Module):
-        return [pipe_or_model]
-    components = getattr(pipe_or_model, "components", None)
-    if not isinstance(components, dict):
-        kind = type(pipe_or_model).__name__
-        raise TypeError(f"pipe_or_model must be a diffusers pipeline or a torch.nn.Module, got {kind}")
-    # torch.compile(model) keeps the model itself as _orig_mod
-    models: list[Any] = [getattr(component, "_orig_mod", component) for component in components.values()]
-    return [model for model in models if isinstance(model, diffusers.ModelMixin)]
+    parts = parts_of(pipe_or_model)
+    return {name: part for name, part in parts.items() if not name or isinstance(part, diffusers.ModelMixin)}
 
 
-def sites_of(models: list[Any]) -> Iterator[nn.Module]:
-    """Each module of ``models``, once, that computes attention, through a processor or in its own ``forward``."""
+def sites_of(models: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Each module of ``models``, once, with its name, that computes attention, through a processor or in its own
+    ``forward``."""
+    return ((name, module) for name, module in _modules(models) if is_site(module))
+
+
+def _modules(models: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each module, once, with a name that begins with that of its model."""
     seen: set[int] = set()
-    for module in (module for model in models for module in model.modules()):
-        if id(module) not in seen and is_site(module):
-            yield module
-        seen.add(id(module))
+    for prefix, model in models.items():
+        for name, module in model.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield ".".join(filter(None, (prefix, name))), module
 
 
 def is_site(module: nn.Module) -> bool:
@@ -51,18 +52,23 @@ def is_site(module: nn.Module) -> bool:
     return computes_attention(processor) if processor is not None else forward_reaches_sdpa(cls)
 
 
-def left_alone(models: list[Any]) -> list[str]:
-    """Attention of ``models`` that is left alone, and why: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
-    for module in {id(module): module for model in models for module in model.modules()}.values():
+def left_alone(models: dict[str, Any]) -> dict[str, str]:
+    """Attention of ``models`` that is left alone: its name -> ``"SanaLinearAttnProcessor2_0: linear attention"``."""
+    found = {}
+    for name, module in _modules(models):
         cls: Any = type(module)
         processor = processor_of(module)
         if processor is not None and not computes_attention(processor):
-            found[type(processor).__name__, _why_not_ours(type(processor))] += 1
+            found[name] = f"{type(processor).__name__}: {_why_not_ours(type(processor))}"
         elif processor is None and _attends_by_itself(module):
             has_softmax = computes_softmax(cls.forward)
-            found[cls.__name__, "a softmax of its own" if has_softmax else "attention without softmax"] += 1
-    return [f"{count} x {name}: {why}" for (name, why), count in found.items()]
+            found[name] = f"{cls.__name__}: {'a softmax of its own' if has_softmax else 'attention without softmax'}"
+    return found
+
+
+def counted(reasons: Iterable[str]) -> list[str]:
+    """Equal reasons together: ``"2 x SanaLinearAttnProcessor2_0: linear attention"``."""
+    return [f"{count} x {reason}" for reason, count in collections.Counter(reasons).items()]
 
 
 def _why_not_ours(cls: Any) -> str:

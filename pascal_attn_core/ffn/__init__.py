@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ..config import number_of
-from ..patching.patch import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup, require_sites
+from ..patching.selectors import require_matches
+from ..patching.targets import denoisers_of
 from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
 from .find import Found, find_ffn
 from .forward import attach
@@ -27,7 +27,7 @@ __all__ = ["FfnPatch", "FfnReport", "FfnReportLine", "patch_ffn"]
 
 
 def patch_ffn(
-    model: nn.Module,
+    model: Any,
     *,
     budget_mib: float | None = None,
     chunk_tokens: int | None = None,
@@ -43,7 +43,8 @@ def patch_ffn(
     """Run the feed-forward modules of ``model`` over slices of their tokens, dimension -2 of ``[..., T, C]``.
 
     Args:
-        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
+            their modules begin with that of the component (``"transformer_2.blocks.0.ffn"``).
         budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The smallest
             number of slices that stays within it is used, since each reads the weights again. A call that fits runs
             whole.
@@ -63,11 +64,11 @@ def patch_ffn(
         A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
         newest applies. Deep copies made while it is patched follow the patch; a pickled model is stored without it.
     Raises:
-        TypeError, ValueError: an invalid argument.
+        TypeError: an argument of a wrong type.
+        ValueError: an invalid argument, a pattern that chooses nothing, or no module that can run in slices.
     """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
+    model = denoisers_of(model)
+    require_matches(model, include=include, exclude=exclude)
     if chunk_tokens is not None and num_chunks:
         raise ValueError(f"chunk_tokens must be None where num_chunks is given, got {chunk_tokens} and {num_chunks}")
     if chunk_tokens is None and budget_mib is None:
@@ -81,7 +82,7 @@ def patch_ffn(
             if not why_not:
                 sites[name] = site = Site(settings)
                 group.add(attach(module, site))
-    patch = FfnPatch(group, settings, found, sites)
+    patch = require_sites(FfnPatch(group, settings, found, sites))
     if verbose:
         print(patch.report().text())
     return patch

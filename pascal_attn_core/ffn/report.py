@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..patching.patch import OFF, ON, WAITING, State, states_of
 from .find import Found
 from .plan import WHOLE, Site
 
@@ -24,6 +25,11 @@ class FfnReport:
     """The state of each feed-forward module."""
 
     lines: list[FfnReportLine]
+
+    @property
+    def states(self) -> list[State]:
+        """The state of each module in the words that all patches share."""
+        return states_of(self.lines, {"chunked": ON, "whole": OFF, "waiting": WAITING})
 
     def count(self, state: str) -> int:
         """How many modules are in this state."""

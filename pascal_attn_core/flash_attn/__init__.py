@@ -15,7 +15,7 @@ flash-attn:
   ``ValueError`` is also a ``RuntimeError``, which flash-attn raises;
 * ``window_size`` keeps its documented meaning when a side is as large as the number of keys.
 
-:func:`install_as_flash_attn` makes ``import flash_attn`` find this module.
+:func:`patch_flash_attn` makes ``import flash_attn`` find this module.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .install import install_as_flash_attn
-from .kvcache import cache_of, cached_attend, check_new_tokens, rotation
+from .install import install_as_flash_attn, patch_flash_attn
+from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .signatures import options_of
 from .varlen import varlen_attend
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "index_put_first_axis",
     "install_as_flash_attn",
     "pad_input",
+    "patch_flash_attn",
     "unpad_input",
 ]
 
@@ -87,29 +89,23 @@ def flash_attn_func(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
-    options = FlashOptions.of(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        batch=q.shape[0],
-        heads=q.shape[2],
-    )
+    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    options = FlashOptions.of(*given, batch=q.shape[0], heads=q.shape[2])
     return _answer(*attend(q, k, v, options, with_lse=return_attn_probs), with_lse=return_attn_probs)
 
 
+@options_of(flash_attn_func, 3)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
     k, v = _unpacked("kv", kv, "[B, tokens, 2, heads, head_dim]", 2, 5)
     return flash_attn_func(q, k, v, *options, **named)
 
 
+@options_of(flash_attn_func, 3)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``."""
-    return flash_attn_func(*_unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5), *options, **named)
+    q, k, v = _unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -147,19 +143,10 @@ def flash_attn_varlen_func(
     Returns:
         ``[total_q, Hq, Dv]``; zero after the last sequence.
     """
+    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
 
     def options(batch: int) -> FlashOptions:
-        return FlashOptions.of(
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            batch=batch,
-            heads=q.shape[1],
-        )
+        return FlashOptions.of(*given, batch=batch, heads=q.shape[1])
 
     out, lse = varlen_attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs, block_table=block_table
@@ -167,6 +154,7 @@ def flash_attn_varlen_func(
     return _answer(out, lse, with_lse=return_attn_probs)
 
 
+@options_of(flash_attn_varlen_func, 5)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any, **named: Any
 ) -> Any:
@@ -175,6 +163,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
+@options_of(flash_attn_varlen_func, 7)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **named: Any
 ) -> Any:
@@ -244,8 +233,9 @@ def flash_attn_with_kvcache(
     new = check_new_tokens(cache, q, k, v)
     if rotary_cos is not None:
         assert k is not None
-        rotate = rotation(rotary_cos, rotary_sin, cache, q, rotary_interleaved)
-        q, k = rotate(q, options.causal or options.window is not None), rotate(k, True)
+        in_turn = options.causal or options.window is not None
+        q = rotated(q, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=in_turn)
+        k = rotated(k, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=True)
     if k is not None and v is not None:
         cache.write(k, v)
     out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)

@@ -65,10 +65,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.losses": (),
     "flash_attn.losses.cross_entropy": (".modules.losses: CrossEntropyLoss cross_entropy_loss",),
     "flash_attn.modules": (),
-    "flash_attn.modules.block": (".modules.block: Block ParallelBlock StochasticDepth",),
+    "flash_attn.modules.block": (".modules.block: Block StochasticDepth", ".modules.absent: ParallelBlock"),
     "flash_attn.modules.embedding": (
-        ".modules.embedding: BertEmbeddings GPT2Embeddings",
-        ".modules.split: ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
+        ".modules.embedding: GPT2Embeddings",
+        ".modules.absent: BertEmbeddings ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
         ".modules.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
@@ -76,14 +76,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_alibi_slopes",
         ".modules.rotary: RotaryEmbedding",
         ".modules.dense: FusedDense",
-        ".modules.split: ColumnParallelLinear ParallelMHA RowParallelLinear",
+        ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
         ".modules.mlp: GatedMlp Mlp",
         ".modules.dense: FusedMLP",
-        ".modules.split: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
+        ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops": (),
     "flash_attn.ops.activations": (
@@ -92,22 +92,21 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "flash_attn.ops.fused_dense": (
         ".modules.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
-        ".modules.split: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
+        ".modules.absent: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
-        ".modules.dropout_norms: DropoutAddLayerNorm dropout_add_layer_norm "
-        "dropout_add_layer_norm_parallel_residual layer_norm",
-        ".modules.split: dropout_add_layer_norm_subset",
+        ".modules.norms: DropoutAddLayerNorm dropout_add_layer_norm layer_norm",
+        ".modules.absent: dropout_add_layer_norm_parallel_residual dropout_add_layer_norm_subset",
     ),
     "flash_attn.ops.rms_norm": (
-        ".modules.dropout_norms: DropoutAddRMSNorm RMSNorm dropout_add_rms_norm "
-        "dropout_add_rms_norm_parallel_residual rms_norm",
-        ".modules.split: dropout_add_rms_norm_subset",
+        ".modules.norms: DropoutAddRMSNorm RMSNorm=OlderRMSNorm dropout_add_rms_norm rms_norm",
+        ".modules.absent: dropout_add_rms_norm_parallel_residual dropout_add_rms_norm_subset",
     ),
     "flash_attn.ops.triton": (),
     "flash_attn.ops.triton.cross_entropy": (".modules.losses: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
-        ".modules.norms: RMSNorm layer_norm_fn layer_norm_linear_fn layer_norm_ref rms_norm_fn rms_norm_ref",
+        ".modules.norms: RMSNorm layer_norm_fn layer_norm_linear_fn rms_norm_fn",
+        ".modules.absent: layer_norm_ref rms_norm_ref",
     ),
     "flash_attn.ops.triton.rotary": (".modules.rotary: apply_rotary",),
     "flash_attn.utils": (),
@@ -125,8 +124,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     _FA3: (
         ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-        "flash_attn_with_kvcache get_scheduler_metadata",
-        ".modules.version3_raw: _flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
+        "flash_attn_with_kvcache get_scheduler_metadata _flash_attn_backward=flash_attn_backward "
+        "_flash_attn_forward=flash_attn_forward",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
@@ -134,7 +133,7 @@ _lock = threading.Lock()
 _installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
 
 
-def install_as_flash_attn(
+def patch_flash_attn(
     *,
     replace: bool = False,
     fa3: str | None = "out_and_lse",
@@ -148,7 +147,7 @@ def install_as_flash_attn(
     (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
     and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
     imported. Other submodules do not exist. ``flash_attn_interface`` has the functions without autograd too
-    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` likes, and the operators
+    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` forms, and the operators
     ``torch.ops.flash_attn._flash_attn_forward`` ...): ring attention by yunchang, xDiT, ring-flash-attention and
     diffusers' backend ``flash`` runs on ours.
 
@@ -188,13 +187,16 @@ def install_as_flash_attn(
         return _installed[fa3].install()
 
 
+install_as_flash_attn = patch_flash_attn
+
+
 def install_if_asked(**options: Any) -> Patch | None:
-    """:func:`install_as_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
+    """:func:`patch_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
     not, or has ``PASCAL_ATTN_DISABLE=1``, or a real package is installed, which stays and is named in the log."""
     if not switched_on("PASCAL_ATTN_FLASH") or switched_on("PASCAL_ATTN_DISABLE"):
         return None
     try:
-        return install_as_flash_attn(**options)
+        return patch_flash_attn(**options)
     except RuntimeError as error:
         log.warning("PASCAL_ATTN_FLASH is ignored: %s", str(error).partition(";")[0])
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .modules.rotary import apply_rotary
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
 from .varlen import check_block_table, gather_pages
 
@@ -177,48 +178,29 @@ def _together(parts: list[Tensor], q: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def rotation(
-    cos: Tensor, sin: Tensor | None, cache: KvCache, q: Tensor, interleaved: bool
-) -> Callable[[Tensor, bool], Tensor]:
-    """Rotary embedding at the positions after those in the cache.
+def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, interleaved: bool, in_turn: bool) -> Tensor:
+    """``[B, N, H, D]`` with its first rotary_dim numbers rotated by the positions after those in the cache.
 
     Args:
         cos, sin: ``[tokens, rotary_dim / 2]``.
-        interleaved: pairs are neighbours; else those half of rotary_dim apart.
-    Returns:
-        A function of (``[B, N, H, D]``, whether its tokens have consecutive positions: else all have the first one's).
+        interleaved: pairs are neighbours; otherwise numbers that are rotary_dim / 2 apart.
+        in_turn: tokens have consecutive positions; otherwise all have that of the first.
     Raises:
         TypeError, ValueError: tables that do not fit.
     """
     check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
-    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+    if cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
         raise FlashArgumentError(
-            f"rotary_cos and rotary_sin must be [tokens, at most {q.shape[-1] // 2}], got {list(cos.shape)} and "
+            f"rotary_cos and rotary_sin must be [tokens, at most {x.shape[-1] // 2}], got {list(cos.shape)} and "
             f"{list(sin.shape)}"
         )
-    first = torch.tensor(cache.lengths, device=q.device)[:, None]
-
-    def rotate(tensor: Tensor, in_turn: bool) -> Tensor:
-        tokens = tensor.shape[1] if in_turn else 1
-        if max(cache.lengths) + tokens > cos.shape[0]:
-            raise FlashArgumentError(f"rotary_cos must have {max(cache.lengths) + tokens} tokens, got {cos.shape[0]}")
-        places = first + torch.arange(tokens, device=q.device)
-        return _rotated(tensor, cos[places][:, :, None], sin[places][:, :, None], interleaved)
-
-    return rotate
-
-
-def _rotated(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """``[B, N, H, D]`` with its first rotary_dim numbers rotated, computed in float32 (float64 for float64)."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    half = cos.shape[-1]
-    turned, rest = tensor[..., : 2 * half].to(dtype), tensor[..., 2 * half :]
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    one, two = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    pair = one * cos - two * sin, one * sin + two * cos
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([turned.to(tensor.dtype), rest], dim=-1)
+    last = max(cache.lengths) + (x.shape[1] if in_turn else 1)
+    if last > cos.shape[0]:
+        raise FlashArgumentError(f"rotary_cos must have {last} tokens, got {cos.shape[0]}")
+    offsets = torch.tensor(cache.lengths, device=x.device)
+    tokens = x if in_turn else x.flatten(1, 2)[:, None]  # as heads of one token
+    return apply_rotary(tokens, cos, sin, offsets, interleaved=interleaved).view_as(x)
 
 
 def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:

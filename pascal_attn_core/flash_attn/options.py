@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..call import accumulate_dtype
+from ..call import Options, accumulate_dtype
 from ..config import AttentionConfig, default_config
 from ..lazy_mask import LazyMask, mask_rule
 from ..machine.device import CPU_LIKE
@@ -77,6 +77,18 @@ class FlashOptions:
             float(dropout_p), softmax_scale, bool(causal), _window(window_size), cap, slopes, bool(deterministic)
         )
 
+    def given(self, *, enable_gqa: bool) -> Options:
+        """The options as ``sdpa`` takes them; the rule of the slopes is its mask."""
+        return Options(
+            dropout_p=self.dropout_p,
+            is_causal=self.causal,
+            scale=self.scale,
+            enable_gqa=enable_gqa,
+            alignment=self.alignment,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
     def part(self, first: int, last: int) -> FlashOptions:
         """The options of the sequences ``first ... last - 1``."""
         if self.slopes is None or self.slopes.shape[0] == 1:
@@ -99,20 +111,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
         )
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     attention = sdpa_with_lse if with_lse else sdpa
-    result = attention(
-        query,
-        key,
-        value,
-        alibi_mask(options.slopes, q, k),
-        options.dropout_p,
-        options.causal,
-        options.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-        alignment=options.alignment,
-        window=options.window,
-        softcap=options.softcap,
-        config=_config(options, q, k, v),
-    )
+    given = options.given(enable_gqa=q.shape[2] != k.shape[2])._asdict()
+    result = attention(query, key, value, alibi_mask(options.slopes, q, k), **given, config=_config(options, q, k, v))
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), lse
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Options, check_call, prepared
+from ..call import AttentionCall, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..fused.launch.plan import Packed, Plan
 from ..patching.interception import PLAIN
@@ -104,15 +105,7 @@ def _sequences(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
-    given = Options(
-        options.dropout_p,
-        options.causal,
-        options.scale,
-        q.shape[1] != k.shape[1],
-        alignment,
-        options.window,
-        options.softcap,
-    )
+    given = replace(options, alignment=alignment).given(enable_gqa=q.shape[1] != k.shape[1])
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
     query, key, value, _, given = prepared(query, key, value, None, given)
-    return check_call(query, key, value, None, *given)
+    return check_call(query, key, value, None, given)

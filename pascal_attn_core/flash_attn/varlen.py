@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -221,6 +222,35 @@ def read_ends(name: str, ends: Tensor, total: int) -> list[int]:
     read, _ = _read_lengths(ends, ends)
     _check_ends(name, read, total)
     return read
+
+
+def padded_lse(lse: Tensor, ends: list[int], longest: int, value: float) -> Tensor:
+    """``lse [H, total]`` as ``[B, H, longest]``, with ``value`` after the end of each sequence."""
+    sizes = [last - first for first, last in itertools.pairwise(ends)]
+    if max(sizes, default=0) > longest:
+        raise FlashArgumentError(f"max_seqlen_q must be at least {max(sizes)}, got {longest}")
+    parts = lse[:, : ends[-1]].split(sizes, 1)
+    return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
+
+
+def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, v, where each sequence starts) with only the first ``used [B]`` tokens of each sequence."""
+    places, ends = used_places(name, ends, used, k.device)
+    return k.index_select(0, places), v.index_select(0, places), ends
+
+
+def used_places(name: str, ends: Tensor, used: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(the places of the first ``used [B]`` tokens of each sequence, where each sequence starts among them)."""
+    batch = ends.shape[0] - 1
+    if used.shape != (batch,) or used.is_floating_point():
+        raise FlashArgumentError(f"{name} must be whole numbers [{batch}], got {used.dtype} {list(used.shape)}")
+    starts, counts = ends.tolist(), used.tolist()
+    sizes = [last - first for first, last in itertools.pairwise(starts)]
+    if any(not 0 <= count <= size for count, size in zip(counts, sizes)):
+        raise FlashArgumentError(f"{name} must be from 0 to the lengths {sizes}, got {counts}")
+    places = [torch.arange(first, first + count, device=device) for first, count in zip(starts, counts)]
+    new_ends = torch.tensor([0, *counts], device=ends.device).cumsum(0, dtype=torch.int32)
+    return torch.cat([torch.arange(0, device=device), *places]), new_ends
 
 
 def _check_ends(name: str, ends: list[int], total: int | None) -> None:

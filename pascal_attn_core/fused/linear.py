@@ -13,7 +13,7 @@ from ..machine.runtime import runtime_of
 from .code.compilation import Compilation
 from .code.linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
 from .code.source import digest, linear_variants
-from .launch.launches import UNBOUNDED
+from .launch.fields import UNBOUNDED
 from .launch.linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
 from .trust.kernels import Kernels
 from .trust.trial import Trials
@@ -29,7 +29,7 @@ def linear_digest() -> str:
 
 
 class LinearTrials(Trials):
-    """Of the kernels for linear layers: a verdict of their own, which leaves attention as it is."""
+    """Trials of the kernels for linear layers: their verdict leaves attention as it is."""
 
     file, words = "trial-linear", "the int8 linear kernel"
 

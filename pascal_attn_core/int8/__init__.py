@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.patch import Patch
+from ..patching.patch import Patch, require_sites
+from ..patching.selectors import require_matches
+from ..patching.targets import denoisers_of
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
 from .product import int8_linear
@@ -39,18 +41,19 @@ __all__ = [
 
 
 def patch_linear_int8(
-    model: nn.Module,
+    model: Any,
     *,
     include: Any = None,
     exclude: Any = None,
     max_error: float = 0.05,
-    calibrate: Callable[[nn.Module], Any] | None = None,
+    calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
 ) -> Int8Patch:
     """Run linear layers of ``model`` in 8-bit integers. Not exact.
 
     Args:
-        model: any module; of a diffusers pipeline pass ``pipe.transformer`` or ``pipe.unet``.
+        model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
+            their layers begin with that of the component (``"transformer_2.blocks.0.ffn.net.2"``).
         include: exactly these layers instead of the default, which is those of the repeated blocks without embeddings,
             norms, modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
             ``(name, module) -> bool``, or several of them.
@@ -68,22 +71,22 @@ def patch_linear_int8(
         A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
     Raises:
-        TypeError, ValueError: an invalid argument.
+        TypeError: an argument of a wrong type.
+        ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"model must be a torch.nn.Module, got {kind}; of a pipeline pass its transformer or unet")
+    target, model = model, denoisers_of(model)
+    require_matches(model, include=include, exclude=exclude)
     if calibrate is not None and not callable(calibrate):
         raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
     binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
     count = binding.attach(model)
     try:
         if calibrate is not None:
-            binding.calibrate(model, calibrate)
+            binding.calibrate(model, lambda _: calibrate(target))
     except BaseException:
         binding.detach(model)
         raise
-    return Int8Patch(model, binding, count)
+    return require_sites(Int8Patch(model, binding, count))
 
 
 class Int8Patch(Patch):

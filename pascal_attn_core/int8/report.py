@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..machine.device import MIB
+from ..patching import patch
+from ..patching.patch import OFF, ON, State, states_of
 from .find import Found
 from .layer import FLOAT, INT8, WAITING, Int8Layer
 
@@ -56,6 +58,11 @@ class Int8Report:
     lines: list[Int8ReportLine]
     max_error: float
     weights: str
+
+    @property
+    def states(self) -> list[State]:
+        """The state of each layer in the words that all patches share."""
+        return states_of(self.lines, {INT8: ON, WAITING: patch.WAITING, "left": OFF})
 
     def count(self, state: str) -> int:
         """The number of layers in this state."""

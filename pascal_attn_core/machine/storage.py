@@ -6,18 +6,22 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
+_LARGEST = 16 << 20  # bytes of a file that is read
+
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, and its folder, in one step: a reader sees all of it, or what was there before.
+    """Write a file in one step: a reader sees all of it, or what was there before. A missing folder is made, for this
+    user alone.
 
     Raises:
         OSError: it could not be written; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -38,14 +42,19 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds; an empty one where there is no file.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, is larger than 16 MiB, or is none: a pipe, a device, a folder.
         ValueError: it is not JSON, or holds something other than an object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        status = path.stat()
     except FileNotFoundError:
         return {}
-    content = json.loads(text)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+        raise OSError(f"{path} is no regular file of at most {_LARGEST} bytes")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not an object")
     return content

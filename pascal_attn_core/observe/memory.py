@@ -67,6 +67,11 @@ def uncounted() -> Iterator[None]:
         _leaving.on = before
 
 
+def is_uncounted(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` was allocated, or first seen, within :func:`uncounted`."""
+    return tensor.untyped_storage()._cdata in _left_out
+
+
 class Measurement(NamedTuple):
     """The result of :func:`measure`.
 
@@ -95,9 +100,11 @@ class PeakMemory:
     What is seen: each operator of this thread and of the autograd engine working for it, below the composite ones:
     torch's math attention counts with every matrix it makes, and so does the inside of a custom operator. What is not
     seen on a CPU: scratch memory that a kernel allocates and frees internally (torch's fused CPU attention: a few MiB),
-    allocations by other libraries, sparse tensors, code compiled by ``torch.compile``; and on ``meta`` the inside of an
+    allocations by other libraries, sparse tensors; and on ``meta`` the inside of an
     operator that has a kernel of its own for ``meta``. A tensor from before the block counts as freed if it dies inside
-    it, once an operator has touched it.
+    it, once an operator has touched it. Within the block a function compiled by ``torch.compile`` runs as the Python
+    that it was compiled from (with ``fullgraph=True`` it raises), and that is what is measured, as by every mode of
+    torch that sees operators.
 
     Args:
         device: whose memory; tensors of other device types are not counted, operators are.
@@ -112,7 +119,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
         self.device = torch.device(device)
-        self._follower = _Follower(self.device.type)
+        self._follower = Follower(self.device.type)
         self._is_cuda = self.device.type == "cuda"
         if not (follow or self._is_cuda):
             raise ValueError(
@@ -255,7 +262,7 @@ class _Storage:
         self.ref, self.nbytes, self.is_new = ref, nbytes, is_new
 
 
-class _Follower(TorchDispatchMode):
+class Follower(TorchDispatchMode):
     """Follows storages by their address; a weak reference reports when one dies, before its address is reused."""
 
     supports_higher_order_operators = True
@@ -375,7 +382,7 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
 def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
     operators. Called as usual, their inside would not be seen."""
-    if _has_kernel(func, "CompositeImplicitAutograd"):
+    if is_composite(func):
         return _DispatchKey.CompositeImplicitAutograd
     backend = _BACKENDS.get(device_type, "")
     has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
@@ -386,6 +393,11 @@ def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
         return _DispatchKey.CompositeExplicitAutograd
     return None
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Whether an operator is made of others and has no kernel of its own: in inference mode it arrives whole."""
+    return _has_kernel(func, "CompositeImplicitAutograd")
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:

@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 log = logging.getLogger("pascal_attn")
+
+ON, WAITING, REFUSED, OFF = STATES = ("on", "waiting", "refused", "off")
+
+
+class State(NamedTuple):
+    """The state of one place that a patch was meant for.
+
+    Attributes:
+        name: qualified name of a module, or what else was changed.
+        state: "on"; "waiting" for a call; "refused": it cannot be, or did not pass a check; "off": it was not chosen,
+            is not worth it, or the patch has been removed.
+        why: a reason, or "".
+    """
+
+    name: str
+    state: str
+    why: str = ""
+
+
+def states_of(lines: Iterable[Any], words: Mapping[str, str]) -> list[State]:
+    """The states of a report's lines (name, state, why). ``words``: a line's own word -> ours; others mean refused."""
+    return [State(line.name or "(the model)", words.get(line.state, REFUSED), line.why) for line in lines]
+
+
+class AnyReport(Protocol):
+    """A report of any kind of patch."""
+
+    @property
+    def states(self) -> list[State]:
+        """The state of each place."""
+
+    def text(self) -> str:
+        """The report in words."""
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """The states of all places that a patch was meant for."""
+
+    states: list[State]
+
+    def text(self) -> str:
+        """How many places are in each state, and one line for all that share a state and a reason."""
+        counts = collections.Counter(state.state for state in self.states)
+        rows = [", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, state, why in self.states:
+            groups.setdefault((state, why), []).append(name)
+        for (state, why), names in groups.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rows.append(f"  {names[0]}{more}: {state}{': ' if why else ''}{why}")
+        return "\n".join(rows)
 
 
 class Patch:
@@ -21,8 +76,9 @@ class Patch:
 
     ``with`` leaves it in force for a block:
 
-        with patch_pipeline(pipe):
+        with patch_attention(pipe) as patch:
             pipe(prompt)
+        print(patch.report().text())
     """
 
     def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int = 1):
@@ -35,6 +91,15 @@ class Patch:
     def active(self) -> bool:
         """Whether the change is still in force."""
         return self._undo is not None
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """The places that the patch was meant for and that run as before, with the reason."""
+        return {name: why for name, state, why in self.report().states if state == REFUSED}
+
+    def report(self) -> AnyReport:
+        """The state of each place that the patch was meant for. Patches that know more return a report of their own."""
+        return PatchReport([State(self.name, ON if self.active and self.sites else OFF)])
 
     def remove(self) -> None:
         """Undo the change. A second call does nothing."""
@@ -56,6 +121,22 @@ class Patch:
 
     def __repr__(self) -> str:
         return f"Patch({self.name!r}, sites={self.sites}, {'active' if self.active else 'removed'})"
+
+
+AnyPatch = TypeVar("AnyPatch", bound=Patch)
+
+
+def require_sites(patch: AnyPatch) -> AnyPatch:
+    """The patch, if it is in force anywhere.
+
+    Raises:
+        ValueError: it is not; the error names what was left alone.
+    """
+    if patch.sites:
+        return patch
+    patch.remove()
+    left = "; ".join(f"{name}: {why}" for name, why in patch.left_alone.items())
+    raise ValueError(f"{patch.name}: the model must have something to patch, got {left or 'nothing'}")
 
 
 class PatchGroup:

@@ -30,6 +30,20 @@ def selectors(what: str, given: Any) -> list[Selector]:
     return several
 
 
+def require_matches(model: nn.Module, **given: Any) -> None:
+    """
+    Raises:
+        TypeError: an argument is no pattern, class or predicate.
+        ValueError: a pattern or a class chooses no module of the model.
+    """
+    for what, value in given.items():
+        for selector in selectors(what, value):
+            # a predicate may rely on being asked about some modules only
+            known = isinstance(selector, (str, type))
+            if known and not any(matches([selector], name, module) for name, module in model.named_modules()):
+                raise ValueError(f"{what} must choose a module, got {selector!r}, which matches none")
+
+
 def matches(chosen: list[Selector], name: str, module: nn.Module) -> bool:
     """Whether any of them chooses the module with this qualified name."""
     for selector in chosen:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import RouteUnavailable
 from .route import Choice, Request, Route
-from .run import ROUTES, TORCH, add_route, choose, remove_route, route_named, why_not
+from .run import ROUTES, TORCH, add_route, choose, remove_route, route_named, route_names, why_not
 from .short import is_plainly_short, is_short
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "is_short",
     "remove_route",
     "route_named",
+    "route_names",
     "why_not",
 ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, empty_output
+from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.launch.alignment import rows_are_readable
 from ..fused.launch.backward import backward_launches, sums_bytes
+from ..fused.launch.fields import rows_are_readable
+from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
-from ..fused.launch.launches import forward_launches
 from ..fused.launch.packed import packed_launches
 from ..fused.launch.plan import Packed, Plan, plan_call, variants_of
 from ..fused.launch.select import call_reasons
@@ -122,42 +121,32 @@ class FusedRoute(Route):
         return Results(out, lse, log_sum)
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Plan,
-        grad_out: Tensor,
-        saved: Results,
-        *,
-        grad_lse: Tensor | None,
-        **_: Any,
+        self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
         """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, a copy of
         grad_out where its rows cannot be read as they lie, and where one kernel computes all gradients the float32 sums
         of a gradient of query in 16 bits. Where a kernel cannot be launched any more, the route ``tiled`` goes back
         from the same results, unless the call holds several sequences."""
-        assert saved.lse is not None
         try:
-            return self._launch_backward(call, plan, grad_out, saved, saved.lse, grad_lse)
+            return self._launch_backward(call, plan, saved, wanted)
         except RouteUnavailable:
             if plan.packed is not None:
                 raise
-        return TiledRoute(self.torch_route).backward(call, config, None, grad_out, saved, grad_lse=grad_lse)
+        return TiledRoute(self.torch_route).backward(call, config, None, saved, wanted)
 
     def backward_from(
-        self, call: AttentionCall, config: AttentionConfig, plan: Plan, *given: Any, **options: Any
+        self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
         """No forward pass has compared the kernels with the definition."""
         try:
             kernels_of(call).ensure(plan.gradients)
         except RouteUnavailable:
-            return TiledRoute(self.torch_route).backward_from(call, config, None, *given, **options)
-        return super().backward_from(call, config, plan, *given, **options)
+            return TiledRoute(self.torch_route).backward_from(call, config, None, saved, wanted)
+        return super().backward_from(call, config, plan, saved, wanted)
 
-    def _launch_backward(
-        self, call: AttentionCall, plan: Plan, grad_out: Tensor, saved: Results, lse: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:
-        grad_out = grad_out.expand(saved.out.shape)
+    def _launch_backward(self, call: AttentionCall, plan: Plan, saved: Results, wanted: Wanted) -> Gradients:
+        assert saved.lse is not None
+        grad_out, grad_lse = wanted.grad_out.expand(saved.out.shape), wanted.grad_lse
         if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
             plan = in_fixed_order(call, plan)
             kernels_of(call).ensure(plan.gradients)
@@ -171,7 +160,7 @@ class FusedRoute(Route):
             call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
             call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
         )
-        lse, packed = lse.contiguous(), plan.packed
+        lse, packed = saved.lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
         launches = backward_launches(call, plan, grad_out, saved.out, lse, saved.log_sum, grad_lse, grads)
         if packed is not None:
@@ -191,6 +180,7 @@ class Int8Route(Route):
     """The same kernel with Q and K in 8 bits: only where it is asked for by name."""
 
     name = "fused-int8"
+    is_opt_in = True
 
     def plan(self, request: Request) -> Plan | list[str]:
         return find_plan(request.call, request.config, int8=True, with_lse=request.with_lse)

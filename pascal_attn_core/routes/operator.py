@@ -22,6 +22,7 @@ from ..call import (
     Options,
     Results,
     TiledStats,
+    Wanted,
     check_call,
     empty_output,
     without_autocast,
@@ -150,7 +151,7 @@ def _checked(
     given = Options(*options)
     if given.window is not None:
         given = given._replace(window=(given.window[0], given.window[1]))
-    return check_call(query, key, value, mask, *given), token
+    return check_call(query, key, value, mask, given), token
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
@@ -271,10 +272,8 @@ def _sdpa_backward(
     saved = Results(out, lse, log_sum if log_sum.numel() else None, seed if seed.numel() else None)
     with without_autocast(call.query), _autograd_reached():
         choice = _choice(call, token, with_lse=with_lse)
-        grads = choice.by.backward(
-            call, _config(token), choice.plan, grad_out, saved,
-            grad_lse=grad_lse, wants_mask=wants_mask, wants_sinks=wants_sinks,
-        )  # fmt: skip
+        wanted = Wanted(grad_out, grad_lse, wants_mask, wants_sinks)
+        grads = choice.by.backward(call, _config(token), choice.plan, saved, wanted)
     return tuple(call.query.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
 
 

@@ -23,5 +23,5 @@ def sdpa_with_an_unregistered_mask_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None): a graph cannot hold a LazyMask whose rule is not registered by
     :func:`~pascal_attn_core.lazy_mask.mask_rule`."""
-    call = check_call(query, key, value, attn_mask, *options)
+    call = check_call(query, key, value, attn_mask, options)
     return run(call, default_config() if config is None else config, with_lse=with_lse)

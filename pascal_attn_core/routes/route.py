@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
+from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import Runtime, runtime_of
-from .first_order import Grads, first_order
+from .grad_transforms import Grads, in_any_transform
 
 
 @dataclass(eq=False, slots=True)
@@ -88,10 +88,12 @@ class Route:
         name: as in ``AttentionConfig.route``, errors and reports.
         is_differentiable: autograd records ``forward``, which consists of operators it can differentiate; where it is
             not, ``backward`` computes the gradients from what ``forward`` returned.
+        is_opt_in: less exact than the others, so it takes no call that does not name it.
     """
 
     name = ""
     is_differentiable = False
+    is_opt_in = False
 
     def plan(self, request: Request) -> Any:
         """How the route takes the call, handed to ``forward`` and ``backward``; or a list of reasons, one sentence
@@ -141,51 +143,35 @@ class Route:
         raise NotImplementedError
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Any,
-        grad_out: Tensor,
-        saved: Results,
-        *,
-        grad_lse: Tensor | None,
-        wants_mask: bool,
-        wants_sinks: bool,
+        self, call: AttentionCall, config: AttentionConfig, plan: Any, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """Gradients in the shapes of the inputs, those of attn_mask and sinks where they are wanted. A differentiable
-        route computes the call once more and lets autograd go back through it: this serves graphs, whose operators
-        autograd does not see into."""
+        """Gradients in the shapes of the inputs. A differentiable route computes the call once more and lets autograd
+        go back through it: this serves graphs, whose operators autograd does not see into.
+
+        Args:
+            saved: what ``forward(for_grad=True)`` returned.
+        """
+        grad_out, grad_lse, *others = wanted
         inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
-        wanted = (True, True, True, wants_mask, wants_sinks)
+        wants = (True, True, True, *others)
         with torch.enable_grad():
-            leaves = [
-                t.detach().requires_grad_(wants) if isinstance(t, Tensor) else t for t, wants in zip(inputs, wanted)
-            ]
+            leaves = [t.detach().requires_grad_(each) if isinstance(t, Tensor) else t for t, each in zip(inputs, wants)]
             again = call.with_tensors(*leaves)  # type: ignore[arg-type]
             plan = self.plan(Request(again, config, with_lse=grad_lse is not None))
             results = self.forward(again, config, plan, with_lse=grad_lse is not None, for_grad=False, stats=None)
             outputs, seeds = [results.out], [grad_out]
             if grad_lse is not None and results.lse is not None:
                 outputs, seeds = [results.out, results.lse], [grad_out, grad_lse]
-            sources = [t for t, wants in zip(leaves, wanted) if isinstance(t, Tensor) and wants]
+            sources = [t for t, each in zip(leaves, wants) if isinstance(t, Tensor) and each]
             found = iter(torch.autograd.grad(outputs, sources, seeds))
-        grads = [next(found) if isinstance(t, Tensor) and wants else None for t, wants in zip(leaves, wanted)]
+        grads = [next(found) if isinstance(t, Tensor) and each else None for t, each in zip(leaves, wants)]
         return Gradients(*grads)  # type: ignore[arg-type]
 
     def backward_from(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Any,
-        grad_out: Tensor,
-        saved: Results,
-        *,
-        grad_lse: Tensor | None,
+        self, call: AttentionCall, config: AttentionConfig, plan: Any, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """:meth:`backward`, of query, key and value, from results that this route need not have computed."""
-        return self.backward(
-            call, config, plan, grad_out, saved, grad_lse=grad_lse, wants_mask=False, wants_sinks=False
-        )
+        """:meth:`backward` from results that this route need not have computed."""
+        return self.backward(call, config, plan, saved, wanted)
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None
@@ -217,21 +203,14 @@ class RouteFunction(torch.autograd.Function):
         call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
         saved = Results(*results)
         config, route, plan = ctx.given
-        wants_mask, wants_sinks = ctx.needs_input_grad[3:5]
+        others = ctx.needs_input_grad[3:5]
 
         def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
+            # Negated views: see check_call.
+            grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
             with without_autocast(query):
-                return route.backward(
-                    call,
-                    config,
-                    plan,
-                    grad_out,
-                    saved,
-                    grad_lse=grad_lse,
-                    wants_mask=wants_mask,
-                    wants_sinks=wants_sinks,
-                )
+                return route.backward(call, config, plan, saved, Wanted(grad_out.resolve_neg(), grad_lse, *others))
 
         grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-        grads = first_order(compute, route.name, grad_out, grad_lse, (query, key, value, attn_mask, sinks))
+        grads = in_any_transform(compute, route.name, grad_out, grad_lse, (query, key, value, attn_mask, sinks))
         return *grads, None, None, None, None, None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats, without_autocast
+from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.launch.plan import Plan
 from ..observe import report
@@ -20,10 +21,10 @@ from .fused import FusedRoute, Int8Route
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .several import SeveralRoute
-from .short import ShortCalls
+from .short import ShortCalls, is_short
 from .tensor import TensorRoute
 from .tiled import FirstTiles, TiledRoute
-from .torch_kernel import TorchRoute
+from .torch_kernel import TorchRoute, run_as_it_is
 
 TORCH = TorchRoute()
 _PLAIN = FusedRoute(TORCH)
@@ -38,6 +39,19 @@ ROUTES: list[Route] = [
     TiledRoute(TORCH),
     Int8Route(),
 ]
+
+
+def route_names() -> list[str]:
+    """The names of the exact routes, in the order in which they are asked last."""
+    names = [route.name for route in ROUTES if route.name and not route.is_opt_in]
+    return list(reversed(dict.fromkeys(reversed(names))))
+
+
+def _name_routes() -> None:
+    known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
+
+
+_name_routes()
 # Asked before all of them, and before a route that is named, where a configuration names several devices.
 SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
 
@@ -47,13 +61,13 @@ def add_route(route: Route, *, before: str | None = None) -> None:
     :class:`~pascal_attn_core.config.AttentionConfig`."""
     places = [i for i, other in enumerate(ROUTES) if other.name == before] or [len(ROUTES)]
     ROUTES.insert(places[0], route)
-    known_routes.append(route.name)
+    _name_routes()
 
 
 def remove_route(route: Route) -> None:
     """Take back :func:`add_route`."""
     ROUTES.remove(route)
-    known_routes.remove(route.name)
+    _name_routes()
 
 
 def route_named(name: str) -> Route:
@@ -132,6 +146,9 @@ def run(
         stats: what the route ``tiled`` counts is added to it.
         may_time: see :class:`.route.Request`.
     """
+    if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
+        with suppress(RouteUnavailable):
+            return run_as_it_is(call), None
     if stats is None and report.active:
         stats = TiledStats()
     show(call)
@@ -188,9 +205,7 @@ def run_packed(
     return result
 
 
-def gradients(
-    call: AttentionCall, config: AttentionConfig, grad_out: Tensor, saved: Results, grad_lse: Tensor | None
-) -> Gradients:
+def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, wanted: Wanted) -> Gradients:
     """The gradients of a checked call from results that are given, whatever computed them: by the first route that
     claims them. Torch's kernels go back from results of their own only.
 
@@ -212,7 +227,7 @@ def gradients(
     if reasons:
         raise UnsupportedAttention(config.route, reasons)
     with without_autocast(call.query):
-        return route.backward_from(request.call, config, plan, grad_out, saved, grad_lse=grad_lse)
+        return route.backward_from(request.call, config, plan, saved, wanted)
 
 
 # ---- watching --------------------------------------------------------------------------------------------------------

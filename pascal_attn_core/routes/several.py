@@ -23,7 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, DeviceShare, Gradients, Results, TiledStats, check_call, distinct, empty_output
+from ..call import (
+    AttentionCall,
+    DeviceShare,
+    Gradients,
+    Results,
+    TiledStats,
+    Wanted,
+    check_call,
+    distinct,
+    empty_output,
+)
 from ..config import AttentionConfig, RouteUnavailable
 from ..lazy_mask import LazyMask
 from ..machine.device import MIB, device_info
@@ -151,26 +161,16 @@ class SeveralRoute(Route):
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Shared,
-        grad_out: Tensor,
-        saved: Results,
-        *,
-        grad_lse: Tensor | None,
-        wants_mask: bool,
-        wants_sinks: bool,
+        self, call: AttentionCall, config: AttentionConfig, plan: Shared, saved: Results, wanted: Wanted
     ) -> Gradients:
-        route, with_lse = plan.route, saved.lse is not None
+        route, with_lse, (grad_out, grad_lse, *_) = plan.route, saved.lse is not None, wanted
         grad_lse = None if grad_lse is None else grad_lse.expand(saved.out.shape[:-1])
         rows: list[Cuttable] = [(grad_out.expand(saved.out.shape), -3), (saved.out, -3)]
         rows += [(saved.lse, -2), (saved.log_sum, -2), (grad_lse, -2)]
 
         def go_back(own: AttentionCall, how: Any, grad: Any, out: Any, *others: Tensor | None) -> Gradients:
             lse, log_sum, of_lse = (None if t is None else t.contiguous() for t in others)
-            kept, wants = Results(out, lse, log_sum), {"wants_mask": False, "wants_sinks": False}
-            return route.backward(own, plan.config, how, grad, kept, grad_lse=of_lse, **wants)
+            return route.backward(own, plan.config, how, Results(out, lse, log_sum), Wanted(grad, of_lse))
 
         def compute(heads: range, tensors: Tensors) -> Gradients:
             own = _part(call, heads, tensors)

@@ -13,9 +13,9 @@ from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import MIB
 from ..patching.interception import PLAIN
-from ..tiled.layout import rows_overlap
+from ..tiled.layout import rows_overlap, slides_by_one
 from .route import Choice, Request, Route
-from .torch_faults import fault_reasons
+from .torch_faults import broken_promise, fault_reasons
 from .torch_kernel import fused_takes, run_as_it_is
 
 # Since torch 2.5 its math attention too gives zeros, not NaN, for a row that may look at no key.
@@ -75,7 +75,7 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     if mask is not None and query.shape[:2] != (*call.batch, call.num_heads):
         return False  # torch's math adds it in place to scores that may lack the dimensions of value
     if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and (
-        rows_overlap(query) or rows_overlap(key) or rows_overlap(value)
+        rows_overlap(query) or rows_overlap(key) or rows_overlap(value) or slides_by_one(query)
     ):
         return False
     if mask is not None and call.needs_grad and mask.dtype != torch.bool and fault_reasons(call, read=not in_graph):
@@ -85,7 +85,7 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
             return False  # torch's math would expand K and V
         if call.seq_len_q == 1 and call.batch_size * call.num_kv_heads * call.seq_len_kv * call.head_dim >= _MANY_KEYS:
             return False
-    return not call.is_empty
+    return not call.is_empty and not broken_promise(call)
 
 
 def is_plainly_short(
@@ -112,7 +112,7 @@ def is_plainly_short(
         return False
     try:
         q_shape, k_shape = query.shape, key.shape
-        if len(q_shape) != 4 or k_shape != value.shape or query.dtype not in FLOATS:
+        if not len(q_shape) == len(k_shape) == 4 or k_shape != value.shape or query.dtype not in FLOATS:
             return False
         batch, heads, seq_len_q, head_dim = q_shape
         if k_shape[0] != batch or k_shape[1] != heads or not head_dim:
@@ -121,8 +121,8 @@ def is_plainly_short(
             return False
         if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
             for tensor in (query, key, value):
-                _, head_stride, row_stride, last_stride = tensor.stride()
-                if last_stride != 1 or row_stride < head_dim or head_stride < head_dim:
+                batch_stride, head_stride, row_stride, last_stride = tensor.stride()
+                if last_stride != 1 or row_stride < head_dim or head_stride < head_dim or batch_stride == 1:
                     return False
         if is_causal is not False and (is_causal is not True or attn_mask is not None):
             return False

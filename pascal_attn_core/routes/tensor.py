@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from ..call import AttentionCall, Gradients, Results
+from ..call import AttentionCall, Gradients, Results, Wanted
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.launch.launches import mask_bits_bytes, parts_bytes, work_of
+from ..fused.launch.fields import mask_bits_bytes, work_of
+from ..fused.launch.forward import parts_bytes
 from ..fused.launch.plan import Packed, Plan, tensor_plan
 from ..fused.launch.select import tensor_reasons
 from ..fused.trust.kernels import kernels_of
@@ -93,23 +90,11 @@ class TensorRoute(FusedRoute):
         return super().for_parts(call, config, plan.unlisted)
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Plan,
-        grad_out: Tensor,
-        saved: Results,
-        *,
-        grad_lse: Tensor | None,
-        wants_sinks: bool = False,
-        **others: Any,
+        self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
         """As on plain cores; the gradient of the sinks is made of what the forward pass saved."""
-        found = super().backward(call, config, plan, grad_out, saved, grad_lse=grad_lse, **others)
-        if not wants_sinks or saved.lse is None:
-            return found
-        grad_out = grad_out.expand(saved.out.shape)
-        return found._replace(sinks=sinks_gradient(call, grad_out, saved.out, saved.lse, grad_lse))
+        found = super().backward(call, config, plan, saved, wanted)
+        return found._replace(sinks=sinks_gradient(call, saved, wanted)) if wanted.sinks else found
 
 
 def with_barrier(call: AttentionCall, plan: Plan) -> Plan | None:

@@ -10,12 +10,11 @@ will take itself. Until then, and for short calls, torch's kernel is used.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from ..machine.runtime import Runtime
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import Attempt, Clock, TimingTable, least_times, log, power_of_two
+from .timing_table import Attempt, Clock, Contest, least_times, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
@@ -87,38 +86,30 @@ class TileKind(NamedTuple):
         return words + f", {self.threads} threads" * (self.threads > 1)
 
 
-@dataclass(frozen=True)
-class TileTiming:
-    """What a timing has found.
+class TileTiming(NamedTuple):
+    """What the times of a kind mean.
 
     Attributes:
         ratio: the chosen tiles' time in units of that of torch's kernel; None where torch has no kernel.
-        basis: of the chosen tiles: the first of :func:`.cpu_bases` unless others are clearly faster.
-        measured: the day, ``"2026-11-22"``.
-        milliseconds: of everything that was timed.
-        words: the ratio, for sentences.
+        basis: the chosen tiles: the first of :func:`.cpu_bases` unless others are clearly faster.
     """
 
     ratio: float | None
     basis: Basis
-    measured: str
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    words: str = field(init=False, default="")
 
-    def __post_init__(self) -> None:
-        if self.ratio is not None:
-            shape = f"{self.basis.rows} x {self.basis.keys}"
-            words = f"timed on this CPU at {self.ratio:.2f} of the time of torch's kernel ({shape}, {self.measured})"
-            object.__setattr__(self, "words", words)
+    @property
+    def words(self) -> str:
+        """The ratio, for sentences."""
+        return f"timed on this CPU at {self.ratio:.2f} of the time of torch's kernel ({_basis_name(self.basis)})"
 
 
 _OPEN = object()
 
 
-class TileTimings(TimingTable[TileKind, TileTiming]):
+class TileTimings(Contest[TileKind]):
     """Made by ``runtime.part(TileTimings)``."""
 
-    section, file_kind = "tiles_over_torch", "tiles"
+    file_kind, kind_type = "tiles", TileKind
 
     def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
         super().__init__(
@@ -161,18 +152,18 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
     def _look_up(self, ours: Route, request: Request, key: tuple) -> TileTiming | None:
         call = request.call
         kind = kind_of_call(call) if _is_usual(request.config, self.info.default_budget_bytes()) else None
-        if kind is None:
-            found = None
-        elif kind in self.known:
-            found = self.known[kind]
-        elif not request.may_time:
-            return None
-        else:
+        times = None
+        if kind is not None and kind in self.known:
+            times = self.known[kind]
+        elif kind is not None:
+            if not request.may_time:
+                return None
             bases = self._bases(slice_of(call))
             self._spent[kind] = self._spent.get(kind, 0) + _cost(call)
             if self._spent[kind] < _cost(slice_of(call)) * _ROUNDS * (1 + len(bases)):
                 return None
-            found = self.find(kind, lambda: self._timed(kind, ours, call, request.budget_bytes))
+            times = self.find(kind, lambda: self._timed(kind, ours, call, request.budget_bytes))
+        found = self.verdict(times)
         if kind is None or (kind in self.known and kind not in self._again):
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
@@ -186,7 +177,23 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
             plans.setdefault(plan_call(sample, self.info, _CONFIG, basis=basis), basis)
         return list(plans.values())
 
-    def _timed(self, kind: TileKind, ours: Route, call: AttentionCall, budget_bytes: int) -> TileTiming | None:
+    def verdict(self, times: Mapping[str, float] | None) -> TileTiming | None:
+        """What the times of a kind mean; None where there are none."""
+        bases = {_basis_name(basis): basis for basis in cpu_bases(self.info)}
+        names = [name for name in times or () if name in bases]
+        if times is None or not names:
+            return None
+        best = min(names, key=times.__getitem__)
+        if times[best] >= _OTHER_TILES * times[names[0]]:
+            best = names[0]
+        return TileTiming(times[best] / times["torch"] if "torch" in times else None, bases[best])
+
+    def ratios(self) -> dict[str, float]:
+        """The ratio of each kind that is known, by its words."""
+        found = {str(kind): self.verdict(times) for kind, times in self.known.items()}
+        return {words: timing.ratio for words, timing in found.items() if timing is not None and timing.ratio}
+
+    def _timed(self, kind: TileKind, ours: Route, call: AttentionCall, budget_bytes: int) -> dict[str, float] | None:
         with torch.no_grad():
             sample = slice_of(call)
             bases, form, whole = self._bases(sample), find_form(sample, budget_bytes), find_form(call, budget_bytes)
@@ -198,18 +205,11 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
             elif len(bases) == 1:
                 return None
             for basis in bases:
-                attempts[f"{basis.rows} x {basis.keys}"] = functools.partial(
+                attempts[_basis_name(basis)] = functools.partial(
                     ours.forward, sample, _CONFIG, basis, with_lse=False, for_grad=False, stats=None
                 )
-            times = self.clock(list(attempts.values()), self.device)
-        ours_times = times[-len(bases) :]
-        best = _worth_choosing(ours_times)
-        if ours_times[best] == float("inf"):  # no time for it
-            return None
-        ratio = ours_times[best] / times[0] if "torch" in attempts else None
-        rounded = {name: round(ms, 3) for name, ms in zip(attempts, times) if ms < float("inf")}
-        log.info("timed once on this CPU: %s for %s", rounded, kind)
-        return TileTiming(ratio, bases[best], datetime.date.today().isoformat(), rounded)
+            times = self.timed(kind, attempts)
+        return times if self.verdict(times) else None
 
     def forget(self, kind: TileKind) -> None:
         super().forget(kind)
@@ -226,26 +226,6 @@ class TileTimings(TimingTable[TileKind, TileTiming]):
             "torch": torch.__version__,
             "tiles": tiles_digest(),
         }
-
-    def kind_of(self, fields: Mapping[str, Any]) -> TileKind:
-        return TileKind(**fields)
-
-    def row(self, found: TileTiming) -> dict[str, Any]:
-        return {
-            "ratio": None if found.ratio is None else round(found.ratio, 4),
-            "rows": found.basis.rows,
-            "keys": found.basis.keys,
-            "measured": found.measured,
-            "milliseconds": found.milliseconds,
-        }
-
-    def found_in(self, row: Mapping[str, Any]) -> TileTiming:
-        ratio, basis = row["ratio"], Basis(int(row["rows"]), int(row["keys"]))
-        if basis not in cpu_bases(self.info):
-            raise ValueError(f"rows x keys must be one of {cpu_bases(self.info)}, got {basis}")
-        return TileTiming(
-            None if ratio is None else float(ratio), basis, str(row["measured"]), dict(row["milliseconds"])
-        )
 
 
 @functools.cache
@@ -273,26 +253,22 @@ def kind_of_call(call: AttentionCall) -> TileKind | None:
         return None
     tokens_q, tokens_kv, _, _ = _sizes(call)
     return TileKind(
-        _name(call.query.dtype),
-        call.head_dim,
-        call.head_dim_v,
-        power_of_two(tokens_q),
-        power_of_two(tokens_kv),
-        call.groups,
-        min(_MOST_ROWS, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
-        ""
-        if mask is None
-        else f"{str(mask.dtype).removeprefix('torch.')} {'keys' if _is_padding(mask) else 'queries'}",
-        4 if mask is None else _kept(mask),
-        call.is_causal,
-        torch.get_num_threads(),
+        dtype=_name(call.query.dtype),
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        q_tokens=power_of_two(tokens_q),
+        kv_tokens=power_of_two(tokens_kv),
+        groups=call.groups,
+        rows=min(_MOST_ROWS, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+        mask="" if mask is None else f"{_name(mask.dtype)} {'keys' if _is_padding(mask) else 'queries'}",
+        kept=4 if mask is None else _kept(mask),
+        is_causal=call.is_causal,
+        threads=torch.get_num_threads(),
     )
 
 
-def _worth_choosing(times: Sequence[float]) -> int:
-    """The place of the smallest number, if that is smaller than the first by enough."""
-    best = times.index(min(times))
-    return best if times[best] < _OTHER_TILES * times[0] else 0
+def _basis_name(basis: Basis) -> str:
+    return f"{basis.rows} x {basis.keys}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats, distinct
+from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..config import AttentionConfig
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
@@ -145,24 +145,11 @@ class TiledRoute(Route):
         call: AttentionCall,
         config: AttentionConfig,
         plan: Basis | WholeTiles | None,
-        grad_out: Tensor,
         saved: Results,
-        *,
-        grad_lse: Tensor | None = None,
-        wants_mask: bool = False,
-        wants_sinks: bool = False,
+        wanted: Wanted,
     ) -> Gradients:
         def run(walk: Walk) -> Gradients:
-            return tiled_backward(
-                call,
-                walk,
-                grad_out,
-                saved,
-                grad_lse=grad_lse,
-                wants_mask=wants_mask,
-                wants_sinks=wants_sinks,
-                trim_masks=config.trim_masks,
-            )
+            return tiled_backward(call, walk, saved, wanted, trim_masks=config.trim_masks)
 
         whole = plan if isinstance(plan, WholeTiles) else None
         return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)

@@ -75,17 +75,17 @@ class Kind(NamedTuple):
         most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
         most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
         return Kind(
-            variants_of(call).forward.name,
-            call.head_dim,
-            call.head_dim_v,
-            q_tokens,
-            min(most_keys, power_of_two(call.seq_len_kv)),
-            call.groups,
-            min(most_rows, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
-            0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
-            call.is_causal,
-            call.needs_grad,
-            against,
+            variant=variants_of(call).forward.name,
+            head_dim=call.head_dim,
+            head_dim_v=call.head_dim_v,
+            q_tokens=q_tokens,
+            kv_tokens=min(most_keys, power_of_two(call.seq_len_kv)),
+            groups=call.groups,
+            rows=min(most_rows, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+            mask_rows=0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
+            is_causal=call.is_causal,
+            gradients=call.needs_grad,
+            against=against,
         )
 
 

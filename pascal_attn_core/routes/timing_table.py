@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import statistics
 import threading
@@ -93,7 +94,8 @@ class TimingTable(Generic[Kind, Found]):
             return known.get(kind)
         with self._lock:
             for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
-                del self._again[each], known[each]
+                del self._again[each]
+                known.pop(each, None)
             waiting, self._postponed = {**self._postponed, kind: measure}, {}
             for each, work in waiting.items():
                 if each not in known:
@@ -139,7 +141,7 @@ class TimingTable(Generic[Kind, Found]):
         try:
             rows = read_object(path)[self.section]
             return {self.kind_of(row["kind"]): self.found_in(row) for row in rows}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return {}
 
     def _path(self) -> Path | None:
@@ -183,10 +185,11 @@ class Contest(TimingTable[Kind, dict[str, float]]):
     kind_type: type[Any]
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> dict[str, float] | None:
-        """Time them in turn; None if there are none."""
+        """Time them in turn; those for which there was no time are left out. None if there are none."""
         if not attempts:
             return None
-        found = dict(zip(attempts, self.clock(list(attempts.values()), self.device)))
+        times = zip(attempts, self.clock(list(attempts.values()), self.device))
+        found = {name: float(f"{time:.5g}") for name, time in times if time < math.inf}
         words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
         log.info("timed once on %s: %s for %s", self.device, words, kind)
         return found
@@ -195,10 +198,10 @@ class Contest(TimingTable[Kind, dict[str, float]]):
         return self.kind_type(**fields)
 
     def row(self, found: dict[str, float]) -> dict[str, Any]:
-        return {"times": {name: float(f"{time:.5g}") for name, time in found.items()}}
+        return {"times": found}
 
     def found_in(self, row: Mapping[str, Any]) -> dict[str, float]:
-        return {name: float(time) for name, time in dict(row["times"]).items()}
+        return {name: positive(time) for name, time in dict(row["times"]).items()}
 
 
 def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
@@ -255,6 +258,19 @@ def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> floa
 def _wait_for(device: torch.device) -> None:
     if device.type in ("mps", "xpu"):
         getattr(torch, device.type).synchronize()
+
+
+def positive(number: Any) -> float:
+    """A time, or a ratio of times, as a file holds it.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no finite number above zero.
+    """
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"a time must be a number, got {type(number).__name__}")
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"a time must be finite and above 0, got {number}")
+    return float(number)
 
 
 def power_of_two(count: int) -> int:

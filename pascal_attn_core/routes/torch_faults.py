@@ -1,20 +1,26 @@
 """Known faults of torch's fused kernels, as data: which calls each concerns, and a small call that shows it.
 
 A call that a fault concerns does not go to torch's function, as long as the torch that is installed shows the fault:
-the small call is made once per process, device and dtype, when a call that needs to know comes first. A torch that is
-mended is therefore used again.
+the small call is made once per process, device, dtype of query and dtype of mask, when a call that needs to know comes
+first. A torch that is mended is therefore used again.
+
+A kernel that torch promises for a call and that then raises is not used again in this process for calls of its kind.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct, may_read
+from ..checks import is_out_of_memory
+from ..config import RouteUnavailable
 from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime, runtime_of
@@ -26,6 +32,24 @@ log = logging.getLogger("pascal_attn")
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
 _WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
+_WORSE = 2.0  # times the error of the same call without its fault, above which a probe has found a smaller one
+
+
+class Kind(NamedTuple):
+    """The calls for which torch runs the same kernel, as far as its faults go.
+
+    Attributes:
+        mask: dtype of the mask; that of the query where there is none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    mask: torch.dtype
+
+    @staticmethod
+    def of(call: AttentionCall) -> Kind:
+        dtype = call.query.dtype
+        return Kind(call.query.device, dtype, dtype if call.attn_mask is None else call.attn_mask.dtype)
 
 
 @dataclass(frozen=True)
@@ -35,7 +59,8 @@ class Fault:
     Attributes:
         reason: the sentence for errors and reports; ``{call}`` is the call.
         concerns: whether it could make the result or the gradients of such a call wrong, whatever its tensors hold.
-        probe: makes a small call of the kind with torch's function on a device, in a dtype: whether it is wrong.
+        probe: makes a small call of the kind with torch's function on a device, in the dtypes of query and mask:
+            whether it is wrong.
         is_in: whether the values of a call's tensors make it wrong; None = all do. Asked only where torch shows the
             fault; where looking is not possible, or costs more than another route, it is assumed.
     """
@@ -43,7 +68,7 @@ class Fault:
     name: str
     reason: str
     concerns: Callable[[AttentionCall], bool]
-    probe: Callable[[torch.device, torch.dtype], bool]
+    probe: Callable[[Kind], bool]
     is_in: Callable[[AttentionCall], bool] | None = None
 
 
@@ -57,46 +82,77 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
         fault.reason.format(call=call)
         for fault in FAULTS
         if fault.concerns(call)
-        and is_shown(fault, call.query.device, call.query.dtype)
+        and is_shown(fault, Kind.of(call))
         and (fault.is_in is None or not (read and may_read(call) and worth_looking(call)) or fault.is_in(call))
     ]
 
 
 class ShownFaults:
-    """Which faults the torch that is installed has shown on one device: ``{(name, dtype): whether}``."""
+    """Which faults the torch that is installed has shown on one device: ``{(name, kind): whether}``."""
 
     def __init__(self, runtime: Runtime):
-        self.found: dict[tuple[str, torch.dtype], bool] = {}
+        self.found: dict[tuple[str, Kind], bool] = {}
 
 
-def is_shown(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool:
+def is_shown(fault: Fault, kind: Kind) -> bool:
     """Whether the torch that is installed shows a fault. True while that cannot be tried."""
-    found, key = runtime_of(device).part(ShownFaults).found, (fault.name, dtype)
+    found, key = runtime_of(kind.device).part(ShownFaults).found, (fault.name, kind)
     shown = found.get(key)
     if shown is None:
-        if device.type == "cuda" and (torch.cuda.is_current_stream_capturing() or in_backward()):
+        if kind.device.type == "cuda" and (torch.cuda.is_current_stream_capturing() or in_backward()):
             return True
-        shown = _try(fault, device, dtype)
+        shown = _try(fault, kind)
         if shown is None:
             return True
         found[key] = shown
-        log.info("torch %s on %s in %s: %s: %s", torch.__version__, device, dtype, fault.name, shown)
+        log.info("torch %s on %s: %s: %s", torch.__version__, ", ".join(map(str, kind)), fault.name, shown)
     return shown
 
 
-def _try(fault: Fault, device: torch.device, dtype: torch.dtype) -> bool | None:
-    """Without the caller's modes, transforms, autocast and inference settings; None = there was no memory for it."""
+def _try(fault: Fault, kind: Kind) -> bool | None:
+    """Run the probe without the caller's modes, transforms, autocast and inference settings; None = there was no memory
+    for it."""
 
     def run() -> bool | None:
         try:
             with torch.enable_grad():
-                return fault.probe(device, dtype)
-        except torch.cuda.OutOfMemoryError:
-            return None
-        except Exception:  # a kernel that raises does not serve either
-            return True
+                return fault.probe(kind)
+        except Exception as error:  # a kernel that raises does not serve either
+            return None if is_out_of_memory(error) else True
 
-    return in_own_thread(run, device)
+    return in_own_thread(run, kind.device)
+
+
+class BrokenPromises:
+    """What torch's kernels have raised on one device for calls that torch has a kernel for, by kind of call."""
+
+    def __init__(self, runtime: Runtime):
+        self.reasons: dict[tuple, str] = {}
+
+
+def broken_promise(call: AttentionCall) -> str:
+    """Why torch's function does not take calls of this kind, although torch says that it does; empty = it does."""
+    reasons = runtime_of(call.query.device).part(BrokenPromises).reasons
+    return reasons.get(_promise(call), "") if reasons else ""
+
+
+def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
+    """Remember what torch's function has raised for a call, with one warning per sentence."""
+    reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
+    runtime_of(call.query.device).part(BrokenPromises).reasons[_promise(call)] = reason
+    _warn_once(call.query.device.type, reason)
+    return RouteUnavailable(reason)
+
+
+def _promise(call: AttentionCall) -> tuple:
+    mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
+    sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1
+    return call.query.dtype, mask_dtype, sizes, call.is_causal, call.dropout_p > 0, call.needs_grad
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(device_type: str, reason: str) -> None:
+    log.warning("on %s some attention calls go on by other routes: %s", device_type, reason)
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------
@@ -120,16 +176,15 @@ def _has_rows_without_keys(call: AttentionCall) -> bool:
     return not bool(allowed.any(dim=-1).all())
 
 
-def _is_not_zero_without_keys(device: torch.device, dtype: torch.dtype) -> bool:
-    leaves = [t.requires_grad_() for t in _inputs(device, dtype)]
-    keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device)
-    keep[1] = False
-    for mask in (keep, torch.zeros_like(keep, dtype=dtype).masked_fill_(~keep, -torch.inf)):
-        out = torch_sdpa(*leaves, mask)
-        grads = torch.autograd.grad(out.sum(), leaves)
-        if not (bool((out[..., 1, :] == 0).all()) and all(bool(t.isfinite().all()) for t in (out, *grads))):
-            return True
-    return False
+def _is_not_zero_without_keys(kind: Kind) -> bool:
+    leaves = [t.requires_grad_() for t in _inputs(kind)]
+    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device)
+    mask[1] = False
+    if kind.mask != torch.bool:
+        mask = torch.zeros_like(mask, dtype=kind.mask).masked_fill_(~mask, -torch.inf)
+    out = torch_sdpa(*leaves, mask)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    return not (bool((out[..., 1, :] == 0).all()) and all(bool(t.isfinite().all()) for t in (out, *grads)))
 
 
 def _repeats_over_keys(call: AttentionCall) -> bool:
@@ -137,18 +192,18 @@ def _repeats_over_keys(call: AttentionCall) -> bool:
     return mask is not None and call.seq_len_kv > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
 
 
-def _misreads_repetitions(device: torch.device, dtype: torch.dtype) -> bool:
-    query, key, value = _inputs(device, dtype)
-    of_rows = _wave((_TOKENS, 1), device, dtype)
-    return any(_is_wrong(query, key, value, mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
+def _misreads_repetitions(kind: Kind) -> bool:
+    dtype = kind.dtype if kind.mask == torch.bool else kind.mask  # torch adds a bool mask as numbers too
+    of_rows = _wave((_TOKENS, 1), kind.device, dtype)
+    return any(_is_wrong(*_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
 
 
 def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
     return call.query.dtype == torch.float16 and not call.is_empty and runtime_of(call.query.device).info.kind == "cpu"
 
 
-def _rounds_scores(device: torch.device, dtype: torch.dtype) -> bool:
-    query, key, value = _inputs(device, dtype)
+def _rounds_scores(kind: Kind) -> bool:
+    query, key, value = _inputs(kind)
     return _is_wrong(query * 100, key * 100, value, None)
 
 
@@ -165,20 +220,23 @@ def _has_swallowing_rows(call: AttentionCall) -> bool:
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
 
 
-def _loses_the_denominator(device: torch.device, dtype: torch.dtype) -> bool:
-    query, key, value = _inputs(device, dtype)
-    mask = torch.zeros(_TOKENS, _TOKENS, dtype=dtype, device=device)
-    mask[:8] = torch.finfo(dtype).min
-    return _is_wrong(query, key, value, mask, with_gradients=True)
+def _loses_the_denominator(kind: Kind) -> bool:
+    """The largest number of float16 costs the logarithm a few digits only, so the gradients are also compared with
+    those under a mask of zeros."""
+    inputs, mask = _inputs(kind), torch.zeros(_TOKENS, _TOKENS, dtype=kind.mask, device=kind.device)
+    usual = _errors(*inputs, mask, with_gradients=True)
+    mask[:8] = torch.finfo(kind.mask).min
+    found = _errors(*inputs, mask, with_gradients=True)
+    return not all(error <= _WRONG and error <= _WORSE * max(before, 1e-6) for error, before in zip(found, usual))
 
 
 def _has_no_positive_scale(call: AttentionCall) -> bool:
     return call.scale <= 0
 
 
-def _scales_too_late(device: torch.device, dtype: torch.dtype) -> bool:
-    query, key, value = _inputs(device, dtype)
-    keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device).tril_()
+def _scales_too_late(kind: Kind) -> bool:
+    query, key, value = _inputs(kind)
+    keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
     return any(
         _is_wrong(query * size, key * size, value, mask, scale=scale, is_causal=causal)
         for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
@@ -191,10 +249,9 @@ def _mixes_float_types(call: AttentionCall) -> bool:
     return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
 
 
-def _misreads_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    query, key, value = _inputs(device, dtype)
-    twice = _wave((2 * _TOKENS, _TOKENS), device, torch.float32)  # as float64 torch reads on behind the mask
-    return _is_wrong(query, key, value, twice[:_TOKENS])
+def _misreads_float32(kind: Kind) -> bool:
+    twice = _wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
+    return _is_wrong(*_inputs(kind), twice[:_TOKENS])
 
 
 FAULTS = (
@@ -243,16 +300,23 @@ _TOKENS, _HEAD_DIM = 64, 64
 
 
 def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step: float = 0.7) -> Tensor:
-    """Numbers between -1 and 1 that do not touch anybody's random numbers."""
+    """Numbers between -1 and 1 that leave every random generator as it was."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, device=device, dtype=torch.float64) * step).view(shape).to(dtype)
 
 
-def _inputs(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    return [_wave((1, 1, _TOKENS, _HEAD_DIM), device, dtype, step) for step in (0.7, 1.3, 1.9)]
+def _inputs(kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (1, 1, _TOKENS, _HEAD_DIM)
+    query, key, value = (_wave(shape, kind.device, kind.dtype, step) for step in (0.7, 1.3, 1.9))
+    return query, key, value
 
 
-def _is_wrong(
+def _is_wrong(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> bool:
+    """Whether the output of torch's function is far from plain attention."""
+    return not all(error <= _WRONG for error in _errors(query, key, value, mask, **options))  # NaN is not
+
+
+def _errors(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -261,8 +325,8 @@ def _is_wrong(
     scale: float = 0.125,
     is_causal: bool = False,
     with_gradients: bool = False,
-) -> bool:
-    """Whether torch's function is far from plain attention, in its output or in its gradients."""
+) -> list[float]:
+    """How far torch's function is from plain attention, relative to the size of its output and of each gradient."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     own, plain = (
         [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
@@ -278,5 +342,5 @@ def _is_wrong(
         weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
         results += torch.autograd.grad((results[0] * weight).sum(), own)
         expected += torch.autograd.grad((expected[0] * weight.to(wide)).sum(), plain)
-    # A comparison with NaN is false.
-    return not all(bool((r.to(wide) - e).norm() <= _WRONG * e.norm()) for r, e in zip(results, expected))
+    pairs = [(r.detach().to(wide), e.detach()) for r, e in zip(results, expected)]
+    return [float((r - e).norm() / e.norm()) for r, e in pairs]

@@ -6,7 +6,7 @@ the answer is no, the call is rewritten without changing its result, and asked a
 * grouped heads: with few queries the heads of a group become query rows (a view); otherwise key/value heads become
   the batch, and K and V are viewed once per query head with stride 0. Neither copies K or V.
 * bfloat16 that this card has no kernel for: converted to float32 a few heads at a time, within the budget.
-* rows that are not contiguous or overlap: copied, if that fits the budget.
+* rows that are not contiguous or overlap, and queries that slide by one element: copied, if that fits the budget.
 * a mask that torch would copy densely: a range of queries at a time, so that the copy fits the budget.
 
 Where torch's kernels are known to be wrong (:mod:`.torch_faults`), they do not take the call.
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
+from ..checks import is_out_of_memory
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
 from ..observe.progress import this_thread
-from ..tiled.layout import is_matrix
+from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route
-from .torch_faults import fault_reasons, torch_sdpa
+from .torch_faults import broken_promise, fault_reasons, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -89,7 +90,12 @@ class TorchRoute(Route):
         why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
-    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm, **options: Any) -> Results:
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
+        """``plan`` None: the tensors of the call as they are."""
+        if plan is None:
+            mask = call.attn_mask
+            assert not isinstance(mask, LazyMask)
+            plan = TorchForm(call.query, call.key, call.value, mask)
         return Results(run_form(call, plan))
 
 
@@ -100,7 +106,7 @@ def find_form(
     reasons = _refusals(call, with_lse)
     if in_graph and call.dropout_p:
         reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
-    reasons = reasons or fault_reasons(call, read=not in_graph)
+    reasons = reasons or list(filter(None, [broken_promise(call)])) or fault_reasons(call, read=not in_graph)
     if reasons:
         return reasons
     form = _as_four_dimensions(call)
@@ -181,27 +187,27 @@ def _merge_batch(tensor: Tensor) -> Tensor:
 def _with_matrix_strides(form: TorchForm, budget_bytes: int) -> TorchForm | str:
     """Copies of the tensors whose rows are not contiguous or overlap: torch's kernels give the strides to products of
     matrices, which then raise, or leave their result as it was."""
-    bad = [t for t in (form.query, form.key, form.value) if not is_matrix(t)]
+    given = {"query": form.query, "key": form.key, "value": form.value}
+    bad = {name: t for name, t in given.items() if not is_matrix(t) or (t is form.query and slides_by_one(t))}
     if not bad:
         return form
-    needed = sum(t.numel() * t.element_size() for t in bad)
+    needed = sum(t.numel() * t.element_size() for t in bad.values())
     if needed > budget_bytes:
         return f"its rows are not contiguous or overlap and a copy ({needed >> 20} MiB) exceeds the budget"
-    query, key, value = (t if is_matrix(t) else t.contiguous() for t in (form.query, form.key, form.value))
-    return replace(form, query=query, key=key, value=value)
+    return replace(form, **{name: t.contiguous() for name, t in bad.items()})  # type: ignore[arg-type]
 
 
 def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> int:
     """Query tokens per call so that the dense copy torch makes of the mask fits the budget; 0 = all of them."""
     if mask is None or mask.shape[-2] == 1:
         return 0
-    # Bool masks become floats. CUDA's kernel also copies a float mask whose rows are not 16-byte aligned.
-    copied = mask.dtype == torch.bool or (mask.device.type == "cuda" and (call.seq_len_kv % 8 or mask.stride(-1) != 1))
-    if not copied:
+    # Bool masks become floats. A float mask is made contiguous, on CUDA also where its rows are not 16-byte aligned.
+    is_bool, on_cuda = mask.dtype == torch.bool, mask.device.type == "cuda"
+    if not is_bool and not (mask.stride(-1) > 1 or (on_cuda and (call.seq_len_kv % 8 or mask.stride(-1) != 1))):
         return 0
-    if mask.device.type in CPU_LIKE:
+    if is_bool and mask.device.type in CPU_LIKE:
         mask = _held(mask)  # see _as_numbers
-    element_size, tokens = call.query.element_size(), call.seq_len_q
+    element_size, tokens = call.query.element_size() if is_bool else mask.element_size(), call.seq_len_q
     lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
     row_bytes = mask.numel() // mask.shape[-2] * element_size
     if tokens * (row_bytes + call.batch_size * lse_bytes) <= budget_bytes:
@@ -348,11 +354,17 @@ def _held(mask: Tensor) -> Tensor:
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
     By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
-    return _held(mask).to(dtype).reciprocal_().neg_().add_(1).expand(mask.shape)
+    held = _held(mask).to(dtype, memory_format=torch.contiguous_format)  # else torch copies it once more
+    return held.reciprocal_().neg_().add_(1).expand(mask.shape)
 
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype == torch.bool and mask.device.type in CPU_LIKE:
         mask = _as_numbers(mask, query.dtype)
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
-    return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
+    try:
+        return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise unkept(call, error) from error

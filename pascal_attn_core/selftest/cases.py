@@ -13,17 +13,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import sdpa, sdpa_with_lse
-from ..config import ROUTES, AttentionConfig, UnsupportedAttention
+from ..checks import exact_limit, gap
+from ..config import AttentionConfig, UnsupportedAttention
 from ..flash_attn import flash_attn_varlen_func
 from ..reference import reference_sdpa
+from ..routes import route_names
 
 DTYPES = ("float32", "float16", "bfloat16")
 AUTO = "auto"
-ALL_ROUTES = (*ROUTES, AUTO)
-# Largest difference to float64 over the largest value of the result: several times what rounding the inputs, the
-# probabilities and the output to the dtype explains, and far below one misplaced row or key.
-_LIMITS = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 6e-2}
-_GRADIENTS = 4  # times as much for gradients, which go through two products more
+ALL_ROUTES = (*route_names(), AUTO)
 _VARLEN = ((60, 90), (1, 33), (130, 70))  # tokens of query and key of each sequence
 
 
@@ -73,7 +71,7 @@ CASES = (
 
 
 class Check(NamedTuple):
-    """What became of one call.
+    """The result of one call.
 
     Attributes:
         error: largest difference to float64, relative to the largest value; None where nothing was computed.
@@ -111,12 +109,14 @@ class _Tensors(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The tensors of a case, and the float64 result on the CPU."""
+    """The tensors of a case, the float64 results on the CPU, and for each the largest relative error of an exact
+    answer."""
 
     tensors: _Tensors
     mask: Tensor | None
     grad_out: Tensor
     expected: list[Tensor]
+    limits: list[float]
 
 
 def run_checks(device: torch.device, left: Callable[[], float]) -> Iterator[Check]:
@@ -143,14 +143,14 @@ def run_checks(device: torch.device, left: Callable[[], float]) -> Iterator[Chec
 
 
 def _check(case: Case, route: str, dtype: str, sample: _Sample) -> Check:
-    limit = _LIMITS[dtype] * (_GRADIENTS if case.has_gradients else 1)
     try:
         found = _results(case, _config(route), sample)
-        error = max(_difference(one, other) for one, other in zip(found, sample.expected))
+        errors = [gap(one, other).relative for one, other in zip(found, sample.expected)]
     except UnsupportedAttention as reason:
         return Check(case.name, route, dtype, refused="; ".join(reason.reasons))
     except Exception as failure:  # the test goes on: whatever it is belongs into the report
         return Check(case.name, route, dtype, failed=in_one_line(failure))
+    error, limit = max(zip(errors, sample.limits), key=lambda pair: pair[0] / pair[1])
     return Check(case.name, route, dtype, error, limit)
 
 
@@ -215,7 +215,7 @@ def _varlen(tensors: _Tensors) -> Tensor:
 
 
 def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
-    """The same numbers on every machine: drawn on the CPU."""
+    """The tensors of a case, drawn on the CPU: every machine gets the same numbers."""
     generator = torch.Generator().manual_seed(len(case.name))
     kind = getattr(torch, dtype)
 
@@ -237,20 +237,23 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
             mask = mask > 0
             mask[..., 7, :] = False
     grad_out = numbers(batch, case.num_heads, rows, dim)
-    expected = _expected(case, tensors, mask, grad_out)
+    expected, plain = (_expected(case, tensors, mask, grad_out, d) for d in (torch.float64, kind))
+    gaps = [gap(one, other) for one, other in zip(plain, expected)]
+    limits = [exact_limit(found, kind) / found.largest for found in gaps]
     there = _Tensors(*(_moved(t, device) for t in tensors))
-    return _Sample(there, None if mask is None else mask.to(device), grad_out.to(device), expected)
+    return _Sample(there, None if mask is None else mask.to(device), grad_out.to(device), expected, limits)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same view of the same memory on another device; moving the view itself would pack it."""
+    """A view like this one of its whole memory on another device; moving the view itself would pack it."""
     base = tensor if tensor._base is None else tensor._base
     return torch.as_strided(base.to(device), tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _expected(case: Case, tensors: _Tensors, mask: Tensor | None, grad_out: Tensor) -> list[Tensor]:
-    query, key, value = (t.double().requires_grad_(case.has_gradients) for t in tensors)
-    mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+def _expected(case: Case, tensors: _Tensors, mask: Tensor | None, grad_out: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The results of plain attention computed in ``dtype`` throughout."""
+    query, key, value = (t.detach().to(dtype).requires_grad_(case.has_gradients) for t in tensors)
+    mask = mask.to(dtype) if mask is not None and mask.dtype != torch.bool else mask
     if case.way == "varlen":
         q_lengths, k_lengths = map(list, zip(*_VARLEN))
         parts = zip(query.split(q_lengths, dim=2), key.split(k_lengths, dim=2), value.split(k_lengths, dim=2))
@@ -258,16 +261,8 @@ def _expected(case: Case, tensors: _Tensors, mask: Tensor | None, grad_out: Tens
         return [torch.cat(outs, dim=2)]
     out, lse = reference_sdpa(query, key, value, mask, **case.options)
     if case.has_gradients:
-        return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out.double())]
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out.to(dtype))]
     return [out, lse] if case.way == "lse" else [out]
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        raise ValueError(f"the result must have shape {tuple(expected.shape)}, got {tuple(found.shape)}")
-    largest = expected.abs().max().item()
-    error = (found.detach().cpu().double() - expected).abs().max().nan_to_num(nan=torch.inf).item()
-    return error / largest
 
 
 def in_one_line(error: BaseException) -> str:

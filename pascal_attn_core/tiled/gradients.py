@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, distinct, may_read
+from ..call import AttentionCall, Gradients, Results, Wanted, distinct, may_read
 from .forward import units_of
 from .layout import Units, unit_spans, unit_views
 from .mask_writer import rows_by_token
@@ -29,30 +29,20 @@ from .products import LOG2_E, TileProducts
 
 @torch.no_grad()
 def tiled_backward(
-    call: AttentionCall,
-    walk: Walk,
-    grad_out: Tensor,
-    saved: Results,
-    *,
-    grad_lse: Tensor | None = None,
-    wants_mask: bool = False,
-    wants_sinks: bool = False,
-    trim_masks: bool = True,
+    call: AttentionCall, walk: Walk, saved: Results, wanted: Wanted, *, trim_masks: bool = True
 ) -> Gradients:
     """Gradients of :func:`pascal_attn_core.tiled.forward.tiled_forward`.
 
     Args:
         walk: planned with ``backward=True``.
-        grad_out: ``[*batch, Hq, L, Dv]``; grad_lse: ``[*batch, Hq, L]``.
         saved: what ``tiled_forward(for_grad=True)`` returned.
-        wants_mask, wants_sinks: also return the gradient of a float mask, of the sinks.
     """
     out, lse, log_sum, seed = saved
-    assert lse is not None
-    sums = _Sums(call, walk.dtype, wants_mask)
+    sums = _Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
         tile = GradientProducts(call, walk, seed)
-        per_query = (sums.query, sums.mask_view, grad_out.expand(out.shape), out, lse, log_sum, grad_lse)
+        grad_out = wanted.grad_out.expand(out.shape)
+        per_query = (sums.query, sums.mask_view, grad_out, out, lse, log_sum, wanted.grad_lse)
         per_key = (sums.key_view, sums.value_view)
         views, look = unit_views(call, per_query, per_key), may_read(call) and trim_masks and walk.tiles.scans_mask
         spans = unit_spans(views.size, call, 1 if sums.units_share else walk.tiles.units)
@@ -60,8 +50,7 @@ def tiled_backward(
             rules = Rules.of(call, units, look=look) if walk.is_masked else None
             for span in spans:
                 _UnitRange(units, span, tile, call, walk).run(rules)
-    sinks = sinks_gradient(call, grad_out, out, lse, grad_lse) if wants_sinks else None
-    return sums.result(sinks)
+    return sums.result(sinks_gradient(call, saved, wanted) if wanted.sinks else None)
 
 
 class _Sums:
@@ -269,12 +258,11 @@ class _UnitRange:
         return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
 
 
-def sinks_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
-
-    grad_out, out: ``[*batch, Hq, L, Dv]``; lse, grad_lse: ``[*batch, Hq, L]``; without Hq where query is ``[L, D]``.
-    """
+def sinks_gradient(call: AttentionCall, saved: Results, wanted: Wanted) -> Tensor:
+    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows."""
+    (out, lse, *_), grad_lse, grad_out = saved, wanted.grad_lse, wanted.grad_out.expand(saved.out.shape)
     assert call.sinks is not None
+    assert lse is not None
     if call.query.dim() == 2:  # no dimension of heads
         grad_out, out, lse = grad_out[None], out[None], lse[None]
         grad_lse = None if grad_lse is None else grad_lse[None]

@@ -129,6 +129,14 @@ def rows_overlap(tensor: Tensor) -> bool:
     return len(steps) > 1 and steps[1][0] <= steps[0][0] * (steps[0][1] - 1)
 
 
+def slides_by_one(query: Tensor) -> bool:
+    """Whether heads or batch elements begin one element after each other, as ``as_strided`` makes sliding windows. From
+    such a query torch's CPU kernel returns memory that it has not written to."""
+    if query.shape[-1] == 1:
+        return False
+    return any(size > 1 and stride == 1 for size, stride in zip(query.shape[:-2], query.stride()[:-2]))
+
+
 def copies(call: AttentionCall) -> tuple[bool, bool, bool]:
     """(query, key and value, output): whether a block of each has to be copied to or from a buffer."""
     converts = call.query.dtype != call.sums_dtype

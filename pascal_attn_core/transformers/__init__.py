@@ -1,7 +1,7 @@
-"""Transformers: ``register_with_transformers()`` registers this package as a named attention implementation.
+"""Transformers: ``patch_transformers()`` registers this package as a named attention implementation.
 
-    from pascal_attn_core.transformers import register_with_transformers
-    register_with_transformers()
+    from pascal_attn_core import patch_transformers
+    patch_transformers()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="pascal_chunked")
 
 It registers the attention **and** its mask function: without the latter Transformers passes no mask at all, and padding
@@ -26,37 +26,43 @@ import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..config import default_config
+from ..config import AttentionConfig, default_config
 from ..patching.patch import Patch, PatchGroup
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
 from .paged import adds_prefix, paged_attend, serve_batching
 
-__all__ = ["make_hf_attention_fn", "pascal_mask", "register_with_transformers", "unsupported_reason"]
+__all__ = [
+    "make_hf_attention_fn",
+    "pascal_mask",
+    "patch_transformers",
+    "register_with_transformers",
+    "unsupported_reason",
+]
 
 # Transformers treats names with these parts specially.
 _RESERVED = ("sdpa", "flash", "flex_attention", "paged|", "/")
 
 
-def register_with_transformers(tile_size: int | str | None = "auto", name: str = "pascal_chunked") -> Patch:
+def patch_transformers(name: str = "pascal_chunked", *, config: AttentionConfig | None = None) -> Patch:
     """Make ``attn_implementation=name`` (also ``model.set_attn_implementation(name)``) run through this package.
 
     Args:
-        tile_size: see :func:`make_hf_attention_fn`.
         name: must not be "eager" nor contain "sdpa", "flash", "flex_attention", "paged|" or "/", which have a meaning
             in Transformers. Registering a name again replaces its previous function.
+        config: how to compute; None = the default.
     Returns:
         A Patch; ``remove()`` unregisters the name, or restores its previous function. After that, models still set to
         this name cannot run until another implementation is set.
     Raises:
         ImportError: Transformers is missing or older than 4.53.
-        ValueError, TypeError: an unusable name or tile_size.
+        ValueError, TypeError: an unusable name.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     if not name or name == "eager" or any(part in name for part in _RESERVED):
         raise ValueError(f"name must not be 'eager' nor contain any of {list(_RESERVED)}, got {name!r}")
-    attention = make_hf_attention_fn(tile_size)
+    attention = _attention_by(config)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         return pascal_mask(*args, **kwargs)  # a new object for each registration, like the attention
@@ -68,6 +74,11 @@ def register_with_transformers(tile_size: int | str | None = "auto", name: str =
                 group.add(_register(interface, f"paged|{name}", function))
         group.add(serve_batching(name))
     return group.patch()
+
+
+def register_with_transformers(tile_size: int | str | None = "auto", name: str = "pascal_chunked") -> Patch:
+    """:func:`patch_transformers` with the argument of pascal-attn, see :func:`make_hf_attention_fn`."""
+    return patch_transformers(name, config=_config_of(tile_size))
 
 
 def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -83,11 +94,19 @@ def make_hf_attention_fn(tile_size: int | str | None = "auto") -> Callable[..., 
     Raises:
         ValueError, TypeError: tile_size is neither a positive whole number, None nor "auto".
     """
+    return _attention_by(_config_of(tile_size))
+
+
+def _config_of(tile_size: int | str | None) -> AttentionConfig | None:
     if isinstance(tile_size, str) and tile_size != "auto":
         raise ValueError(f"tile_size must be a whole number, None or 'auto', got {tile_size!r}")
-    config = None
-    if tile_size is not None and not isinstance(tile_size, str):
-        config = replace(default_config(), route="tiled", q_block=tile_size, kv_block=tile_size)
+    if tile_size is None or isinstance(tile_size, str):
+        return None
+    return replace(default_config(), route="tiled", q_block=tile_size, kv_block=tile_size)
+
+
+def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function to register; see :func:`make_hf_attention_fn` for its signature."""
 
     def pascal_attention_forward(
         module: torch.nn.Module,

@@ -15,20 +15,20 @@ so.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import nn
+from typing import Any
 
 from ..patching.patch import Patch, PatchGroup
+from ..patching.targets import autoencoder_of
 from .calls import METHODS, Settings, Site, bound
+from .lazy import NotInBands
 from .report import VaeReport
-from .room import KEEP
-from .run import NotInBands
+from .store import KEEP
 
 __all__ = ["NotInBands", "VaePatch", "VaeReport", "patch_vae"]
 
 
 def patch_vae(
-    vae: nn.Module,
+    vae: Any,
     *,
     budget_mib: float | None = None,
     keep: str = "auto",
@@ -42,7 +42,8 @@ def patch_vae(
 
     Args:
         vae: an autoencoder of diffusers, ComfyUI's ``first_stage_model``, or any module with such methods whose first
-            argument is the latent or picture, ``[B, C, ..., H, W]`` (audio: ``[B, C, L]``), float.
+            argument is the latent or picture, ``[B, C, ..., H, W]`` (audio: ``[B, C, L]``), float; or a diffusers
+            pipeline: then its ``vae``.
         budget_mib: memory on the device in MiB for one band and what is kept there between layers, besides the weights,
             the input and the result. None = 0.7 of what is free when a call begins; 64 on a CPU. A single row that
             needs more is computed anyway.
@@ -61,14 +62,13 @@ def patch_vae(
     Raises:
         TypeError, ValueError: an invalid argument.
     """
-    if not isinstance(vae, nn.Module):
-        raise TypeError(f"vae must be a torch.nn.Module, got {type(vae).__name__}; of a pipeline pass its vae")
+    vae = autoencoder_of(vae)
     if keep not in KEEP:
         raise ValueError(f"keep must be one of {', '.join(KEEP)}, got {keep!r}")
     if when not in ("always", "needed"):
         raise ValueError(f"when must be 'always' or 'needed', got {when!r}")
-    if budget_mib is not None and not budget_mib > 0:
-        raise ValueError(f"budget_mib must be a positive number of MiB, got {budget_mib}")
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+        raise TypeError(f"methods must be a tuple of names, got {methods!r}")
     found = [name for name in methods if callable(getattr(vae, name, None))]
     if not found:
         raise ValueError(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
@@ -90,4 +90,4 @@ class VaePatch(Patch):
 
     def report(self) -> VaeReport:
         """What the calls so far have done."""
-        return VaeReport([call for site in self._sites.values() for call in site.calls])
+        return VaeReport([call for site in self._sites.values() for call in site.calls], tuple(self._sites))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..machine.device import MIB
+from ..patching.patch import OFF, ON, REFUSED, WAITING, State
 from .run import Figures
 
 
@@ -48,9 +49,22 @@ class VaeCall:
 
 @dataclass(frozen=True)
 class VaeReport:
-    """All calls so far."""
+    """All calls so far.
+
+    Attributes:
+        methods: the names of the methods that are patched.
+    """
 
     calls: list[VaeCall]
+    methods: tuple[str, ...] = ()
+
+    @property
+    def states(self) -> list[State]:
+        """The state of each method after its latest call, in the words that all patches share."""
+        latest = {call.method: call for call in self.calls}
+        words = {"in bands": ON, "as it is": OFF}
+        called = [State(name, words.get(call.state, REFUSED), call.why) for name, call in latest.items()]
+        return called + [State(name, WAITING) for name in self.methods if name not in latest]
 
     def text(self) -> str:
         """One or two lines per call."""

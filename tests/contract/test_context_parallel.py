@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from attn_support import fresh
 from attn_support.parallel.processes import run_in
 from torch import Tensor
 
-from pascal_attn_core import parallel, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, parallel, sdpa
 from pascal_attn_core.parallel import context_parallel_sdpa
 
 pytestmark = [
@@ -30,40 +31,32 @@ CALLS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "causal, GQA, scale": (4, 2, {"is_causal": True, "enable_gqa": True, "scale": 0.4}, ""),
     "padding, own columns": (4, 4, {}, "own columns"),
     "padding, all columns": (4, 4, {}, "all columns"),
+    "padding per head, own columns": (4, 4, {}, "own columns per head"),
     "own rows": (4, 4, {}, "own rows"),
+    "own rows, per head": (4, 4, {}, "own rows per head"),
     "all rows, per head": (4, 4, {}, "per head"),
     "float mask": (4, 2, {"enable_gqa": True}, "float"),
     "empty rows": (4, 4, {}, "empty rows"),
 }
 
 
-def lengths_of(world: int, *, uneven: bool) -> list[int]:
-    return [7, 3, 9, 5][:world] if uneven else [6] * world
-
-
 def mask_of(kind: str, tokens: int, own: slice) -> tuple[Tensor | None, Tensor | None]:
     """(the whole mask, what the process with the tokens ``own`` passes)."""
     draws = torch.Generator().manual_seed(3)
-    padding = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
-    padding[0, ..., -4:] = False
-    if kind == "own columns":
-        return padding, padding[..., own]
-    if kind == "all columns":
-        return padding, padding
-    if kind == "own rows":
-        mask = torch.rand(1, 1, tokens, tokens, generator=draws) > 0.3
-        return mask, mask[:, :, own]
-    if kind == "per head":
-        mask = torch.rand(2, 4, tokens, tokens, generator=draws) > 0.3
-        return mask, mask
+    if not kind:
+        return None, None
     if kind == "float":
         mask = torch.randn(tokens, tokens, generator=draws, dtype=F64)
         return mask, mask
+    heads = 4 if "per head" in kind else 1
+    if "columns" in kind:
+        padding = torch.rand(2, heads, 1, tokens, generator=draws) > 0.3
+        padding[0, ..., -4:] = False
+        return padding, padding[..., own] if "own" in kind else padding
+    mask = torch.rand(2, heads, tokens, tokens, generator=draws) > 0.3
     if kind == "empty rows":
-        mask = torch.rand(1, 1, tokens, tokens, generator=draws) > 0.3
         mask[:, :, 2] = mask[:, :, -2] = False
-        return mask, mask[:, :, own]
-    return None, None
+    return mask, mask if kind == "per head" else mask[:, :, own]
 
 
 def groups_of(how: str) -> dict[str, Any]:
@@ -75,10 +68,9 @@ def groups_of(how: str) -> dict[str, Any]:
     return {how: dist.group.WORLD}
 
 
-def differences(rank: int, how: str, name: str, *, uneven: bool, groups: dict[str, Any]) -> list[float]:
+def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, Any]) -> list[float]:
     """Largest difference of out and of each gradient between this process's part and one process's answer."""
     heads, kv_heads, options, kind = CALLS[name]
-    lengths = lengths_of(dist.get_world_size(), uneven=uneven)
     total, start = sum(lengths), sum(lengths[:rank])
     own = slice(start, start + lengths[rank])
     draws = torch.Generator().manual_seed(1)
@@ -89,27 +81,29 @@ def differences(rank: int, how: str, name: str, *, uneven: bool, groups: dict[st
     out = sdpa(*leaves, whole_mask, **options)
     expected = [out, *torch.autograd.grad(out, leaves, grad)]
     parts = [t[:, :, own].clone().requires_grad_() for t in tensors]
-    found = context_parallel_sdpa(*parts, mask, **options, **groups, uneven=uneven)
+    found = context_parallel_sdpa(*parts, mask, **options, **groups, uneven=len(set(lengths)) > 1)
     answers = [found, *torch.autograd.grad(found, parts, grad[:, :, own])]
     if not all(answer.isfinite().all() for answer in answers):
         return [float("nan")] * 4
-    return [(one - other[:, :, own]).abs().max().item() for one, other in zip(answers, expected)]
+    apart = [(one - other[:, :, own]).abs() for one, other in zip(answers, expected)]
+    return [each.max().item() if each.numel() else 0.0 for each in apart]
 
 
-def _every_call(world: str) -> None:
-    ways = {2: ["ring", "ulysses"], 3: ["ring", "ulysses"], 4: ["both"]}[int(world)]
+def _every_call(*words: str) -> None:
+    lengths = [int(word) for word in words]
+    world = len(lengths)
 
     def work(rank: int) -> dict[str, Any]:
         found = {}
-        for how in ways:
+        for how in ["both"] if world == 4 else ["ring", "ulysses"]:
             groups = groups_of(how)
-            for name, (_, kv_heads, _, _) in CALLS.items():
-                if how == "ulysses" and world == "3" and kv_heads < 3:
-                    continue  # refused, see below
-                found[how, name] = differences(rank, how, name, uneven=world == "3", groups=groups)
+            for name, (_, kv_heads, _, kind) in CALLS.items():
+                is_refused = how == "ulysses" and kv_heads < world == 3
+                if not is_refused and not (kind == "empty rows" and sum(lengths) < 4):
+                    found[how, name] = differences(rank, name, lengths, groups)
         return found
 
-    answers = run_in(int(world), work)
+    answers = run_in(world, work)
     assert all(isinstance(answer, dict) and len(answer) >= len(CALLS) for answer in answers), answers
     wrong = [
         (rank, *item) for rank, answer in enumerate(answers) for item in answer.items() if not max(item[1]) < 1e-12
@@ -117,10 +111,11 @@ def _every_call(world: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_call_gives_what_one_process_gives(world: int) -> None:
-    """Two: ring, Ulysses. Three, each with another number of tokens: ring, Ulysses. Four: both together."""
-    fresh.call(_every_call, str(world))
+@pytest.mark.parametrize("lengths", ["6 6", "7 3 9", "6 6 6 6", "1 5", "6 0", "1 1"])
+def test_every_call_gives_what_one_process_gives(lengths: str) -> None:
+    """Tokens of each process; of two and three by a ring and by Ulysses, of four by both together. A process with one
+    token, or with all of them, passes masks whose own rows or columns look like another kind."""
+    fresh.call(_every_call, *lengths.split())
 
 
 def _no_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -145,7 +140,8 @@ def _by_sigmoid(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tu
 
 
 REAL: dict[str, Any] = {
-    name: getattr(parallel, name) for name in ("sdpa_with_lse", "_travelling", "_gathered_tokens", "_merged")
+    name: getattr(parallel, name)
+    for name in ("sdpa_with_lse", "sdpa_backward", "_travelling", "_gathered_tokens", "_merged")
 }
 MUTANTS: dict[str, tuple[str, Any, str]] = {
     "lse zeroed": ("sdpa_with_lse", _no_lse, "plain"),
@@ -160,7 +156,7 @@ def _mutants() -> None:
         found = {}
         for which, (name, wrong, call) in MUTANTS.items():
             setattr(parallel, name, wrong)
-            found[which] = differences(rank, "ring", call, uneven=False, groups=groups_of("ring"))
+            found[which] = differences(rank, call, (6, 6), groups_of("ring"))
             setattr(parallel, name, REAL[name])
         return found
 
@@ -256,39 +252,83 @@ def test_the_others_end_with_an_error_that_says_where(how: str) -> None:
 
 
 def _refusals() -> None:
+    query = torch.randn(1, 4, 6, 8)
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=torch.bool)
+
     def work(rank: int) -> list[str]:
-        query = torch.randn(1, 4, 6, 8)
-        ring: Any = {"ring": dist.group.WORLD}
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-            ((query, query[:, :, 1:], query[:, :, 1:]), {**ring, "is_causal": True}),
-            ((query, query, query, torch.ones(1, 1, 6, 6, dtype=torch.bool)), ring),
-            ((query, query, query, torch.ones(1, 1, 1, 5, dtype=torch.bool)), ring),
-            ((query, query, query, torch.zeros(1, 1, 1, 12, requires_grad=True)), ring),
-            ((query[:, :3], query[:, :1], query[:, :1]), {"ulysses": dist.group.WORLD, "enable_gqa": True}),
-            ((query[0], query[0], query[0]), ring),
-            ((query, query, query), {**ring, "ulysses": dist.group.WORLD}),
-            ((query, query, query), {"ring": dist.new_group([1])}),
-        ]
-        said = []
-        for tensors, options in calls:
+        ring: dict[str, Any] = {"ring": dist.group.WORLD}
+        short, one_head = query[:, :, 1:], query[:, :1]
+        others = [dist.new_group([each]) for each in range(2)][1 - rank]
+        own_columns = ones(1, 1, 6, 6) if rank else ones(1, 1, 1, 6)
+        calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+            ("is_causal needs as many keys as queries", (query, short, short), {**ring, "is_causal": True}),
+            ("must hold the columns of all 12 keys, or one row", (query, query, query, ones(1, 1, 6, 6)), ring),
+            ("12, 6 or 1 columns here", (query, query, query, ones(1, 1, 1, 5)), ring),
+            ("be of one kind on all processes", (query, query, query, own_columns), {**ring, "uneven": True}),
+            (
+                "be of one kind on all processes",
+                (query, query, query, ones(1, 1, 1, 6) if rank else None),
+                {**ring, "uneven": True},
+            ),
+            ("attn_mask must not require a gradient", (query, query, query, torch.zeros(12, requires_grad=True)), ring),
+            ("got 3 query and 1 key/value heads", (query[:, :3], one_head, one_head),
+             {"ulysses": dist.group.WORLD, "enable_gqa": True}),
+            ("must have the same batch and heads", (query, one_head, query), ring),
+            ("query must be [B, heads, tokens, head_dim]", (query[0], query[0], query[0]), ring),
+            ("must have only this process in common", (query, query, query), {**ring, "ulysses": dist.group.WORLD}),
+            ("ring must be a group of this process", (query, query, query), {"ring": others}),
+            ("lse", (query, query, query), {**ring, "config": AttentionConfig(route="math")}),
+        ]  # fmt: skip
+        wrong = []
+        for expected, tensors, options in calls:
             try:
                 context_parallel_sdpa(*tensors, **options)
-            except ValueError as error:
-                said.append(str(error))
+            except (ValueError, UnsupportedAttention) as error:
+                wrong += [] if expected in str(error) else [f"{expected}: {error}"]
             else:
-                said.append("taken")
-        return said
+                wrong.append(f"{expected}: taken")
+            context_parallel_sdpa(query, query, query, **ring)  # the group is whole
+        return wrong
 
-    causal, block, columns, gradient, heads, dims, both, others = run_in(2, work)[0]
-    assert "is_causal needs as many keys as queries, got ((5,), (5,)) and ((6,), (6,))" in causal
-    assert "must hold the columns of all 12 keys, or one row, got [1, 1, 6, 6]" in block
-    assert "1, 6 or 12 rows and 1, 6 or 12 columns here, got [1, 1, 1, 5]" in columns
-    assert "attn_mask must not require a gradient" in gradient
-    assert "got 3 query and 1 key/value heads" in heads
-    assert "query must be [B, heads, tokens, head_dim], got [4, 6, 8]" in dims
-    assert "ring and ulysses must have only this process in common, got [0, 1]" in both
-    assert "ring must be a group of this process, got one without it" in others
+    answers = run_in(2, work, seconds=8)
+    assert answers == [[], []], answers
 
 
-def test_what_does_not_fit_is_named_before_anything_is_sent() -> None:
+def test_what_does_not_fit_is_refused_on_all_processes_and_leaves_the_group_whole() -> None:
     fresh.call(_refusals)
+
+
+def _fails_on_the_way() -> None:
+    def work(rank: int) -> float:
+        tensors = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
+        for computed in ("sdpa_with_lse", "sdpa_backward"):
+            setattr(parallel, computed, lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                context_parallel_sdpa(*tensors, ring=dist.group.WORLD).sum().backward()
+            setattr(parallel, computed, REAL[computed])
+        return differences(rank, "plain", (6, 6), groups_of("ring"))[0]
+
+    assert all(isinstance(answer, float) and answer < 1e-12 for answer in run_in(2, work, seconds=8))
+
+
+def test_a_computation_that_fails_leaves_the_group_whole() -> None:
+    fresh.call(_fails_on_the_way)
+
+
+def _second_derivatives() -> None:
+    def work(rank: int) -> str:
+        query = torch.randn(1, 2, 6, 8, requires_grad=True)
+        out = context_parallel_sdpa(query, query, query, ring=dist.group.WORLD)
+        (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+        with pytest.raises(RuntimeError, match="gradients of gradients"):
+            grad.sum().backward()
+        return "refused"
+
+    answers = run_in(2, work)
+    assert answers == ["refused", "refused"], answers
+
+
+def test_a_graph_of_the_gradients_may_be_made_but_not_differentiated() -> None:
+    fresh.call(_second_derivatives)

@@ -99,6 +99,24 @@ ONCE_WRONG = [
     Call(15, keys=20, mask=Mask("bool some rows empty"), sinks="all -inf", wants="qkvs"),
     Call(16, batch=(), matrices=True, sinks="normal", wants="qs", config={"route": "tiled"}),
     Call(17, mask=Mask("float rule of distance", dtype="float32", declared=False), config={"route": "tiled"}),
+    Call(18, dtype="float16", keys=2, width=256, mask=Mask("-1e9 padding", keep="", dtype="float32"), wants="qkv"),
+    Call(19, dtype="float16", keys=150, width=96, mask=Mask("finfo some rows", dtype="float16"), wants="qkv"),
+    Call(
+        20,
+        rows=64,
+        keys=2,
+        width=1,
+        mask=Mask("-1e4 some rows", keep="", dtype="float32"),
+        wants="qkv",
+        config={"route": "tiled"},
+    ),
+    Call(
+        21,
+        batch=(2, 2),
+        leads=("short", "full", "full"),
+        rows=20,
+        layouts=("contiguous", "columns first", "columns first"),
+    ),
 ]
 
 

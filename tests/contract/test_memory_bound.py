@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -199,6 +200,42 @@ def test_whatever_route_is_chosen_the_default_takes_four_megabytes_on_a_cpu(kind
     inputs = _kinds()[kind]()
     measured = measure(sdpa, *inputs)
     assert measured.extra_bytes <= 4 * MIB, f"{measured.extra_bytes / MIB:.2f} MiB"
+
+
+def _allocated(function: Callable[[], object]) -> int:
+    """The peak of torch's own allocator: what its kernels copy inside themselves counts too."""
+    with torch.profiler.profile(profile_memory=True) as trace:
+        kept = function()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    del kept
+    return max(accumulate(sizes))
+
+
+MASKS_NOT_CONTIGUOUS: dict[str, Callable[[int, int], Tensor]] = {
+    "T5's position bias": lambda heads, length: torch.randn(length, length, heads).permute(2, 0, 1)[None],
+    "transposed": lambda heads, length: torch.randn(1, 1, length, length).mT,
+    "every second column": lambda heads, length: torch.zeros(length, 2 * length)[:, ::2],
+    "bool, transposed": lambda heads, length: (torch.rand(length, length) > 0.3).mT,
+    "bool, permuted": lambda heads, length: (torch.rand(length, length, heads) > 0.3).permute(2, 0, 1)[None],
+}
+
+
+@pytest.mark.parametrize("name", MASKS_NOT_CONTIGUOUS)
+def test_a_mask_that_torchs_kernel_would_copy_whole_is_not_copied_whole(name: str) -> None:
+    heads, length = 4, 1500
+    query, key, value = _inputs((1, heads, heads, length, length, 16, 16), "cpu")
+    mask = MASKS_NOT_CONTIGUOUS[name](heads, length)
+    with torch.no_grad():
+        assert _allocated(lambda: sdpa(query, key, value, mask)) - query.nbytes <= 4 * MIB
+    out = sdpa(query.requires_grad_(), key, value, mask)
+    grad = torch.ones_like(out)
+    assert _allocated(lambda: torch.autograd.grad(out, query, grad)) - query.nbytes <= 6.5 * MIB
+
+
+def test_keys_with_one_dimension_more_than_the_query_store_no_scores() -> None:
+    query, key = torch.randn(1, 1, 2000, 8), torch.randn(1, 1, 1, 2000, 8)
+    assert measure(sdpa, query, key, key).extra_bytes <= 4 * MIB
 
 
 def test_a_tile_that_does_not_fit_the_budget_is_refused() -> None:

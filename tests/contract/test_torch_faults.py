@@ -17,8 +17,9 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdp
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
+from pascal_attn_core.patching import interception
 from pascal_attn_core.routes import torch_faults
-from pascal_attn_core.routes.torch_faults import FAULTS, ShownFaults, is_shown, torch_sdpa
+from pascal_attn_core.routes.torch_faults import FAULTS, Kind, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
 from pascal_attn_core.tiled.layout import rows_overlap
 
@@ -31,6 +32,7 @@ CONFIGS = {
     "math": AttentionConfig(route="math", math_limit_mib=100),
 }
 CPU = torch.device("cpu")
+FLOAT32 = Kind(CPU, torch.float32, torch.float32)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -82,11 +84,19 @@ def test_gradients_beside_rows_that_hold_large_numbers_only(name: str, low: floa
             assert max(_errors(F.scaled_dot_product_attention, leaves, mask)) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_the_same_in_other_dtypes(dtype: torch.dtype) -> None:
+MASKED_IN = [(torch.float64, torch.float64, 1e-10), (torch.bfloat16, torch.bfloat16, 2e-2),
+             (torch.bfloat16, torch.float32, 2e-2), (torch.float16, torch.float16, 2e-3),
+             (torch.float16, torch.float32, 2e-3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "of_mask", "tolerance"), MASKED_IN, ids=str)
+def test_the_same_in_other_dtypes_of_query_and_mask(dtype: torch.dtype, of_mask: torch.dtype, tolerance: float) -> None:
     for length in (32, 400):
-        leaves, mask = _masked(length, dtype)
-        assert max(_errors(sdpa, leaves, mask)) < (1e-10 if dtype == torch.float64 else 2e-2)
+        leaves, _ = _masked(length, dtype)
+        mask = _padding(length, max(-1e9, torch.finfo(of_mask).min), of_mask)
+        assert max(_errors(sdpa, leaves, mask)) < tolerance
+        with switch.patch_sdpa():
+            assert max(_errors(F.scaled_dot_product_attention, leaves, mask)) < tolerance
 
 
 @pytest.mark.torch_2_5
@@ -103,7 +113,7 @@ def test_other_float_masks_keep_torchs_kernel() -> None:
 
 def test_by_name_torchs_kernel_is_refused_with_the_reason() -> None:
     leaves, mask = _masked(64)
-    if not is_shown(FAULTS[0], CPU, torch.float32):
+    if not is_shown(FAULTS[0], FLOAT32):
         pytest.skip("the installed torch is mended")
     with pytest.raises(UnsupportedAttention, match="row of a float mask holds very large numbers only"):
         sdpa(*leaves, mask, config=TORCH)
@@ -152,7 +162,7 @@ def test_the_list_is_that_of_the_installed_torch(fault: torch_faults.Fault) -> N
     assert fault.concerns(call)
     assert fault.is_in is None or fault.is_in(call)
     errors = _errors(lambda *a, is_causal=False, **o: torch_sdpa(*a, 0.0, is_causal, **o), leaves, mask, **options)
-    assert is_shown(fault, CPU, leaves[0].dtype) == (max(errors) > (1e-2 if leaves[0].dtype == torch.float16 else 1e-3))
+    assert is_shown(fault, Kind.of(call)) == (max(errors) > (1e-2 if leaves[0].dtype == torch.float16 else 1e-3))
 
 
 @pytest.fixture
@@ -165,25 +175,25 @@ def runtime() -> Iterator[Runtime]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_mended_torch_is_used_again(fault: torch_faults.Fault, runtime: Runtime) -> None:
     leaves, mask, options = _examples()[fault.name]
-    call, dtype = check_call(*leaves, mask, **options), leaves[0].dtype
+    call = check_call(*leaves, mask, **options)
     for shown in (True, False):
-        runtime.part(ShownFaults).found[fault.name, dtype] = shown
+        runtime.part(ShownFaults).found[fault.name, Kind.of(call)] = shown
         form = find_form(call, 1 << 22)
         assert form == [fault.reason.format(call=call)] if shown else not isinstance(form, list)
 
 
 def test_the_probe_is_not_disturbed_by_what_surrounds_the_call(runtime: Runtime) -> None:
     found = runtime.part(ShownFaults).found
-    expected = is_shown(FAULTS[0], CPU, torch.float32)
+    expected = is_shown(FAULTS[0], FLOAT32)
     state = torch.get_rng_state()
     leaves, mask = _masked(64)
     for surroundings in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), switch.patch_sdpa()):
         found.clear()
         with surroundings:
-            assert is_shown(FAULTS[0], CPU, torch.float32) == expected
+            assert is_shown(FAULTS[0], FLOAT32) == expected
     found.clear()
-    torch.func.vmap(lambda x: (x, is_shown(FAULTS[0], CPU, torch.float32))[0])(torch.zeros(2))
-    assert found[FAULTS[0].name, torch.float32] == expected
+    torch.func.vmap(lambda x: (x, is_shown(FAULTS[0], FLOAT32))[0])(torch.zeros(2))
+    assert found[FAULTS[0].name, FLOAT32] == expected
     torch.set_rng_state(state)
     found.clear()
     sdpa(*leaves, mask)
@@ -209,7 +219,8 @@ def test_a_probe_is_made_once_and_not_before_a_call_needs_it(runtime: Runtime, m
 def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torchs_kernel(
     runtime: Runtime, kind: str
 ) -> None:
-    runtime.part(ShownFaults).found[FAULTS[1].name, torch.float32] = True
+    for mask_dtype in (torch.bool, torch.float32):
+        runtime.part(ShownFaults).found[FAULTS[1].name, FLOAT32._replace(mask=mask_dtype)] = True
     tensors = [torch.randn(1, 2, 64, 16) for _ in range(3)]
     mask = torch.ones(2, 1, 64, 64, dtype=torch.bool).tril_().narrow(0, 0, 1)
     empty = mask.clone()
@@ -221,16 +232,21 @@ def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torch
 
 
 def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
-    def fails(device: torch.device, dtype: torch.dtype) -> bool:
+    def fails(kind: Kind) -> bool:
         raise error
 
     found = runtime.part(ShownFaults).found
     fault = torch_faults.Fault("a test", "", lambda call: True, fails)
-    error: Exception = torch.cuda.OutOfMemoryError("a test")
-    assert is_shown(fault, CPU, torch.float32)
-    assert not found
+    error: Exception
+    for no_memory in (
+        torch.cuda.OutOfMemoryError("a test"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        error = no_memory
+        assert is_shown(fault, FLOAT32)
+        assert not found
     error = RuntimeError("could not construct a memory descriptor")
-    assert is_shown(fault, CPU, torch.float32)
+    assert is_shown(fault, FLOAT32)
     assert found
 
 
@@ -273,6 +289,20 @@ def test_overlapping_rows(which: str, lead: tuple[int, ...], step: int, dtype: t
             assert max(errors) < tolerance
 
 
+@pytest.mark.parametrize("tokens", [20, 600])
+@pytest.mark.parametrize("strides", [(0, 1, 128, 1), (1, 64 * 700, 64, 1), (1, 64, 128, 1)], ids=str)
+def test_queries_whose_heads_or_batch_elements_begin_one_element_apart(tokens: int, strides: tuple[int, ...]) -> None:
+    shape = (1 if strides[0] == 0 else 2, 2, tokens, 64)
+    query = torch.randn(200_000).as_strided(shape, strides)
+    key, value = (torch.randn(*shape[:2], 33, 64) for _ in range(2))
+    expected = _plain(query, key, value)
+    for function in (sdpa, F.scaled_dot_product_attention):
+        freed = [torch.full(shape, 1e30) for _ in range(4)]  # what memory that is not written to may hold
+        del freed
+        with switch.patch_sdpa():
+            torch.testing.assert_close(function(query, key, value), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_view_that_overlaps_nothing_stays_a_view() -> None:
     query = torch.randn(2, 50, 3, 8)
     for tensor in (query.transpose(1, 2), query[:, ::2].transpose(1, 2), query.permute(0, 2, 3, 1), query[:, :1]):
@@ -293,6 +323,47 @@ def test_the_fused_kernels_only_read_them() -> None:
     assert call_reasons(check_call(query, query, query)) == []
     odd = _overlapping(1, 2, tokens=50, head_dim=64, step=3, dtype=torch.float32)
     assert "rows must be contiguous" in call_reasons(check_call(odd, odd, odd))[0]
+
+
+# ---- kernels that do not run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [16, 700])
+@pytest.mark.parametrize("entry", ["sdpa", "switch", "gradients"])
+def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tokens: int, entry: str
+) -> None:
+    def lying(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError(f"USE_FLASH_ATTENTION was not enabled for build. {entry} {tokens}")
+
+    leaves = [torch.randn(1, 2, tokens, 16, requires_grad=entry == "gradients") for _ in range(3)]
+    expected = _plain(*leaves)
+    for module in (interception, switch):
+        monkeypatch.setattr(module, "TORCH_SDPA", lying)
+    for _ in range(2):
+        with switch.patch_sdpa():
+            out = (F.scaled_dot_product_attention if entry == "switch" else sdpa)(*leaves)
+        torch.testing.assert_close(out, expected)
+    if entry == "gradients":
+        out.sum().backward()
+    assert len([each for each in caplog.records if "USE_FLASH_ATTENTION" in each.message]) == 1
+    assert "raised: USE_FLASH_ATTENTION" in explain(*leaves)
+    with pytest.raises(UnsupportedAttention, match="raised: USE_FLASH_ATTENTION"):
+        sdpa(*leaves, config=TORCH)
+
+
+def test_a_lack_of_memory_in_torchs_kernel_is_no_broken_promise(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short_of_memory(*args: Any, **kwargs: Any) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("a test")
+
+    query = torch.randn(1, 2, 700, 16)
+    with monkeypatch.context() as patched:
+        patched.setattr(interception, "TORCH_SDPA", short_of_memory)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            sdpa(query, query, query)
+    assert explain(query, query, query).startswith("route torch")
 
 
 def test_nothing_is_probed_on_import() -> None:

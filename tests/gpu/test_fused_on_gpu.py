@@ -18,7 +18,7 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import HEAD_DIMS, KINDS, Variant, all_variants, amd_variants
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import tensor_plan
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe import report

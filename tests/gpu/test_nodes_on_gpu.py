@@ -31,7 +31,7 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def _engine(module: ModuleType, **options: object) -> object:
-    return module.Engine(module.Settings(min_keys=0, **options), "Flux", "diffusion model", None)
+    return module.Engine(module.PatchSettings(min_keys=0, **options), "Flux", "diffusion model", None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -39,7 +39,7 @@ def test_time_and_memory_come_from_the_device(engine_module: ModuleType, dtype: 
     engine = _engine(engine_module)
     query, key, value = (torch.randn(1, 8, 4096, 64, device="cuda", dtype=dtype) for _ in range(3))
     run = engine.begin()
-    out = engine.attend(query, key, value, block="double 0")
+    out = engine.attend(query, key, value, place=engine_module.Place("double 0"))
     engine.end()
     expected, _ = reference_sdpa(query[:, :, :64].double(), key.double(), value.double())
     torch.testing.assert_close(out[:, :, :64].double(), expected, rtol=0, atol=2e-3)
@@ -64,7 +64,7 @@ def test_an_output_that_is_not_finite_is_computed_again(
     engine = _engine(engine_module)
     query = torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.float16)
     run = engine.begin()
-    out = engine.attend(query, query, query, block="single 7")
+    out = engine.attend(query, query, query, place=engine_module.Place("single 7"))
     engine.end()
     assert out.isfinite().all()
     assert len(calls) == 2
@@ -74,10 +74,10 @@ def test_an_output_that_is_not_finite_is_computed_again(
 def test_a_cuda_graph_can_be_captured(engine_module: ModuleType) -> None:
     engine = _engine(engine_module)
     query = torch.randn(1, 2, 512, 64, device="cuda", dtype=torch.float16)
-    expected = engine.attend(query, query, query, block="warm-up")
+    expected = engine.attend(query, query, query, place=engine_module.Place("warm-up"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = engine.attend(query, query, query, block="captured")
+        out = engine.attend(query, query, query, place=engine_module.Place("captured"))
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(out, expected)

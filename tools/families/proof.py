@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.diffusers import redirect as redirecting
+from pascal_attn_core.diffusers.sites import counted as by_reason
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
@@ -118,11 +119,12 @@ def prove(family: Family) -> Proof:
     model = family.build()
     with Calls() as stock_calls:
         stock = outputs(family, model)
-    if not list(sites_of([model])):
+    left = by_reason(left_alone({"": model}).values())
+    if not list(sites_of({"": model})):
         problems = [f"{stock_calls.count} calls made, none can be taken"] if stock_calls.count else []
-        return Proof(family.name, made=stock_calls.count, left_alone=left_alone([model]), problems=problems)
+        return Proof(family.name, made=stock_calls.count, left_alone=left, problems=problems)
     before = attention_state(model)
-    proof = Proof(family.name, made=stock_calls.count, masked=stock_calls.masked)
+    proof = Proof(family.name, made=stock_calls.count, masked=stock_calls.masked, left_alone=left)
     true = _with_exact_attention(family, model, through_us=not proof.made)
     size = true.abs().max().item()
     proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
@@ -140,11 +142,10 @@ def _measure_ours(family: Family, model: nn.Module, proof: Proof, true: Tensor) 
     size = true.abs().max().item()
     for name, (set_ours, configs) in WAYS.items():
         for config in configs:
-            with set_ours(model, config) as patch, counted() as calls:
+            with set_ours(model, config), counted() as calls:
                 error = _distance(outputs(family, model), true) / size
             proof.taken[name] = len(calls)
             proof.error = max(proof.error, error)
-        proof.left_alone = getattr(patch, "left_alone", proof.left_alone)
     with patch_pipeline(model), replaced(uniform):
         proof.uniform = _distance(outputs(family, model), true) / size
     if proof.masked:
@@ -153,10 +154,14 @@ def _measure_ours(family: Family, model: nn.Module, proof: Proof, true: Tensor) 
 
 
 def _measure_beside_ffn(family: Family, model: nn.Module, proof: Proof, true: Tensor) -> None:
-    ffn = patch_ffn(model, chunk_tokens=4, min_tokens=5)
-    with patch_pipeline(model), ffn, counted() as calls:
+    ffn = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch_pipeline(model))
+        with contextlib.suppress(ValueError):  # no feed-forward modules
+            ffn = stack.enter_context(patch_ffn(model, chunk_tokens=4, min_tokens=5))
+        calls = stack.enter_context(counted())
         error = _distance(outputs(family, model), true) / true.abs().max().item()
-        proof.sliced = ffn.report().count("chunked")
+        proof.sliced = len([state for state in ffn.report().states if state.state == "on"]) if ffn else 0
     proof.taken["beside patch_ffn"] = len(calls)
     proof.error = max(proof.error, error)
 

@@ -19,14 +19,6 @@ WITHOUT = {
     "SD3MultiControlNetModel": _SEVERAL,
     "ControlNetXSAdapter": _PART,
     "MotionAdapter": _PART,
-    "AutoencoderTiny": _NOTHING,
-    "AutoencoderOobleck": _NOTHING,
-    "AutoencoderKLCogVideoX": _NOTHING,
-    "AutoencoderKLKVAE": _NOTHING,
-    "AutoencoderKLKVAEVideo": _NOTHING,
-    "AutoencoderKLLTXVideo": _NOTHING,
-    "AutoencoderKLLTX2Video": _NOTHING,
-    "AutoencoderKLMagvit": _NOTHING,
     "Cosmos3AVAEAudioTokenizer": _NOTHING,
     "LongCatAudioDiTVae": _NOTHING,
     "Kandinsky6SRVAE": _NOTHING,
@@ -42,9 +34,9 @@ def unknown_models() -> Iterator[str]:
     """Model classes that the installed diffusers exports and that are in neither the table nor this list."""
     import diffusers
 
-    from . import families
+    from . import sections
 
-    known = {family.model.rpartition(".")[2] for family in families()} | set(WITHOUT)
+    known = {family.model.rpartition(".")[2] for those in sections().values() for family in those} | set(WITHOUT)
     for name in dir(diffusers):
         cls = getattr(diffusers, name) if name[0].isupper() else None
         is_model = (

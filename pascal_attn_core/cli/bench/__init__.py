@@ -8,7 +8,7 @@ import importlib.util
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,16 +80,22 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(options.rounds, options.seconds, backward=options.backward)
     try:
         clock = Clock(device_named(options.device), options.threads)
-        entries = _layers(options, clock, settings) if options.linear else _calls(options, clock, settings)
+        contest = _layers(options) if options.linear else _calls(options, clock.device)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
+    document = _document(options, clock, settings, contest.baseline)
     reports: list[dict[str, Any]] = []
-    document = _document(options, clock, settings)
+    columns = tuple(f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS)
     with quiet_torch(options.threads):
         print(_heading(clock, options), end="\n\n")
-        for entry in entries:
-            reports.append(entry())
-            document["layers" if options.linear else "shapes"] = reports
+        for work in contest.works:
+            results = contest.race(work, clock, settings, progress_of(work.name))
+            is_float32 = getattr(work, "dtype", "") == "float32"
+            peak = device_info(clock.device).fp32_flops if is_float32 else 0.0
+            print_table(f"{work.name}: {work.what}, {work.text}", columns, [result_row(each, peak) for each in results])
+            figures = [dataclasses.asdict(result) for result in results]
+            reports.append({contest.kind: dataclasses.asdict(work), "text": work.text, "results": figures})
+            document[f"{contest.kind}s"] = reports
             document["geometric_means"] = geometric_means(reports)
             _write(document, options.json)  # what has been measured remains if the run is cut short
     _print_summary(document, len(reports))
@@ -98,48 +104,42 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-Entry = Callable[[], dict[str, Any]]
+class _Contest(NamedTuple):
+    """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
+    with, as the file and as the column say it."""
+
+    kind: str
+    works: list[Any]
+    race: Callable[..., list[Result]]
+    baseline: str
+    unit: str
 
 
-def _calls(options: argparse.Namespace, clock: Clock, settings: Settings) -> list[Entry]:
-    """What times and prints each of the shapes that were named."""
-    found, missing = all_candidates(AttentionConfig(budget_mib=options.budget_mib), clock.device.type)
+def _calls(options: argparse.Namespace, device: torch.device) -> _Contest:
+    """The shapes that were named."""
+    found, missing = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
-    shapes = _shapes(options, clock.device)
+    shapes = _shapes(options, device)
     for sentence in missing:
         print(sentence)
 
-    def entry(shape: Shape) -> dict[str, Any]:
-        results = race(shape.make(clock.device), candidates, clock, settings, progress_of(shape.name))
-        peak = device_info(clock.device).fp32_flops if shape.dtype == "float32" else 0.0
-        return {"shape": dataclasses.asdict(shape), **_printed(shape, COLUMNS, results, peak)}
+    def race_shape(shape: Shape, *how: Any) -> list[Result]:
+        return race(shape.make(device), candidates, *how)
 
-    return [lambda shape=shape: entry(shape) for shape in shapes]  # type: ignore[misc]
+    return _Contest("shape", shapes, race_shape, BASELINE, "torch")
 
 
-def _layers(options: argparse.Namespace, clock: Clock, settings: Settings) -> list[Entry]:
-    """What times and prints each of the layers that were named."""
-    from .linear import BASELINE, Layer, choose_layers, own_layers, race_layer
+def _layers(options: argparse.Namespace) -> _Contest:
+    """The layers that were named."""
+    from . import linear
 
     unused = [f"--{name}" for name in ("dtype", "backward", "causal") if getattr(options, name)]
     if unused:
         raise ValueError(f"--linear does not take {', '.join(unused)}")
-    layers = own_layers(options.shape)
+    layers = linear.own_layers(options.shape)
     if options.shapes is not None or not layers:
-        layers += choose_layers(options.shapes or "quick")
-    columns = tuple(f"vs {BASELINE}" if column == "vs torch" else column for column in COLUMNS)
-
-    def entry(layer: Layer) -> dict[str, Any]:
-        results = race_layer(layer, clock, settings, progress_of(layer.name))
-        return {"layer": dataclasses.asdict(layer), **_printed(layer, columns, results)}
-
-    return [lambda layer=layer: entry(layer) for layer in layers]  # type: ignore[misc]
-
-
-def _printed(timed: Any, columns: tuple[str, ...], results: list[Result], peak: float = 0.0) -> dict[str, Any]:
-    """Print the table of a shape or layer; what the file says of it."""
-    print_table(f"{timed.name}: {timed.what}, {timed.text}", columns, [result_row(result, peak) for result in results])
-    return {"text": timed.text, "results": [dataclasses.asdict(result) for result in results]}
+        layers += linear.choose_layers(options.shapes or "quick")
+    return _Contest("layer", layers, linear.race_layer, linear.BASELINE, linear.BASELINE)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
@@ -196,7 +196,7 @@ def _print_summary(document: dict[str, Any], count: int) -> None:
     print_table(f"time relative to {document['baseline']}, geometric mean", ("", "ratio", "shapes", ""), rows)
 
 
-def _document(options: argparse.Namespace, clock: Clock, settings: Settings) -> dict[str, Any]:
+def _document(options: argparse.Namespace, clock: Clock, settings: Settings, baseline: str) -> dict[str, Any]:
     info = device_info(clock.device)
     return {
         "command": options.command_line,
@@ -211,7 +211,7 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings) -> 
             "clock": clock.kind,
         },
         "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
-        "baseline": "float32" if options.linear else BASELINE,
+        "baseline": baseline,
     }
 
 

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...attention import sdpa
 from ...capture import CapturedCall
-from ...config import ROUTES, AttentionConfig
+from ...config import AttentionConfig
+from ...routes import route_names
 from .choice import choose
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,13 +69,14 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
         Candidate("torch-math", _torch_backend(SDPBackend.MATH), extra_bytes=_score_bytes),
         _ours("ours-auto", config),
     ]
-    found += [_ours(f"ours-{route}", replace(config, route=route)) for route in ROUTES if route != "math"]
+    found += [_ours(f"ours-{route}", replace(config, route=route)) for route in route_names() if route != "math"]
     math_route = _ours("ours-math", replace(config, route="math", math_limit_mib=1e9))  # it is chosen by name
     return [*found, replace(math_route, extra_bytes=_score_bytes)]
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
-    """Those named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is always in.
+    """The candidates named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is
+    always in.
 
     Raises:
         ValueError: a pattern that matches no candidate.

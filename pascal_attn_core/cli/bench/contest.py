@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from ...checks import is_out_of_memory
 from ...config import UnsupportedAttention
-from ...observe.memory import Measurement, measure
+from ...observe.memory import measure
 from ...observe.report import record
 from .clock import Clock
 
@@ -43,7 +42,8 @@ class Result:
     Attributes:
         seconds: the median over rounds; times: every round.
         ratio: the median over rounds of its time divided by the first entrant's time in the same round.
-        extra_bytes: peak memory besides inputs and outputs.
+        extra_bytes: peak memory besides inputs and outputs; what a kernel takes and frees inside itself is not seen on
+            a CPU.
         flops: floating point operations per second that the work needs.
         launches: operators that compute something.
         error: difference to float64, relative to the reference.
@@ -137,16 +137,11 @@ def _enter(
         with record() as report:
             lane = _lane(result, work.run, clock, settings)
         result.error = error_of(_measured(result, work.checked, clock.device))
-    except UnsupportedAttention as error:
-        result.note, result.times = "; ".join(error.reasons), []
-    except (torch.cuda.OutOfMemoryError, MemoryError):
-        result.note, result.times = "out of memory", []
     except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
-        result.note, result.times = _in_one_line(error), []
-    else:
-        result.ran = result.ran or "+".join(report.routes())
-        return [lane]
-    return []
+        result.note, result.times = _why(error), []
+        return []
+    result.ran = result.ran or "+".join(report.routes())
+    return [lane]
 
 
 def _lane(result: Result, run: Callable[[], Any], clock: Clock, settings: Settings) -> _Lane:
@@ -177,47 +172,27 @@ def _ratio(times: list[float], others: list[float]) -> float | None:
 
 
 def _measured(result: Result, step: Callable[[], Any], device: torch.device) -> Any:
-    """What one more call returns; its memory and operators go into ``result``."""
-    try:
-        found, scratch = _measure(step, device)
-    except RuntimeError as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
-        out = step()  # it runs, but not while its operators are watched
-        result.note = f"memory not measured: {_in_one_line(error)}"
-        return out
-    result.extra_bytes, result.launches = max(found.extra_bytes, scratch), found.launches
-    return found.out
-
-
-def _in_one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:90]
-
-
-def _measure(step: Callable[[], Any], device: torch.device) -> tuple[Measurement, int]:
-    """Memory and operators of one call, and the extra bytes that the allocator saw: on a CPU the two differ by what a
-    kernel takes and frees inside itself."""
+    """Call once more and return the result; its memory and operators go into ``result``."""
 
     def call(_: Tensor) -> Any:
         return step()
 
-    probe = torch.empty(0, device=device)  # gives measure() the device
-    if device.type != "cpu":
-        return measure(call, probe), 0
-    os.putenv("KINETO_LOG_LEVEL", "6")  # some builds of the profiler write two lines to stderr at every start
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        found = measure(call, probe)
-    return found, _allocator_peak(trace) - (found.peak_bytes - found.extra_bytes)
-
-
-def _allocator_peak(trace: Any) -> int:
     try:
-        events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    except AttributeError:  # not public; without it scratch memory inside kernels is not seen
-        return 0
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+        found = measure(call, torch.empty(0, device=device))  # a tensor gives measure() the device
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        result.note = f"memory not measured: {_why(error)}"  # it runs, but not while its operators are watched
+        return step()
+    result.extra_bytes, result.launches = found.extra_bytes, found.launches
+    return found.out
+
+
+def _why(error: Exception) -> str:
+    """The note of an entrant that failed."""
+    if isinstance(error, UnsupportedAttention):
+        return "; ".join(error.reasons)
+    if is_out_of_memory(error):
+        return "out of memory"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:90]

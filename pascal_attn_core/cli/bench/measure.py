@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...capture import CapturedCall
+from ...checks import gap
 from ...observe.memory import available_bytes
-from ..oracle import reference_gradients, reference_rows, spread_rows
+from ..oracle import reference, spread_rows
 from .candidates import BASELINE, Attend, Candidate, torch_kernel
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
@@ -67,7 +68,7 @@ class _Oracle:
         self.rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
         self.tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
         if not self.backward:
-            self.expected: tuple[Tensor, ...] = (reference_rows(call, self.rows.cpu()),)
+            self.expected = reference(call, self.rows)
             return
         self.tensors = tuple(t.detach().clone().requires_grad_() for t in self.tensors)
         generator = torch.Generator().manual_seed(1)
@@ -76,7 +77,7 @@ class _Oracle:
         # The output gradient is zero but in some rows: the same work for every candidate, far less for the reference.
         self.sparse_grad = torch.zeros_like(self.grad)
         self.sparse_grad[..., self.rows, :] = self.grad[..., self.rows, :]
-        self.expected = reference_gradients(call, self.rows.cpu(), self.grad[..., self.rows, :])
+        self.expected = reference(call, self.rows, self.grad[..., self.rows, :])
 
     def work(self, candidate: Candidate) -> Work:
         """The call by one candidate, with gradients of the whole output to time, of some rows to check."""
@@ -95,11 +96,5 @@ class _Oracle:
 
     def error_of(self, found: Any) -> float:
         """The largest difference divided by the largest value of the reference, the worst of the outputs."""
-        errors = []
-        for out, expected in zip(found if self.backward else (found[..., self.rows, :],), self.expected):
-            if out.shape != expected.shape:
-                raise ValueError(f"output must have shape {tuple(expected.shape)}, got {tuple(out.shape)}")
-            if out.numel():
-                difference = (out.detach().to(expected) - expected).abs().max().item()
-                errors.append(difference / (expected.abs().max().item() or 1.0))
-        return max(errors, default=0.0, key=lambda error: math.inf if math.isnan(error) else error)
+        outs = found if self.backward else (found[..., self.rows, :],)
+        return max((gap(out, expected).relative for out, expected in zip(outs, self.expected)), default=0.0)

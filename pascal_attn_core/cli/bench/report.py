@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...machine.device import MIB
+from ..charts import short_number
 from .contest import Result
 
 COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "operators", "error", "")
@@ -19,8 +20,8 @@ def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
     """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
     return [
         result.name,
-        _figure(result.seconds, 1e3),
-        _figure(result.ratio),
+        "-" if result.seconds is None else short_number(result.seconds * 1e3),
+        "-" if result.ratio is None else short_number(result.ratio),
         _throughput(result.flops, peak_flops),
         "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
         "-" if result.launches is None else f"{result.launches:,}",
@@ -34,13 +35,6 @@ def _throughput(flops: float | None, peak_flops: float) -> str:
         return "-"
     share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
     return f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}"
-
-
-def _figure(value: float | None, factor: float = 1.0) -> str:
-    if value is None:
-        return "-"
-    value *= factor
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, __version__, patch_ffn
+from ...checks import is_out_of_memory
 from ...machine.device import MIB, device_info
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from .models import Case
 
 GIB = 1 << 30
-EXTRAS = ("diffusers", "transformers", "safetensors", "numpy", "matplotlib")
+EXTRAS = ("diffusers", "transformers", "safetensors", "matplotlib")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 COLUMNS = ("attention", "seconds", "peak extra MiB", "largest difference", "our attention calls")
 STOCK, MATH, OURS, SLICED = "stock", "torch math", "Pascal Attention", "... and FFN in slices"
@@ -68,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
         help="an image and a video pipeline before and after, with the memory they took",
         description="Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
         "nothing is downloaded: with torch's math attention, with stock attention and with Pascal Attention. Shows "
-        "time, peak memory and the difference of the results, and writes pictures, a chart and results.json.",
+        "time, peak memory and the difference of the results, and writes a chart and results.json.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results (default: demo_out)")
     parser.add_argument("--quick", action="store_true", help="small sizes: a few seconds instead of a minute or two")
@@ -88,15 +89,15 @@ def run(args: argparse.Namespace) -> int:
     with _quiet():
         from . import models
 
-        makers = {"image": models.image_case, "video": models.video_case}
         args.out.mkdir(parents=True, exist_ok=True)
         print(_heading(device, args))
         documents = []
-        for name, make in makers.items():
+        for name, make in models.CASES.items():
             if args.only in (None, name):
                 documents.append(_run_case(make(quick=args.quick, steps=args.steps), device, args))
-    for document in documents:
-        _print(document)
+    for case in documents:
+        title = f"{case['title']}, {case['tokens']:,} tokens, {case['num_heads']} heads of {case['head_dim']}"
+        print_table(title, COLUMNS, [_cells(row) for row in case["rows"]])
     print(NOTES.format(memory=_ALLOCATED if device.type == "cuda" else _FOLLOWED))
     _write(documents, device, args)
     return 0
@@ -115,11 +116,8 @@ def _checked(args: argparse.Namespace) -> torch.device:
 
 
 def _run_case(case: Case, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """All runs of one model: what the file says of it. Draws its pictures."""
-    from .models import starting_latents
-
+    """All runs of one model: what the file says of it."""
     pipe = case.build().to(device, DTYPES[args.dtype])
-    start, small = (starting_latents(shape).to(pipe.device, pipe.dtype) for shape in (case.latents_shape, case.small))
     rows: list[Row] = []
     latents: dict[str, Tensor] = {}
     for name in RUNS:
@@ -128,17 +126,16 @@ def _run_case(case: Case, device: torch.device, args: argparse.Namespace) -> dic
         if not row.note:
             try:
                 with _attention(pipe, name):
-                    _generate(case, pipe, small, **case.warm_up)  # so that no run includes one-time costs
-                    latents[name] = _measure(case, pipe, start, row)
+                    _generate(case, pipe, case.small, **case.warm_up)  # so that no run includes one-time costs
+                    latents[name] = _measure(case, pipe, row)
             except (RuntimeError, MemoryError) as error:
-                row.note = _out_of_memory(error)
+                if not is_out_of_memory(error):
+                    raise
+                row.note = "out of memory"
         if name in latents and STOCK in latents and name != STOCK:
             row.difference = (latents[name].double() - latents[STOCK].double()).abs().max().item()
         print(f"{case.title}, {name}: {row.note or f'{row.seconds:.1f} s'}", flush=True)
-    if STOCK in latents and OURS in latents:
-        stock, ours = (case.decode(pipe, latents[name]) for name in (STOCK, OURS))
-        _draw(case, stock, ours, args.out)
-    fields = ("name", "title", "model", "tokens", "num_heads", "head_dim")
+    fields = ("name", "title", "tokens", "num_heads", "head_dim")
     return {**{field: getattr(case, field) for field in fields}, "rows": [asdict(row) for row in rows]}
 
 
@@ -157,22 +154,24 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
         yield
 
 
-def _generate(case: Case, pipe: Any, latents: Tensor, **changed: Any) -> Tensor:
-    arguments = {**case.arguments, **changed, "latents": latents.clone()}
-    arguments["prompt_embeds"] = arguments["prompt_embeds"].to(latents)
-    return pipe(generator=torch.Generator().manual_seed(0), output_type="latent", **arguments)[0]
+def _generate(case: Case, pipe: Any, shape: tuple[int, ...], **changed: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    arguments = {**case.arguments, **changed, "latents": torch.randn(shape, generator=generator)}
+    for name in ("prompt_embeds", "latents"):
+        arguments[name] = arguments[name].to(pipe.device, pipe.dtype)
+    return pipe(generator=generator, output_type="latent", **arguments)[0]
 
 
-def _measure(case: Case, pipe: Any, start: Tensor, row: Row) -> Tensor:
+def _measure(case: Case, pipe: Any, row: Row) -> Tensor:
     """One generation: its figures into ``row``, its latents returned. Following each storage costs some microseconds
     per operator, far below the noise on a CPU; on CUDA the allocator's statistics are read and nothing is followed."""
     gc.collect()
-    is_cuda = start.device.type == "cuda"
-    with record() as report, PeakMemory(start.device, follow=not is_cuda) as peak:
+    is_cuda = pipe.device.type == "cuda"
+    with record() as report, PeakMemory(pipe.device, follow=not is_cuda) as peak:
         began = time.perf_counter()
-        latents = _generate(case, pipe, start)
+        latents = _generate(case, pipe, case.latents_shape)
         if is_cuda:
-            torch.cuda.synchronize(start.device)
+            torch.cuda.synchronize(pipe.device)
         row.seconds = time.perf_counter() - began
     row.peak_bytes, row.calls = peak.peak_bytes, report.routes() or None
     return latents
@@ -187,46 +186,11 @@ def _too_little_memory(case: Case, device: torch.device) -> str:
     return f"not run: needs {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB free"
 
 
-def _out_of_memory(error: BaseException) -> str:
-    """The note of a run that ran out of memory; any other error is raised again."""
-    is_known = any(words in str(error).lower() for words in ("out of memory", "allocate memory", "not enough memory"))
-    if not is_known and not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        raise error
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return "out of memory"
-
-
 def _heading(device: torch.device, args: argparse.Namespace) -> str:
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' if count > 1 else ''}" if device.type == "cpu" else ""
     steps = f"{args.steps} step{'s' if args.steps > 1 else ''}"
     return f"{device_info(device).name}{threads}, {args.dtype}, torch {torch.__version__}, {steps}"
-
-
-def _print(document: dict[str, Any]) -> None:
-    title = (
-        f"{document['title']}: {document['model'].split()[-1]}, {document['tokens']:,} tokens, "
-        f"{document['num_heads']} heads of {document['head_dim']}"
-    )
-    print_table(title, COLUMNS, [_cells(row) for row in document["rows"]])
-    sentence = taken_away({row["name"]: row["peak_bytes"] for row in document["rows"]})
-    if sentence:
-        print(sentence, end="\n\n")
-
-
-def taken_away(peaks: dict[str, int | None]) -> str:
-    """The peak memory that each step takes away, in one sentence; "" where a run did not take place."""
-    stock, before, ours, sliced = (peaks.get(name) for name in RUNS)
-    if before is None or ours is None or sliced is None or stock is None:
-        return ""
-    fused = "torch has a fused kernel here" if stock < 2 * ours else "this device falls back to torch math"
-    return (
-        f"{fused}; of the {before / MIB:,.0f} MiB that a device without one needs, our attention saves "
-        f"{(before - ours) / MIB:,.0f} MiB, and feed-forward layers in slices {(ours - sliced) / MIB:,.0f} of the "
-        f"remaining {ours / MIB:,.0f} MiB."
-    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -238,17 +202,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "-" if row["difference"] is None else f"{row['difference']:.1e}" if row["difference"] else "0",
         row["note"] or calls,
     ]
-
-
-def _draw(case: Case, stock: list[Any], ours: list[Any], out: Path) -> None:
-    """The pictures of both and their difference: a row each if there are several frames, else side by side."""
-    factor = 100
-    differences = [charts.difference_picture(*pair, factor=factor) for pair in zip(ours, stock)]
-    shown = {STOCK: stock, OURS: ours, f"|{OURS} − stock| × {factor} (black: equal)": differences}
-    rows = [[(label * (i == 0), frame) for i, frame in enumerate(frames)] for label, frames in shown.items()]
-    if len(stock) == 1:
-        rows = [[cell for row in rows for cell in row]]
-    charts.picture_sheet(out / f"{case.name}_compare.png", rows, title=f"{case.title}, random weights")
 
 
 def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
@@ -269,7 +222,7 @@ def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse
             panels.append((f"{case['title']}, {case['tokens']:,} tokens: {what}", unit, bars))
     title = "The same generation, by different attentions"
     charts.bar_chart(args.out / "chart.png", panels, title=title, footer=_heading(device, args))
-    print(f"Pictures, chart.png and results.json are in {args.out}/")
+    print(f"chart.png and results.json are in {args.out}/")
 
 
 @contextmanager

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..options import FlashArgumentError
 from .mha import MHA
 from .mlp import Mlp
-from .norms import RMSNorm, layer_norm_fn
 
-__all__ = ["Block", "ParallelBlock", "StochasticDepth"]
+__all__ = ["Block", "StochasticDepth"]
 
 
 class StochasticDepth(nn.Module):
@@ -27,44 +26,14 @@ class StochasticDepth(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of x."""
+        """A tensor of the shape of x."""
         if not self.training or not self.p:
             return x
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
         return x * kept.to(x.dtype) / max(1.0 - self.p, torch.finfo(x.dtype).tiny)
 
 
-class _Block(nn.Module):
-    """What both kinds of block share."""
-
-    mixer: Any
-    norm1: Any
-    norm2: Any
-    fused_dropout_add_ln: bool
-
-    def _check_norm(self) -> None:
-        if self.fused_dropout_add_ln and not (
-            isinstance(self.norm1, (nn.LayerNorm, RMSNorm)) and isinstance(self.dropout1, nn.Dropout)
-        ):
-            raise FlashArgumentError(
-                "fused_dropout_add_ln needs norm_cls LayerNorm or RMSNorm and dropout_cls Dropout, got "
-                f"{type(self.norm1).__name__} and {type(self.dropout1).__name__}"
-            )
-
-    def _mark(self, sequence_parallel: bool, mark_shared_params: bool) -> None:
-        for norm in (self.norm1, getattr(self, "norm2", None)):
-            for param in () if norm is None else norm.parameters():
-                if sequence_parallel:
-                    param._sequence_parallel = True
-                if mark_shared_params:
-                    param._shared_params = True
-
-    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
-        """That of the mixer."""
-        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
-
-
-class Block(_Block):
+class Block(nn.Module):
     """A block of attention (mixer) and MLP.
 
     With ``prenorm`` it is dropout, sum, norm, mixer, dropout, sum, norm, MLP, and takes and returns the residual beside
@@ -73,7 +42,7 @@ class Block(_Block):
     Args:
         mixer_cls, mlp_cls: called with dim; None = MHA with heads of 64 numbers, Mlp with 4 * dim.
         drop_path1, drop_path2: probability that a sample skips the mixer, the MLP.
-        fused_dropout_add_ln: dropout, sum and norm in one call.
+        fused_dropout_add_ln: ignored, for compatibility; the result is the same.
         return_residual: mixer and mlp return (output, input); only without prenorm.
         residual_in_fp32: only with prenorm.
     """
@@ -108,7 +77,6 @@ class Block(_Block):
         if not isinstance(self.mlp, nn.Identity):
             self.dropout2, self.drop_path2 = dropout_cls(resid_dropout2), StochasticDepth(drop_path2)
             self.norm2 = norm_cls(dim)
-        self._check_norm()
         self._mark(sequence_parallel, mark_shared_params)
 
     def forward(
@@ -150,90 +118,18 @@ class Block(_Block):
     def _added(self, number: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Any]:
         """(norm of dropout(x) + residual, that sum)."""
         norm, dropout, drop_path = (getattr(self, f"{name}{number}") for name in ("norm", "dropout", "drop_path"))
-        if not self.fused_dropout_add_ln:
-            x = drop_path(dropout(x))
-            total = x if residual is None else x + residual
-            out = norm(total.to(norm.weight.dtype))
-            return out, total.float() if self.residual_in_fp32 else total
-        rowscale = None
-        if drop_path.p and self.training:
-            rowscale = drop_path(torch.ones(x.shape[:-1], device=x.device, dtype=x.dtype))
-        return layer_norm_fn(
-            x,
-            norm.weight,
-            norm.bias,
-            residual=residual,
-            eps=norm.eps,
-            dropout_p=dropout.p if self.training else 0.0,
-            rowscale=rowscale,
-            prenorm=True,
-            residual_in_fp32=self.residual_in_fp32,
-            is_rms_norm=isinstance(norm, RMSNorm),
-        )
+        x = drop_path(dropout(x))
+        total = x if residual is None else x + residual
+        return norm(total.to(norm.weight.dtype)), total.float() if self.residual_in_fp32 else total
 
+    def _mark(self, sequence_parallel: bool, mark_shared_params: bool) -> None:
+        for norm in (self.norm1, getattr(self, "norm2", None)):
+            for param in () if norm is None else norm.parameters():
+                if sequence_parallel:
+                    param._sequence_parallel = True
+                if mark_shared_params:
+                    param._shared_params = True
 
-class ParallelBlock(_Block):
-    """A block whose mixer and MLP read the same sum, each after a norm of its own or, with tied_norm, after one."""
-
-    def __init__(
-        self,
-        dim: int,
-        mixer_cls: Callable[[int], Any] | None = None,
-        mlp_cls: Callable[[int], Any] | None = None,
-        norm_cls: Callable[[int], Any] = nn.LayerNorm,
-        dropout_cls: Callable[[float], Any] = nn.Dropout,
-        resid_dropout1: float = 0.0,
-        resid_dropout2: float = 0.0,
-        tied_norm: bool = False,
-        fused_dropout_add_ln: bool = False,
-        residual_in_fp32: bool = False,
-        sequence_parallel: bool = False,
-        mark_shared_params: bool = False,
-    ):
-        super().__init__()
-        self.tied_norm, self.fused_dropout_add_ln = tied_norm, fused_dropout_add_ln
-        self.residual_in_fp32 = residual_in_fp32
-        self.mixer = (mixer_cls or partial(MHA, num_heads=dim // 64))(dim)
-        self.dropout1, self.norm1 = dropout_cls(resid_dropout1), norm_cls(dim)
-        self.mlp = (mlp_cls or partial(Mlp, hidden_features=4 * dim))(dim)
-        self.dropout2 = dropout_cls(resid_dropout2)
-        if not tied_norm:
-            self.norm2 = norm_cls(dim)
-        self._check_norm()
-        self._mark(sequence_parallel, mark_shared_params)
-
-    def forward(
-        self,
-        hidden_states1: Tensor,
-        hidden_states2: Tensor | None = None,
-        residual: Tensor | None = None,
-        mixer_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(output of the mixer, of the MLP, residual) from those of the block before, ``[B, L, dim]`` each."""
-        norm2 = None if self.tied_norm else self.norm2
-        if self.fused_dropout_add_ln:
-            one, *rest, residual = layer_norm_fn(
-                hidden_states1,
-                self.norm1.weight,
-                self.norm1.bias,
-                residual=residual,
-                x1=hidden_states2,
-                weight1=None if norm2 is None else norm2.weight,
-                bias1=None if norm2 is None else norm2.bias,
-                eps=self.norm1.eps,
-                dropout_p=self.dropout1.p if self.training else 0.0,
-                prenorm=True,
-                residual_in_fp32=self.residual_in_fp32,
-                is_rms_norm=isinstance(self.norm1, RMSNorm),
-            )
-            two = rest[0] if rest else one
-        else:
-            total = self.dropout1(hidden_states1)
-            total = total if residual is None else residual + total
-            if hidden_states2 is not None:
-                total = total + self.dropout2(hidden_states2)
-            one = self.norm1(total.to(self.norm1.weight.dtype))
-            two = one if norm2 is None else norm2(total.to(norm2.weight.dtype))
-            residual = total.float() if self.residual_in_fp32 else total
-        assert residual is not None
-        return self.mixer(one, **(mixer_kwargs or {})), self.mlp(two), residual
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
+        """The cache of the mixer."""
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)

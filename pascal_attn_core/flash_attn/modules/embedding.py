@@ -12,7 +12,6 @@ from ..options import FlashArgumentError
 from .dense import FusedDense
 
 __all__ = [
-    "BertEmbeddings",
     "GPT2Embeddings",
     "PatchEmbed",
 ]
@@ -49,48 +48,9 @@ class GPT2Embeddings(nn.Module):
         if self.project_in is not None:
             out = self.project_in(out)
         if self.max_position_embeddings > 0:
-            out = out + self.position_embeddings(_positions(input_ids, position_ids))
+            places = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
+            out = out + self.position_embeddings(places)
         return out
-
-
-class BertEmbeddings(nn.Module):
-    """Embeddings of tokens and, where their numbers are above 0, of positions and of token types."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        vocab_size: int,
-        max_position_embeddings: int,
-        type_vocab_size: int,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        kinds: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **kinds)
-        self.max_position_embeddings, self.type_vocab_size = max_position_embeddings, type_vocab_size
-        if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **kinds)
-        if type_vocab_size > 0:
-            self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **kinds)
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> Tensor:
-        """``[B, L]`` -> ``[B, L, embed_dim]``; token types are 0 where they are not given."""
-        out: Tensor = self.word_embeddings(input_ids)
-        if self.max_position_embeddings > 0:
-            out = out + self.position_embeddings(_positions(input_ids, position_ids))
-        if self.type_vocab_size > 0:
-            out = out + self.token_type_embeddings(
-                torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            )
-        return out
-
-
-def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    return torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
 
 
 class PatchEmbed(nn.Module):

@@ -37,7 +37,7 @@ class MHA(nn.Module):
         num_heads_kv: key and value heads; None = num_heads.
         cross_attn: queries come from x, keys and values from x_kv.
         layer_idx: the name of this layer's cache in generation.
-        dwconv: a causal convolution over three tokens after the projection.
+        dwconv: must be False: the convolution after the projection is not provided.
         rotary_emb_dim: numbers of each head that are rotated, 0 = none; see
             :class:`~pascal_attn_core.flash_attn.modules.rotary.RotaryEmbedding` for the other three.
         use_alibi, window_size: with use_flash_attn only.
@@ -78,6 +78,8 @@ class MHA(nn.Module):
         self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
         self.num_heads_kv = self.num_heads_kv_local = num_heads if num_heads_kv is None else num_heads_kv
         self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
+        if dwconv:
+            raise NotImplementedError("dwconv must be False: the convolution after the projection is not provided")
         if embed_dim % num_heads:
             raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
         if num_heads % self.num_heads_kv:
@@ -87,7 +89,7 @@ class MHA(nn.Module):
         self.head_dim = embed_dim // num_heads
         if cross_attn and rotary_emb_dim:
             raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
-        self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
+        self.cross_attn, self.return_residual = cross_attn, return_residual
         if rotary_emb_dim > 0:
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim,
@@ -103,10 +105,6 @@ class MHA(nn.Module):
             self.Wkv = nn.Linear(embed_dim, kv_dim, **kinds)
         else:
             self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, **kinds)
-        if dwconv and self._is_packed:
-            self.dwconv_qkv = _dwconv(embed_dim + kv_dim)
-        elif dwconv:
-            self.dwconv_q, self.dwconv_kv = _dwconv(embed_dim), _dwconv(kv_dim)
         inner: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
         if use_flash_attn:
             inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
@@ -150,10 +148,7 @@ class MHA(nn.Module):
         else:
             kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
         if self._is_packed:
-            qkv = self.Wqkv(x)
-            if self.dwconv:
-                qkv = _convolved(self.dwconv_qkv, qkv)
-            context = self._attend_packed(qkv, inference_params, kwargs)
+            context = self._attend_packed(self.Wqkv(x), inference_params, kwargs)
         else:
             if self.cross_attn:
                 q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
@@ -162,8 +157,6 @@ class MHA(nn.Module):
                 q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
                 if cu_seqlens is not None:
                     kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
-            if self.dwconv:
-                q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
             context = self._attend_apart(q, kv, inference_params, kwargs)
         out = self.out_proj(context.flatten(-2))
         return (out, x) if self.return_residual else out
@@ -174,18 +167,18 @@ class MHA(nn.Module):
         if not self.cross_attn and (x_kv is not None or mixer_subset is not None):
             raise FlashArgumentError("x_kv and mixer_subset must be None without cross_attn")
         if cu_seqlens is not None:
-            if not self.use_flash_attn or self.dwconv or self.rotary_emb_dim:
-                raise FlashArgumentError("cu_seqlens needs use_flash_attn, no dwconv and no rotary embedding")
+            if not self.use_flash_attn or self.rotary_emb_dim:
+                raise FlashArgumentError("cu_seqlens needs use_flash_attn and no rotary embedding")
             if max_seqlen is None:
                 raise FlashArgumentError("max_seqlen must be given with cu_seqlens, got None")
         if key_padding_mask is not None and (self.use_flash_attn or cu_seqlens is not None):
             raise FlashArgumentError("key_padding_mask must be None with use_flash_attn; unpad the input instead")
-        if params is not None and (key_padding_mask is not None or cu_seqlens is not None or self.dwconv):
-            raise FlashArgumentError("inference_params must come without key_padding_mask, cu_seqlens and dwconv")
+        if params is not None and (key_padding_mask is not None or cu_seqlens is not None):
+            raise FlashArgumentError("inference_params must come without key_padding_mask and cu_seqlens")
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty cache ``[batch_size, max_seqlen, 2, num_heads_kv, head_dim]``."""
-        weight: Tensor = self.out_proj.weight  # type: ignore[union-attr, assignment]
+        weight: Tensor = self.out_proj.weight
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
         return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
 
@@ -275,12 +268,3 @@ def _rotary_places(inference_params: Any) -> dict[str, Any]:
     lengths = inference_params.lengths_per_sample
     offset = inference_params.seqlen_offset if lengths is None else lengths
     return {"seqlen_offset": offset, "max_seqlen": inference_params.max_seqlen}
-
-
-def _dwconv(channels: int) -> nn.Conv1d:
-    return nn.Conv1d(channels, channels, kernel_size=3, padding=2, groups=channels)
-
-
-def _convolved(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """``[B, L, C]``, each token with the two before it."""
-    return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2).contiguous()

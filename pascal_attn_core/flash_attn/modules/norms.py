@@ -1,8 +1,13 @@
-"""Dropout, sum and normalisation in one call: ``flash_attn.ops.triton.layer_norm``. See :mod:`.norm_sums`."""
+"""Dropout, sum and normalisation in one call: ``flash_attn.ops.{triton.layer_norm,layer_norm,rms_norm}``.
+
+    sum = dropout(x * rowscale) * layerscale + dropout(x1) + residual
+    out = normalised(sum) * weight + bias
+
+in float32 (float64 for float64); ``out`` and ``sum`` are rounded once each to the dtype in which they are returned.
+"""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,31 +15,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..options import FlashArgumentError
-from .norm_sums import Norm, check_shapes, check_weights, summed
+from ..signatures import called_as
 
-__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
+__all__ = [
+    "DropoutAddLayerNorm",
+    "DropoutAddRMSNorm",
+    "OlderRMSNorm",
+    "RMSNorm",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "layer_norm",
+    "layer_norm_fn",
+    "layer_norm_linear_fn",
+    "rms_norm",
+    "rms_norm_fn",
+]
+
+_BEFORE = (
+    "x weight bias residual=None x1=None weight1=None bias1=None eps=1e-6 dropout_p=0.0 rowscale=None prenorm=False "
+    "residual_in_fp32=False zero_centered_weight=False"
+)
+_AFTER = "return_dropout_mask=False out_dtype=None out=None residual_out=None"
+_OLDER = (
+    "x0 residual weight bias dropout_p epsilon rowscale=None layerscale=None prenorm=False residual_in_fp32=False "
+    "return_dropout_mask=False"
+)
+_OLDER_NAMES = {"x0": "x", "epsilon": "eps"}
 
 
-def layer_norm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    is_rms_norm: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-) -> Any:
+@called_as(f"{_BEFORE} is_rms_norm=False {_AFTER}")
+def layer_norm_fn(**given: Any) -> Any:
     """LayerNorm or RMSNorm of dropout(x * rowscale) + dropout(x1) + residual.
 
     Args:
@@ -53,76 +63,64 @@ def layer_norm_fn(
     Raises:
         TypeError, ValueError: arguments that do not fit together.
     """
-    check_shapes(x, residual=residual, x1=x1, out=out, residual_out=residual_out)
-    check_weights(x.shape[-1], weight=weight, bias=bias, weight1=weight1, bias1=bias1)
-    if rowscale is not None and x1 is not None:
-        raise FlashArgumentError("rowscale must be None with x1 (as in flash-attn), got both")
-    total = summed(x, residual, x1, rowscale=rowscale, dropout_p=dropout_p)
-    norm = Norm(eps, is_rms_norm, zero_centered_weight)
-    dtype = x.dtype if out_dtype is None else out_dtype
-    results: list[Tensor | None] = [_into(out, norm.of(total.value, weight, bias).to(dtype))]
-    if weight1 is not None:
-        results.append(norm.of(total.value, weight1, bias1).to(dtype))
-    if prenorm:
-        results.append(_into(residual_out, total.rounded(x, residual, residual_in_fp32)))
-    elif residual_out is not None:
-        _into(residual_out, total.rounded(x, residual, residual_in_fp32))
-    if return_dropout_mask:
-        results += total.masks
-    return results[0] if len(results) == 1 else tuple(results)
+    return _norm_of_sum(**given)
 
 
-def rms_norm_fn(*args: Any, **kwargs: Any) -> Any:
+@called_as(f"{_BEFORE} {_AFTER}")
+def rms_norm_fn(**given: Any) -> Any:
     """:func:`layer_norm_fn` with RMSNorm, and without its argument ``is_rms_norm``."""
-    before, after = args[:_IS_RMS], args[_IS_RMS:]
-    return layer_norm_fn(*before, **dict(zip(_BEHIND_IS_RMS, after)), is_rms_norm=True, **kwargs)
+    return _norm_of_sum(**given, is_rms_norm=True)
 
 
-_NAMES = tuple(inspect.signature(layer_norm_fn).parameters)
-_IS_RMS = _NAMES.index("is_rms_norm")
-_BEHIND_IS_RMS = _NAMES[_IS_RMS + 1 :]
+@called_as(_OLDER, renamed=_OLDER_NAMES)
+def dropout_add_layer_norm(**given: Any) -> Any:
+    """LayerNorm of dropout(x0 * rowscale) * layerscale + residual.
+
+    Args:
+        x0: ``[..., N]``; residual: of its shape.
+        rowscale: ``[...]``, without a gradient; layerscale: ``[N]``, with one.
+        prenorm: return the sum too, in the dtype of residual; without one in float32 with ``residual_in_fp32``, else in
+            that of x0.
+        return_dropout_mask: return a uint8 mask too, 1 = kept.
+    Returns:
+        out ``[..., N]`` in the dtype of x0, or the tuple (out, sum, mask) of what is asked for.
+    """
+    return _with_bytes(_norm_of_sum(**given, is_rms_norm=False), given)
 
 
-def layer_norm_linear_fn(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-6,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-) -> Any:
-    """A linear layer ``linear_weight [M, N]`` behind :func:`layer_norm_fn`, in the dtype of x or of autocast.
+@called_as(_OLDER, renamed=_OLDER_NAMES)
+def dropout_add_rms_norm(**given: Any) -> Any:
+    """:func:`dropout_add_layer_norm` with RMSNorm."""
+    return _with_bytes(_norm_of_sum(**given, is_rms_norm=True), given)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """LayerNorm over the last dimension, returned in the dtype of x."""
+    result: Tensor = layer_norm_fn(x, weight, bias, eps=epsilon)
+    return result
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension, returned in the dtype of x."""
+    result: Tensor = rms_norm_fn(x, weight, None, eps=epsilon)
+    return result
+
+
+@called_as(
+    "x norm_weight norm_bias linear_weight linear_bias residual=None eps=1e-6 prenorm=False residual_in_fp32=False "
+    "is_rms_norm=False",
+    renamed={"norm_weight": "weight", "norm_bias": "bias"},
+)
+def layer_norm_linear_fn(linear_weight: Tensor, linear_bias: Tensor | None, prenorm: bool, **norm: Any) -> Any:
+    """A linear layer ``linear_weight [M, N]`` after :func:`layer_norm_fn`, in the dtype of x or of autocast.
 
     Returns:
         ``[..., M]``, with ``prenorm`` (that, the sum).
     """
-    normed, total = layer_norm_fn(
-        x,
-        norm_weight,
-        norm_bias,
-        residual,
-        eps=eps,
-        prenorm=True,
-        residual_in_fp32=residual_in_fp32,
-        is_rms_norm=is_rms_norm,
-    )
+    normed, total = layer_norm_fn(**norm, prenorm=True)
     bias = None if linear_bias is None else linear_bias.to(normed.dtype)
     out = F.linear(normed, linear_weight.to(normed.dtype), bias)
     return (out, total) if prenorm else out
-
-
-def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-    """LayerNorm as flash-attn's tests define it: see :func:`_reference`."""
-    return _reference(False, x, weight, bias, *args, **kwargs)
-
-
-def rms_norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-    """RMSNorm as flash-attn's tests define it: see :func:`_reference`."""
-    return _reference(True, x, weight, bias, *args, **kwargs)
 
 
 class RMSNorm(torch.nn.Module):
@@ -148,6 +146,7 @@ class RMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Make the factors 1."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(
@@ -167,52 +166,168 @@ class RMSNorm(torch.nn.Module):
         )
 
 
-def _reference(
-    rms: bool,
+class OlderRMSNorm(RMSNorm):
+    """``flash_attn.ops.rms_norm.RMSNorm``, whose constructor has fewer arguments."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None):
+        super().__init__(hidden_size, eps, device=device, dtype=dtype)
+
+
+class DropoutAddLayerNorm(torch.nn.Module):
+    """:func:`dropout_add_layer_norm` with a weight and a bias ``[hidden_size]``; ``p`` counts in training only."""
+
+    rms = False
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-5,
+        residual_in_fp32: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        bias = None if self.rms else torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the factors 1 and the bias 0."""
+        torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
+        """out ``[..., hidden_size]``, with ``prenorm`` (out, sum)."""
+        function = dropout_add_rms_norm if self.rms else dropout_add_layer_norm
+        dropout_p = self.p if self.training else 0.0
+        sums = {"prenorm": self.prenorm, "residual_in_fp32": self.residual_in_fp32}
+        return function(x0, residual, self.weight, self.bias, dropout_p, self.eps, **sums)
+
+
+class DropoutAddRMSNorm(DropoutAddLayerNorm):
+    """:class:`DropoutAddLayerNorm` with RMSNorm, without a bias."""
+
+    rms = True
+
+
+# ---- how it is computed ----------------------------------------------------------------------------------------------
+
+
+def _norm_of_sum(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None = None,
+    residual: Tensor | None,
+    *,
     x1: Tensor | None = None,
     weight1: Tensor | None = None,
     bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
+    eps: float,
+    is_rms_norm: bool,
     zero_centered_weight: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    **scales: Any,
 ) -> Any:
-    """:func:`layer_norm_fn` with masks that are given, each step in the dtype of x, or with ``upcast`` in float32."""
-    out_dtype = x.dtype
-    if upcast:
-        x, weight = x.float(), weight.float()
-        bias, residual, x1, weight1, bias1 = (
-            None if t is None else t.float() for t in (bias, residual, x1, weight1, bias1)
-        )
-    if rowscale is not None:
-        x = x * rowscale[..., None]
-    total = _dropped_by(x, dropout_mask, dropout_p)
-    if x1 is not None:
-        total = total + _dropped_by(x1, dropout_mask1, dropout_p)
-    if residual is not None:
-        total = (total + residual).to(x.dtype)
-    norm = Norm(eps, rms, zero_centered_weight)
-    results = [norm.of(total, weight, bias).to(out_dtype)]
-    if weight1 is not None:
-        results.append(norm.of(total, weight1, bias1).to(out_dtype))
-    if prenorm:
-        results.append(total)
+    """What all functions of this module compute; see :func:`layer_norm_fn` and :func:`dropout_add_layer_norm`."""
+    _check_shapes(x, residual=residual, x1=x1, out=out, residual_out=residual_out)
+    layerscale = scales.get("layerscale")
+    _check_weights(x.shape[-1], weight=weight, bias=bias, weight1=weight1, bias1=bias1, layerscale=layerscale)
+    total, masks = _summed(x, x1, residual, **scales)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    results: list[Tensor | None] = []
+    for factor, shift, target in ((weight, bias, out), (weight1, bias1, None)):
+        if factor is not None:
+            factor = factor.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
+            results.append(_into(target, _normalised(total, factor, shift, eps, rms=is_rms_norm).to(dtype)))
+    if prenorm or residual_out is not None:
+        wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
+        rounded = _into(residual_out, total.to(wide if residual is None else residual.dtype))
+        results += [rounded] if prenorm else []
+    if return_dropout_mask:
+        results += masks
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _dropped_by(x: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+def _summed(
+    x: Tensor,
+    x1: Tensor | None,
+    residual: Tensor | None,
+    *,
+    dropout_p: float,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(the input of the norm in float32 or float64, the masks of what was kept of x and of x1)."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(dtype)
+    if rowscale is not None:
+        if x1 is not None:
+            raise FlashArgumentError("rowscale must be None with x1 (as in flash-attn), got both")
+        if rowscale.numel() != x.shape[:-1].numel():
+            raise FlashArgumentError(f"rowscale must be {list(x.shape[:-1])}, got {list(rowscale.shape)}")
+        total = total * rowscale.detach().reshape(*x.shape[:-1], 1).to(dtype)
+    total, mask = _dropped(total, dropout_p)
+    if layerscale is not None:
+        total = total * layerscale.to(dtype)
+    mask1 = None
+    if x1 is not None:
+        other, mask1 = _dropped(x1.to(dtype), dropout_p)
+        total = total + other
+    if residual is not None:
+        total = total + residual.to(dtype)
+    return total, [mask, mask1]
+
+
+def _normalised(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
+    shift = None if bias is None else bias.to(total.dtype)
+    if not rms:
+        return F.layer_norm(total, total.shape[-1:], weight, shift, eps)
+    out = F.rms_norm(total, list(total.shape[-1:]), weight, eps)
+    return out if shift is None else out + shift
+
+
+def _dropped(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     if not dropout_p:
-        return x
-    return F.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
+        return x, None
+    mask = torch.rand_like(x) >= dropout_p
+    return x.masked_fill(~mask, 0.0) / (1.0 - dropout_p), mask
+
+
+def _with_bytes(results: Any, given: dict[str, Any]) -> Any:
+    """The results of an older function: one mask, of bytes."""
+    if not given["return_dropout_mask"]:
+        return results
+    *others, mask, _ = results
+    return *others, torch.ones_like(given["x"], dtype=torch.uint8) if mask is None else mask.to(torch.uint8)
 
 
 def _into(target: Tensor | None, value: Tensor) -> Tensor:
     return value if target is None else target.copy_(value)
+
+
+def _check_shapes(x: Tensor, **others: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a tensor of floating point numbers, got {getattr(x, 'dtype', type(x).__name__)}")
+    for name, other in others.items():
+        if other is not None and other.shape != x.shape:
+            raise FlashArgumentError(f"{name} must be {list(x.shape)} like x, got {list(other.shape)}")
+
+
+def _check_weights(hidden: int, **weights: Tensor | None) -> None:
+    for name, weight in weights.items():
+        if weight is not None and weight.shape != (hidden,):
+            raise FlashArgumentError(f"{name} must be [{hidden}], got {list(weight.shape)}")

@@ -48,69 +48,38 @@ def all_reduce_raw(input_: Tensor, process_group: Any, async_op: bool = False) -
     return input_, torch.distributed.all_reduce(input_, group=process_group, async_op=async_op)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
-        ctx.group = process_group
-        return all_gather_raw(input_, process_group)[0]
+class _Collective(torch.autograd.Function):
+    """A collective whose gradient is computed by another one; without one the gradient is passed on."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _ReduceScatter.apply(grads[0], ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
-        ctx.group = process_group
-        return reduce_scatter_raw(input_, process_group)[0]
+    def forward(ctx: Any, input_: Tensor, process_group: Any, collective: Any, backward: Any) -> Tensor:
+        ctx.group, ctx.collective, ctx.backward_by = process_group, collective, backward
+        result: Tensor = collective(input_, process_group)[0]
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllGather.apply(grads[0], ctx.group), None
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over all ranks; each rank's gradient is that of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
-        # a copy: the backward pass of what made the input may need it
-        return all_reduce_raw(input_.clone(), process_group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-
-class _Shared(torch.autograd.Function):
-    """The input, which all ranks share: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, process_group: Any) -> Tensor:
-        ctx.group = process_group
-        return input_.view_as(input_)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _AllReduce.apply(grads[0], ctx.group), None
+        if ctx.backward_by is None:
+            return grads[0], None, None, None
+        return _Collective.apply(grads[0], ctx.group, ctx.backward_by, ctx.collective), None, None, None
 
 
 def all_gather(input_: Tensor, process_group: Any) -> Tensor:
     """The inputs of all ranks behind each other along dimension 0."""
-    result: Tensor = _AllGather.apply(input_, process_group)
+    result: Tensor = _Collective.apply(input_, process_group, all_gather_raw, reduce_scatter_raw)
     return result
 
 
 def reduce_scatter(input_: Tensor, process_group: Any) -> Tensor:
     """This rank's part along dimension 0 of the sum over all ranks."""
-    result: Tensor = _ReduceScatter.apply(input_, process_group)
+    result: Tensor = _Collective.apply(input_, process_group, reduce_scatter_raw, all_gather_raw)
     return result
 
 
 def all_reduce(input_: Tensor, process_group: Any) -> Tensor:
-    """The sum over all ranks."""
-    result: Tensor = _AllReduce.apply(input_, process_group)
+    """The sum over all ranks; each rank's gradient is that of the sum."""
+    # a copy: the backward pass of what made the input may need it
+    result: Tensor = _Collective.apply(input_.clone(), process_group, all_reduce_raw, None)
     return result
 
 

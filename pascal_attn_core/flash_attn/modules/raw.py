@@ -1,28 +1,29 @@
-"""flash-attn's functions without autograd: ``_flash_attn_forward``, ``_flash_attn_backward`` and their likes, by which
-ring attention and diffusers' backend ``flash`` reach its kernels.
+"""flash-attn's functions without autograd: ``_flash_attn_forward``, ``_flash_attn_backward`` and their varlen forms.
+Ring attention and diffusers' backend ``flash`` reach its kernels by them.
 
 A forward pass returns lse, and a backward pass goes back from a given (out, lse), which may come from more keys than it
 is handed (Dao 2023, FlashAttention-2, Algorithm 2). Shapes are flash-attn's: q ``[B, L, Hq, D]``, k ``[B, S, Hkv, D]``,
 v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``, k and v ``[total_k, Hkv, D]``, lse
-``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. ``rng_state`` holds what dropout was
-drawn from, one number for each sequence; the backward pass takes what the forward pass returned.
+``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. ``rng_state`` holds the seed of dropout,
+one number for each sequence; the backward pass takes what the forward pass returned.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call import AttentionCall, Gradients, Options, Results, check_call
+from ...call import AttentionCall, Gradients, Results, Wanted, check_call
 from ...config import AttentionConfig, default_config
 from ...routes.run import choose, gradients, note, run, show
 from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
-from ..varlen import read_ends, varlen_attend
-from .version3 import cut_to_used
+from ..signatures import called_as
+from ..varlen import cut_to_used, read_ends, varlen_attend
 
 __all__ = [
     "flash_attn_backward",
@@ -33,20 +34,13 @@ __all__ = [
 
 _ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
 
+_OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_SAVED = "dout q k v out softmax_lse dq dk dv"
 
-def flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+@called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
+def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``_flash_attn_forward``.
 
     Args:
@@ -56,46 +50,28 @@ def flash_attn_forward(
         (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
-    window = window_size_left, window_size_right
-    options = _options(q, 2, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     with torch.no_grad():
-        out, lse, seed = _attend(q, k, v, options)
+        out, lse, seed = _attend(q, k, v, _options(q, q.shape[0], **given))
     return out, lse, q.new_empty(0), _rng_state([seed], q.device)
 
 
+@called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None")
 def flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, rng_state: Tensor | None,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **given: Any,
+) -> Tensor:  # fmt: skip
     """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
 
     Args:
         dout, out: ``[B, L, Hq, Dv]``; softmax_lse: ``[B, Hq, L]``.
-        deterministic: as :func:`pascal_attn_core.flash_attn.flash_attn_func`; these gradients are always so.
+        deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero behind the last query.
+        float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero after the last query.
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v, out=out, dout=dout)
-    window = window_size_left, window_size_right
-    options = _options(q, 2, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    options = _options(q, q.shape[0], **given)
     with torch.no_grad():
-        grads = _go_back(dout, q, k, v, out, softmax_lse, options, _seed_of(rng_state, options, 0))
+        grads = _go_back(dout, q, k, v, Results(out, softmax_lse, None, _seed_of(rng_state, options, 0)), options)
         for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
             if target is not None:
                 _check_target(name, target, grad)
@@ -104,28 +80,16 @@ def flash_attn_backward(
     return torch.nn.functional.pad(sums, (0, -sums.shape[2] % _ROWS))
 
 
+@called_as(
+    f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
+    "zero_tensors=False num_splits=0",
+    ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
+    refused="leftpad_k",
+)
 def flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor | None,
+    seqused_k: Tensor | None, **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
 
     Args:
@@ -139,59 +103,36 @@ def flash_attn_varlen_forward(
         NotImplementedError: leftpad_k is given, or block_table together with dropout or seqused_k.
     """
     check_layout("[total, heads, head_dim]", 3, q=q)
-    if leftpad_k is not None:
-        raise NotImplementedError("leftpad_k is not supported by Pascal Attention; give cu_seqlens_k without padding")
-    if block_table is not None and (dropout_p or seqused_k is not None):
+    if block_table is not None and (given["dropout_p"] or seqused_k is not None):
         raise NotImplementedError("block_table is not supported by Pascal Attention with dropout_p or seqused_k")
-    window = window_size_left, window_size_right
-
-    def options(batch: int) -> FlashOptions:
-        return _options(q, 1, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, batch)
-
     if seqused_k is not None:
         k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
+    seeds: list[Tensor | None] = [None] * (len(cu_seqlens_q) - 1)
     with torch.no_grad():
-        if not dropout_p:
+        if not given["dropout_p"]:
             out, lse = varlen_attend(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True, block_table=block_table
-            )
+                q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: _options(q, batch, **given), with_lse=True,
+                block_table=block_table,
+            )  # fmt: skip
             assert lse is not None
-            return out, lse, q.new_empty(0), _rng_state([None], q.device)
+            return out, lse, q.new_empty(0), _rng_state(seeds, q.device)
         out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
-        seeds, all_options = [], options(len(cu_seqlens_q) - 1)
+        options = _options(q, len(seeds), **given)
         for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            part, part_lse, seed = _attend(q[None, of_q], k[None, of_k], v[None, of_k], all_options.part(b, b + 1))
+            part, part_lse, seeds[b] = _attend(q[None, of_q], k[None, of_k], v[None, of_k], options.part(b, b + 1))
             out[of_q], lse[:, of_q] = part[0], part_lse[0]
-            seeds.append(seed)
     return out, lse, q.new_empty(0), _rng_state(seeds, q.device)
 
 
+@called_as(
+    f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
+    ignored="max_seqlen_q max_seqlen_k zero_tensors",
+)
 def flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
-    """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero behind the
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, rng_state: Tensor | None,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any,
+) -> Tensor:  # fmt: skip
+    """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero after the
     last sequence.
 
     Returns:
@@ -199,9 +140,8 @@ def flash_attn_varlen_backward(
         first query plus 128 times the number of the sequence; else zero.
     """
     check_layout("[total, heads, head_dim]", 3, q=q, k=k, v=v, out=out, dout=dout)
-    window = window_size_left, window_size_right
     batch = len(cu_seqlens_q) - 1
-    options = _options(q, 1, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, batch)
+    options = _options(q, batch, **given)
     softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
     with torch.no_grad():
         for name, target, like in zip(("dq", "dk", "dv"), (dq, dk, dv), (q, k, v)):
@@ -209,11 +149,11 @@ def flash_attn_varlen_backward(
                 _check_target(name, target, like)
                 target.zero_()
         for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            seed = _seed_of(rng_state, options, b)
-            lse = softmax_lse[None, :, of_q]
-            one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q], lse
-            grads = _go_back(*one, options.part(b, b + 1), seed)
-            for target, grad, tokens in zip((dq, dk, dv), grads, (of_q, of_k, of_k)):
+            saved = Results(out[None, of_q], softmax_lse[None, :, of_q], None, _seed_of(rng_state, options, b))
+            one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k]
+            for target, grad, tokens in zip(
+                (dq, dk, dv), _go_back(*one, saved, options.part(b, b + 1)), (of_q, of_k, of_k)
+            ):
                 if target is not None:
                     target[tokens] = grad[0]
             sums = (dout[of_q].float() * out[of_q].float()).sum(-1).T
@@ -226,50 +166,42 @@ def flash_attn_varlen_backward(
 
 def _options(
     q: Tensor,
-    heads_dim: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window: Sequence[int],
-    softcap: float,
+    batch: int,
+    *,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
     alibi_slopes: Tensor | None,
-    batch: int | None = None,
+    deterministic: bool = False,
+    **given: Any,
 ) -> FlashOptions:
     return FlashOptions.of(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window,
-        softcap or 0.0,
-        None if alibi_slopes is None else alibi_slopes.detach(),
-        deterministic=True,
-        batch=q.shape[0] if batch is None else batch,
-        heads=q.shape[heads_dim],
+        **given,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap or 0.0,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
+        deterministic=deterministic,
+        batch=batch,
+        heads=q.shape[-2],
     )
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
-    given = Options(
-        options.dropout_p,
-        options.causal,
-        options.scale,
-        q.shape[2] != k.shape[2],
-        options.alignment,
-        options.window,
-        options.softcap,
-    )
     query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
-    return check_call(query, key, value, alibi_mask(options.slopes, q, k), *given)
+    given = options.given(enable_gqa=q.shape[2] != k.shape[2])
+    return check_call(query, key, value, alibi_mask(options.slopes, q, k), given)
 
 
 def _config(options: FlashOptions) -> AttentionConfig:
-    config = (options.config or default_config()).in_fixed_order()
-    # what dropout was drawn from is known of the tiles alone
+    config = options.config or default_config()
+    if options.deterministic:
+        config = config.in_fixed_order()
+    # only the tiles' seed of dropout is known
     return replace(config, route="tiled") if options.dropout_p else config
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``, what dropout was drawn from: int64 ``[1]`` or None)."""
+    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``, the seed of dropout: int64 ``[1]`` or None)."""
     call, config = _checked(q, k, v, options), _config(options)
     seed = None
     if call.dropout_p:
@@ -285,31 +217,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Ten
 
 
 def _go_back(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: FlashOptions,
-    seed: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Results, options: FlashOptions
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v in their layout."""
+    """Gradients of q, k and v in their layout, from out and lse in flash-attn's layout."""
     call = _checked(q, k, v, options)
-    expected = (*call.out_shape[:-1],)
-    for name, tensor in (("out", out), ("dout", dout)):
-        if tuple(tensor.transpose(1, 2).shape) != call.out_shape:
-            shape = [*q.shape[:3], v.shape[-1]]
-            raise FlashArgumentError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
-    if tuple(lse.shape) != expected:
-        raise FlashArgumentError(f"softmax_lse must have shape {list(expected)}, got {list(lse.shape)}")
-    saved = Results(out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, seed)
-    grads: Gradients = gradients(call, _config(options), dout.transpose(1, 2), saved, None)
+    expected = [*q.shape[:3], v.shape[-1]]
+    for name, tensor in (("out", saved.out), ("dout", dout)):
+        if list(tensor.shape) != expected:
+            raise FlashArgumentError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+    lse = saved.lse
+    assert lse is not None
+    if lse.shape != call.out_shape[:-1]:
+        raise FlashArgumentError(f"softmax_lse must have shape {list(call.out_shape[:-1])}, got {list(lse.shape)}")
+    saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, saved.seed)
+    grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
     return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Number, queries and keys of each sequence that has queries or keys."""
+    """Number, queries and keys of each sequence."""
     ends_q = read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     ends_k = read_ends("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if len(ends_q) != len(ends_k):

@@ -6,7 +6,9 @@ cosines and sines are constants, as in flash-attn.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +53,9 @@ def apply_rotary(
     Raises:
         TypeError, ValueError: arguments that do not fit together; x has not been touched.
     """
-    positions = _positions(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     with torch.no_grad():
-        return _rotate(x, cos, sin, positions, interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+        return _rotated(x, [table], _How(_whole, interleaved, inplace, conjugate))
 
 
 def apply_rotary_emb(
@@ -67,8 +69,8 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """:func:`apply_rotary` with gradients: returns x rotated, of its shape and dtype."""
-    positions = _positions(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    return _differentiable(x, cos, sin, positions, interleaved, inplace)
+    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    return _differentiable(x, [table], _How(_whole, interleaved, inplace))
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -99,11 +101,11 @@ def apply_rotary_emb_qkv_(
     Returns:
         qkv.
     """
-    q, k = _queries_and_keys(qkv, num_heads_q)
+    cut = functools.partial(_queries_and_keys, num_heads_q=num_heads_q)
+    q, k = cut(qkv)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    parts = [(q, cos, sin), (k, cos_k, sin_k)]
-    checked = [(*part, _positions(*part, seqlen_offsets, None, None)) for part in parts]
-    return _in_place_parts(qkv, num_heads_q, checked, interleaved)
+    tables = [_table_of(q, cos, sin, seqlen_offsets), _table_of(k, cos_k, sin_k, seqlen_offsets)]
+    return _differentiable(qkv, tables, _How(cut, interleaved, inplace=True))
 
 
 def apply_rotary_emb_kv_(
@@ -113,8 +115,8 @@ def apply_rotary_emb_kv_(
     check_layout("[B, tokens, 2, heads, head_dim]", 5, kv=kv)
     if kv.shape[2] != 2:
         raise FlashArgumentError(f"kv must be [B, tokens, 2, heads, head_dim], got shape {tuple(kv.shape)}")
-    positions = _positions(kv[:, :, 0], cos, sin, seqlen_offsets, None, None)
-    return _in_place_parts(kv, None, [(kv[:, :, 0], cos, sin, positions)], interleaved)
+    tables = [_table_of(kv[:, :, 0], cos, sin, seqlen_offsets)]
+    return _differentiable(kv, tables, _How(_keys, interleaved, inplace=True))
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -124,7 +126,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As :func:`apply_rotary_emb`, in the dtype of x, differentiable in the tables too.
+    """:func:`apply_rotary_emb` in the dtype of x, differentiable in the tables too.
 
     Args:
         x: ``[B, L, H, D]``; cos, sin: ``[L, rotary_dim / 2]`` or ``[B, L, rotary_dim / 2]``.
@@ -247,16 +249,44 @@ class RotaryEmbedding(torch.nn.Module):
 # ---- how it is computed ----------------------------------------------------------------------------------------------
 
 
-def _positions(
+class _Table(NamedTuple):
+    """Cosines and sines ``[positions, rotary_dim / 2]``, and the row of them for each token: a slice, or whole numbers
+    ``[B, L]`` or ``[total]``."""
+
+    cos: Tensor
+    sin: Tensor
+    rows: Tensor | slice
+
+    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``; 1 and 0 outside of the tables."""
+        cos, sin, rows = self
+        if isinstance(rows, slice):
+            return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
+        rows = rows.to(cos.device)
+        outside = ((rows < 0) | (rows >= cos.shape[0]))[..., None]
+        rows = rows.clamp(0, max(cos.shape[0] - 1, 0))
+        cos, sin = cos[rows].masked_fill(outside, 1), sin[rows].masked_fill(outside, 0)
+        return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
+
+
+class _How(NamedTuple):
+    """How a tensor is rotated; cut: the tensor -> views of its parts that are rotated, one for each table."""
+
+    cut: Callable[[Tensor], Sequence[Tensor]]
+    interleaved: bool
+    inplace: bool = False
+    conjugate: bool = False
+
+
+def _table_of(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
     offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> Tensor | slice:
-    """The row of the tables of each token: a slice, or whole numbers ``[B, L]`` or ``[total]``.
-
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> _Table:
+    """
     Raises:
         TypeError, ValueError: arguments that do not fit together.
     """
@@ -269,73 +299,87 @@ def _positions(
         if max_seqlen is None:
             raise FlashArgumentError("max_seqlen must be given with cu_seqlens, got None")
         batch, tokens = cu_seqlens.shape[0] - 1, max_seqlen
-    check_layout("[positions, rotary_dim / 2]", 2, cos=cos, sin=sin)
-    if cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
-        raise FlashArgumentError(
-            f"cos and sin must be [positions, at most {x.shape[-1] // 2}], got {list(cos.shape)} and {list(sin.shape)}"
-        )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
+    _check_tables(cos, sin, x.shape[-1])
     if isinstance(offsets, Tensor):
         if offsets.shape != (batch,) or offsets.dtype not in (torch.int32, torch.int64):
             raise FlashArgumentError(
                 f"seqlen_offsets must be int32 or int64 [{batch}], got {offsets.dtype} {list(offsets.shape)}"
             )
-        last = tokens
-    else:
-        last = tokens + offsets
-        if offsets < 0:
-            raise FlashArgumentError(f"seqlen_offsets must not be negative, got {offsets}")
+    elif offsets < 0:
+        raise FlashArgumentError(f"seqlen_offsets must not be negative, got {offsets}")
+    last = tokens if isinstance(offsets, Tensor) else tokens + offsets
     if last > cos.shape[0]:
         raise FlashArgumentError(f"cos must have {last} positions, got {cos.shape[0]}")
-    if cu_seqlens is None:
-        if not isinstance(offsets, Tensor):
-            return slice(offsets, last)
-        return offsets[:, None].long() + torch.arange(tokens, device=offsets.device)
-    ends = cu_seqlens.long()
-    place = torch.arange(x.shape[0], device=ends.device)
+    if cu_seqlens is not None:
+        return _Table(cos, sin, _places(cu_seqlens.long(), x.shape[0], offsets, cos.shape[0]))
+    if not isinstance(offsets, Tensor):
+        return _Table(cos, sin, slice(offsets, last))
+    return _Table(cos, sin, offsets[:, None].long() + torch.arange(tokens, device=offsets.device))
+
+
+def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    check_layout("[positions, rotary_dim / 2]", 2, cos=cos, sin=sin)
+    if cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
+        raise FlashArgumentError(
+            f"cos and sin must be [positions, at most {head_dim // 2}], got {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
+
+
+def _places(ends: Tensor, total: int, offsets: int | Tensor, outside: int) -> Tensor:
+    """The position of each token ``[total]`` of sequences that end at ``ends [B + 1]``; ``outside`` after the last."""
+    batch = ends.shape[0] - 1
+    place = torch.arange(total, device=ends.device)
     sequence = torch.searchsorted(ends, place, right=True) - 1
-    behind = sequence >= batch  # tokens behind the last sequence belong to none
+    behind = sequence >= batch
     sequence = sequence.clamp(max=max(batch - 1, 0))
     place = place - ends[sequence]
     place = place + (offsets[sequence].long() if isinstance(offsets, Tensor) else offsets)
-    return place.masked_fill(behind, cos.shape[0])
+    return place.masked_fill(behind, outside)
 
 
-def _table(cos: Tensor, sin: Tensor, positions: Tensor | slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``; 1 and 0 outside of the tables."""
-    if isinstance(positions, slice):
-        return cos[positions].to(dtype).unsqueeze(-2), sin[positions].to(dtype).unsqueeze(-2)
-    positions = positions.to(cos.device)
-    outside = ((positions < 0) | (positions >= cos.shape[0]))[..., None]
-    rows = positions.clamp(0, max(cos.shape[0] - 1, 0))
-    cos, sin = cos[rows].masked_fill(outside, 1), sin[rows].masked_fill(outside, 0)
-    return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
-
-
-def _rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | slice,
-    *,
-    interleaved: bool,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rotary_dim = 2 * cos.shape[1]
-    cos, sin = _table(cos, sin, positions, dtype)
-    if conjugate:
-        sin = -sin
-    first, second = (part.to(dtype) for part in _pairs(x[..., :rotary_dim], interleaved))
-    turned = first * cos - second * sin, first * sin + second * cos
-    out = x if inplace else torch.empty_like(x)
-    for target, part in zip(_pairs(out[..., :rotary_dim], interleaved), turned):
-        target.copy_(part)
-    if not inplace:
-        out[..., rotary_dim:] = x[..., rotary_dim:]
+def _rotated(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
+    """x with its parts rotated: x itself where it is rotated in place, else a copy."""
+    out = x if how.inplace else x.clone()
+    # Where x is a view, autograd does not see the writing, as in flash-attn: it would forbid it for a part of a split
+    # or an unbind, ``q, k, v = qkv.unbind(2)``, although its neighbours do not change.
+    base = out.data if how.inplace and out._is_view() else out
+    for part, table in zip(how.cut(base), tables):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = table.values(dtype)
+        if how.conjugate:
+            sin = -sin
+        targets = _pairs(part[..., : 2 * cos.shape[-1]], how.interleaved)
+        first, second = (target.to(dtype, copy=True) for target in targets)
+        targets[0].copy_(first * cos - second * sin)
+        targets[1].copy_(first * sin + second * cos)
     return out
+
+
+def _differentiable(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _Rotation.apply(x, how, tables)
+        return out
+    return _rotated(x, tables, how)
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _How, tables: list[_Table]) -> Tensor:
+        ctx.save_for_backward(*(t for table in tables for t in table if isinstance(t, Tensor)))
+        ctx.how, ctx.slices = how, [None if isinstance(table.rows, Tensor) else table.rows for table in tables]
+        # Not marked as changed in place: a leaf may be rotated too, as in flash-attn.
+        return _rotated(x, tables, how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        saved = iter(ctx.saved_tensors)
+        tables = [_Table(next(saved), next(saved), next(saved) if rows is None else rows) for rows in ctx.slices]
+        back = ctx.how._replace(inplace=False, conjugate=not ctx.how.conjugate)
+        return _Rotation.apply(grads[0], back, tables), None, None
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -350,97 +394,15 @@ def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
-class _Rotation(torch.autograd.Function):
-    """One rotation; its gradient is the rotation back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Any, options: tuple[bool, bool, bool]) -> Any:
-        interleaved, inplace, conjugate = options
-        source = _writable(x) if inplace else x
-        out = _rotate(source, cos, sin, positions, interleaved=interleaved, inplace=inplace, conjugate=conjugate)
-        _save(ctx, [(cos, sin, positions)])
-        ctx.options = interleaved, False, not conjugate
-        # Not marked as changed in place: a leaf may be rotated too, as in flash-attn.
-        return x if inplace else out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ((cos, sin, positions),) = _saved(ctx)
-        return _Rotation.apply(grads[0], cos, sin, positions, ctx.options), None, None, None, None
+def _whole(x: Tensor) -> tuple[Tensor]:
+    return (x,)
 
 
-class _RotationOfParts(torch.autograd.Function):
-    """Rotations of parts of one tensor, in place."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, num_heads_q: int | None, tables: Any, interleaved: bool) -> Tensor:
-        for part, (cos, sin, positions) in zip(_parts(_writable(packed), num_heads_q), tables):
-            _rotate(part, cos, sin, positions, interleaved=interleaved, inplace=True)
-        _save(ctx, tables)
-        ctx.options = num_heads_q, interleaved
-        return packed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        num_heads_q, interleaved = ctx.options
-        # a copy: the incoming gradient may be shared with others
-        grad = grads[0].clone()
-        for part, (cos, sin, positions) in zip(_parts(grad, num_heads_q), _saved(ctx)):
-            part.copy_(_Rotation.apply(part.clone(), cos, sin, positions, (interleaved, False, True)))
-        return grad, None, None, None
+def _keys(kv: Tensor) -> tuple[Tensor]:
+    return (kv[:, :, 0],)
 
 
-def _writable(x: Tensor) -> Tensor:
-    """x, to be written in place.
-
-    Where x is a view autograd does not see the writing, as in flash-attn: it would forbid it for a part of a split or
-    an unbind, ``q, k, v = qkv.unbind(2)``, although its neighbours do not change.
-    """
-    return x.data if x._is_view() else x
-
-
-def _save(ctx: Any, tables: list[tuple[Tensor, Tensor, Any]]) -> None:
-    tensors = [t for table in tables for t in table if isinstance(t, Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.slices = [None if isinstance(table[2], Tensor) else table[2] for table in tables]
-
-
-def _saved(ctx: Any) -> list[tuple[Tensor, Tensor, Any]]:
-    tensors = iter(ctx.saved_tensors)
-    return [(next(tensors), next(tensors), next(tensors) if cut is None else cut) for cut in ctx.slices]
-
-
-def _differentiable(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | slice, interleaved: bool, inplace: bool
-) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        out: Tensor = _Rotation.apply(x, cos, sin, positions, (interleaved, inplace, False))
-        return out
-    return _rotate(x, cos, sin, positions, interleaved=interleaved, inplace=inplace)
-
-
-def _in_place_parts(
-    packed: Tensor,
-    num_heads_q: int | None,
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor | slice]],
-    interleaved: bool,
-) -> Tensor:
-    if torch.is_grad_enabled() and packed.requires_grad:
-        out: Tensor = _RotationOfParts.apply(packed, num_heads_q, [part[1:] for part in parts], interleaved)
-        return out
-    for part, cos, sin, positions in parts:
-        _rotate(part, cos, sin, positions, interleaved=interleaved, inplace=True)
-    return packed
-
-
-def _parts(packed: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
-    """What is rotated of ``kv`` or of ``qkv``."""
-    if packed.dim() == 5 and packed.shape[2] == 2:
-        return (packed[:, :, 0],)
-    return _queries_and_keys(packed, num_heads_q)
-
-
-def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+def _queries_and_keys(qkv: Tensor, num_heads_q: int | None = None) -> tuple[Tensor, Tensor]:
     """Views ``[B, L, Hq, D]`` and ``[B, L, Hk, D]``."""
     if isinstance(qkv, Tensor) and qkv.dim() == 5 and qkv.shape[2] == 3:
         return qkv[:, :, 0], qkv[:, :, 1]

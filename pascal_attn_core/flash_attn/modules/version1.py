@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import flash_attn as functions
 from ..options import FlashArgumentError, FlashOptions, check_layout
-from ..varlen import varlen_attend
+from ..signatures import called_as, options_of
+from ..varlen import padded_lse, varlen_attend
 from .padding import pad_input, unpad_input
 
 __all__ = [
@@ -25,54 +27,41 @@ __all__ = [
 ]
 
 
+@called_as(
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale=None causal=False "
+    "return_attn_probs=False deterministic=False",
+    ignored="max_seqlen_k",
+)
 def flash_attn_unpadded_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
-    deterministic: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    return_attn_probs: bool, **given: Any,
+) -> Any:  # fmt: skip
     """:func:`~pascal_attn_core.flash_attn.flash_attn_varlen_func` with the causal rule of flash-attn 1.
 
     Returns:
-        ``[total_q, H, D]``, with ``return_attn_probs`` (that, lse ``[B, H, max_seqlen_q]``, -inf behind the end of each
+        ``[total_q, H, D]``, with ``return_attn_probs`` (that, lse ``[B, H, max_seqlen_q]``, -inf after the end of each
         sequence, None).
     """
     check_layout("[total, heads, head_dim]", 3, q=q)
 
     def options(batch: int) -> FlashOptions:
-        given = FlashOptions.of(
-            dropout_p,
-            softmax_scale,
-            causal,
-            (-1, -1),
-            0.0,
-            None,
-            deterministic,
-            batch=batch,
-            heads=q.shape[1],
-        )
-        return replace(given, alignment="upper_left")
+        unused: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
+        return replace(FlashOptions.of(**given, **unused, batch=batch, heads=q.shape[1]), alignment="upper_left")
 
     out, lse = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs)
     if lse is None:
         return out
-    return out, _padded_lse(lse, cu_seqlens_q, max_seqlen_q), None
+    return out, padded_lse(lse, cu_seqlens_q.tolist(), max_seqlen_q, -torch.inf), None
 
 
+@options_of(flash_attn_unpadded_func, 3)
 def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_unpadded_func` with ``kv [total_k, 2, H, D]``."""
     check_layout("[total, 2, heads, head_dim]", 4, kv=kv)
     return flash_attn_unpadded_func(q, *kv.unbind(1), *options, **named)
 
 
+@options_of(flash_attn_unpadded_func, 7)
 def flash_attn_unpadded_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
@@ -82,6 +71,7 @@ def flash_attn_unpadded_qkvpacked_func(
     return flash_attn_unpadded_func(*qkv.unbind(1), *lengths, *options, **named)
 
 
+@options_of(flash_attn_unpadded_func, 7)
 def flash_attn_unpadded_qkvpacked_split_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, *options: Any, **named: Any
 ) -> Any:
@@ -121,11 +111,7 @@ class FlashAttention(nn.Module):
         check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
         batch, tokens = qkv.shape[:2]
         if key_padding_mask is None:
-            ends = torch.arange(0, (batch + 1) * tokens, max(tokens, 1), dtype=torch.int32, device=qkv.device)
-            packed = flash_attn_unpadded_qkvpacked_func(
-                qkv.flatten(0, 1), ends[: batch + 1], tokens, dropout_p, **options
-            )
-            return packed.unflatten(0, (batch, tokens)), None
+            return functions.flash_attn_qkvpacked_func(qkv, dropout_p, **options), None
         packed, indices, ends, longest, _ = unpad_input(qkv, key_padding_mask)
         out = flash_attn_unpadded_qkvpacked_func(packed, ends, longest, dropout_p, **options)
         return pad_input(out, indices, batch, tokens), None
@@ -163,10 +149,3 @@ class FlashMHA(nn.Module):
         qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         out, weights = self.inner_attn(qkv, key_padding_mask, self.causal, need_weights=need_weights)
         return self.out_proj(out.flatten(-2)), weights
-
-
-def _padded_lse(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """``[H, total]`` -> ``[B, H, longest]``."""
-    sizes = cu_seqlens.diff().tolist()
-    parts = lse[:, : sum(sizes)].split(sizes, 1)
-    return torch.stack([nn.functional.pad(part, (0, longest - part.shape[1]), value=-torch.inf) for part in parts])

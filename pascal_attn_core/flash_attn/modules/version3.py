@@ -1,14 +1,13 @@
 """FlashAttention-3's functions: the module ``flash_attn_interface``.
 
-What its kernels alone need (num_splits, pack_gqa, sm_margin, scheduler_metadata) is taken and changes nothing; what
-would change the result and is not here raises: scales of 8-bit inputs, attention_chunk, rotary_seqlens, and qv with a
-cache.
+Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
+would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, attention_chunk,
+rotary_seqlens, and qv with a cache.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,14 @@ from torch import Tensor
 
 from ... import flash_attn as functions
 from ..options import FlashArgumentError, check_layout
+from ..signatures import called_as
+from ..varlen import cut_to_used, read_ends, used_places
+from . import raw
 
 __all__ = [
+    "flash_attn_backward",
     "flash_attn_combine",
+    "flash_attn_forward",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
@@ -26,26 +30,21 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+_SCALES = "q_descale=None k_descale=None v_descale=None"
+_OPTIONS = f"{_SCALES} window_size=(-1,-1) attention_chunk=0 softcap=0.0"
+_LAST = "num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
+_LENGTHS = "cu_seqlens_q=None cu_seqlens_k=None"
+_LONGEST = "max_seqlen_q=None max_seqlen_k=None"
+_SIDES = "window_size_left=-1 window_size_right=-1"
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+_IGNORED = "num_splits pack_gqa sm_margin"
+_REFUSED = "q_descale k_descale v_descale attention_chunk"
+
+
+@called_as(
+    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}", ignored=_IGNORED, refused=_REFUSED
+)  # fmt: skip
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, **options: Any) -> Any:
     """Attention of ``q [B, L, Hq, D]`` over ``k [B, S, Hkv, D]`` and ``v [B, S, Hkv, Dv]``.
 
     Args:
@@ -54,96 +53,48 @@ def flash_attn_func(
     Returns:
         ``[B, L, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[B, Hq, L]``).
     Raises:
-        NotImplementedError: an argument that is not supported, see the module.
+        NotImplementedError: an argument is not supported, see the module.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     q, k = _with_values(q, k, v, qv)
-    result = functions.flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
+    result = functions.flash_attn_func(q, k, v, **options)
     return result[:2] if isinstance(result, tuple) else result
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+@called_as(
+    f"qkv softmax_scale=None causal=False {_OPTIONS} deterministic=False num_heads_q=None sm_margin=0 "
+    "return_attn_probs=False",
+    ignored="sm_margin",
+    refused=_REFUSED,
+)
+def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``, or ``[B, L, num_heads_q + 2 * Hkv, D]``."""
-    if isinstance(qkv, Tensor) and qkv.dim() == 4 and num_heads_q is not None:
-        heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-        if odd or heads_kv < 1:
-            raise FlashArgumentError(
-                f"qkv must be [B, tokens, {num_heads_q} + 2 * heads, head_dim], got {list(qkv.shape)}"
-            )
-        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
-    else:
-        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
-        if qkv.shape[2] != 3:
-            raise FlashArgumentError(f"qkv must be [B, tokens, 3, heads, head_dim], got {list(qkv.shape)}")
-        q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
+    if num_heads_q is None or not isinstance(qkv, Tensor) or qkv.dim() != 4:
+        result = functions.flash_attn_qkvpacked_func(qkv, **options)
+        return result[:2] if isinstance(result, tuple) else result
+    heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+    if odd or heads_kv < 1:
+        raise FlashArgumentError(f"qkv must be [B, tokens, {num_heads_q} + 2 * heads, head_dim], got {list(qkv.shape)}")
+    return flash_attn_func(*qkv.split([num_heads_q, heads_kv, heads_kv], 2), **options)
 
 
+@called_as(
+    f"q k v cu_seqlens_q cu_seqlens_k {_LONGEST} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
+    f"{_OPTIONS} {_LAST}",
+    ignored=_IGNORED,
+    refused=_REFUSED,
+)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    qv: Tensor | None,
+    **options: Any,
 ) -> Any:
-    """:func:`flash_attn_func` within each of many sequences that are concatenated.
+    """:func:`flash_attn_func` within each of several concatenated sequences.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
@@ -153,70 +104,39 @@ def flash_attn_varlen_func(
     Returns:
         ``[total_q, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[Hq, total_q]``).
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     q, k = _with_values(q, k, v, qv)
     total = q.shape[0]
     places = None
     if seqused_q is not None:
-        places, cu_seqlens_q = _used("seqused_q", cu_seqlens_q, seqused_q)
-        q = q.index_select(0, places.to(q.device))
+        places, cu_seqlens_q = used_places("seqused_q", cu_seqlens_q, seqused_q, q.device)
+        q = q.index_select(0, places)
     if seqused_k is not None:
         k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    result = functions.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
+    result = functions.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     out, lse = result[:2] if isinstance(result, tuple) else (result, None)
     if places is not None:
-        places = places.to(out.device)
         out = out.new_zeros(total, *out.shape[1:]).index_copy(0, places, out)
         if lse is not None:
             lse = lse.new_full((lse.shape[0], total), -torch.inf).index_copy(1, places, lse)
     return out if lse is None else (out, lse)
 
 
+@called_as(
+    "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
+    "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+    f"{_SCALES} softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
+    "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    renamed={"page_table": "block_table"},
+    ignored=f"{_IGNORED} max_seqlen_q scheduler_metadata",
+    refused=f"{_REFUSED} qv rotary_seqlens",
+)
 def flash_attn_with_kvcache(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
+    k: Tensor | None,
+    v: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    **options: Any,
 ) -> Any:
     """Attention over a cache, see :func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`.
 
@@ -225,39 +145,10 @@ def flash_attn_with_kvcache(
         k, v: new tokens ``[B, N, Hkv, D]``, with ``cu_seqlens_k_new`` ``[total_new, Hkv, D]``.
         page_table: int32 ``[B, pages of a sequence]``.
     Returns:
-        of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]`` or ``[Hq, total_q]``).
+        A tensor of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]`` or ``[Hq, total_q]``).
     """
-    refuse(
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        qv=qv,
-        rotary_seqlens=rotary_seqlens,
-    )
-    options: dict[str, Any] = {
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "rotary_interleaved": rotary_interleaved,
-        "return_softmax_lse": return_softmax_lse,
-    }
     if cu_seqlens_q is None and cu_seqlens_k_new is None:
-        return functions.flash_attn_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=page_table,
-            **options,
-        )
+        return functions.flash_attn_with_kvcache(q, k=k, v=v, **options)
     queries = _sequences("q", q, cu_seqlens_q)
     count = len(queries)
     new_k, new_v = (
@@ -265,25 +156,14 @@ def flash_attn_with_kvcache(
     )
     if not len(new_k) == len(new_v) == count:
         raise FlashArgumentError(f"k and v must hold new tokens of {count} sequences, got {len(new_k)}, {len(new_v)}")
+    per_sequence = ["cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"]
+    if options["block_table"] is None and options["cache_batch_idx"] is None:
+        per_sequence += ["k_cache", "v_cache"]
     results = []
     for b in range(count):
-        row = slice(b, b + 1)
-        by_row = page_table is not None or cache_batch_idx is not None
-        results.append(
-            functions.flash_attn_with_kvcache(
-                queries[b],
-                k_cache if by_row else k_cache[row],
-                v_cache if by_row else v_cache[row],
-                new_k[b],
-                new_v[b],
-                cache_seqlens=cache_seqlens[row] if isinstance(cache_seqlens, Tensor) else cache_seqlens,
-                cache_batch_idx=None if cache_batch_idx is None else cache_batch_idx[row],
-                cache_leftpad=None if cache_leftpad is None else cache_leftpad[row],
-                block_table=None if page_table is None else page_table[row],
-                **options,
-            )
-        )
-    return _together(results, q, packed=cu_seqlens_q is not None, with_lse=return_softmax_lse)
+        own = {name: options[name][b : b + 1] for name in per_sequence if isinstance(options[name], Tensor)}
+        results.append(functions.flash_attn_with_kvcache(queries[b], k=new_k[b], v=new_v[b], **{**options, **own}))
+    return _together(results, q, packed=cu_seqlens_q is not None, with_lse=options["return_softmax_lse"])
 
 
 def flash_attn_combine(
@@ -310,41 +190,83 @@ def flash_attn_combine(
     return (total if out is None else out.copy_(total)), lse
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+@called_as(
+    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=None headdim_v=None "
+    "cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False "
+    "window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
+)
+def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
     """An empty int32 tensor: :func:`flash_attn_with_kvcache` here plans each call itself."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and not (name == "attention_chunk" and value == 0):
-            raise NotImplementedError(f"{name} is not supported by Pascal Attention; got {_shown(value)}")
+# ---- without autograd ------------------------------------------------------------------------------------------------
 
 
-def _shown(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+@called_as(
+    f"q k v k_new=None v_new=None qv=None out_=None {_LENGTHS} cu_seqlens_k_new=None seqused_q=None seqused_k=None "
+    f"{_LONGEST} page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None "
+    f"{_SCALES} softmax_scale=None causal=False {_SIDES} attention_chunk=0 softcap=0.0 rotary_interleaved=True "
+    "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
+    renamed={"page_table": "block_table"},
+    ignored=f"{_IGNORED} seqlens_rotary rotary_interleaved scheduler_metadata",
+    refused=f"{_REFUSED} k_new v_new qv cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin",
+)
+def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
+    """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
+
+    Args:
+        out_, out: where the output is written as well.
+        window_size: (left, right), as versions before 2026 took it.
+        seqlens_rotary, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: change nothing.
+    Returns:
+        (out, lse, an empty tensor, an empty tensor).
+    Raises:
+        NotImplementedError: new keys, a cache, rotation or scales are given.
+    """
+    function, options = _of_the_batch_or_packed(raw.flash_attn_forward, raw.flash_attn_varlen_forward, given)
+    found, lse, *_ = function(q, k, v, dropout_p=0.0, **options)
+    for target in (out_, out):
+        if target is not None:
+            found = target.copy_(found)
+    return found, lse, q.new_empty(0), q.new_empty(0)
+
+
+@called_as(
+    f"dout q k v out softmax_lse {_LENGTHS} sequed_q=None sequed_k=None {_LONGEST} dq=None dk=None dv=None "
+    f"softmax_scale=None is_causal=False {_SIDES} softcap=0.0 deterministic=False sm_margin=0 * causal=None "
+    "window_size=None",
+    ignored="sm_margin",
+    refused="sequed_q sequed_k",
+)
+def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> Tensor:
+    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
+
+    Args:
+        causal, window_size: the names of is_causal and of the two sides of the window before 2026.
+        others: see :func:`.raw.flash_attn_backward`.
+    Returns:
+        softmax_d, see there.
+    """
+    given["causal"] = is_causal if causal is None else causal
+    function, options = _of_the_batch_or_packed(raw.flash_attn_backward, raw.flash_attn_varlen_backward, given)
+    result: Tensor = function(dropout_p=0.0, **options)
+    return result
+
+
+def _of_the_batch_or_packed(batch: Any, packed: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The function that computes a call, and its options."""
+    window = given.pop("window_size")
+    if window is not None:
+        given["window_size_left"], given["window_size_right"] = window
+    if given["cu_seqlens_q"] is not None and given["cu_seqlens_k"] is not None:
+        return packed, given
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "leftpad_k"):
+        if given.get(name) is not None:
+            raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
+    packed_only = {*lengths, "seqused_k", "block_table", "leftpad_k"}
+    return batch, {name: value for name, value in given.items() if name not in packed_only}
 
 
 def _with_values(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -356,36 +278,13 @@ def _with_values(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Te
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
-def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, v, where each sequence starts) with only the first ``used [B]`` tokens of each sequence."""
-    places, ends = _used(name, ends, used)
-    places = places.to(k.device)
-    return k.index_select(0, places), v.index_select(0, places), ends
-
-
-def _used(name: str, ends: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """(the places of the tokens that count, where each sequence starts among them)."""
-    batch = ends.shape[0] - 1
-    if used.shape != (batch,) or used.is_floating_point():
-        raise FlashArgumentError(f"{name} must be whole numbers [{batch}], got {used.dtype} {list(used.shape)}")
-    starts, counts = ends.tolist(), used.tolist()
-    sizes = [last - first for first, last in itertools.pairwise(starts)]
-    if any(not 0 <= count <= size for count, size in zip(counts, sizes)):
-        raise FlashArgumentError(f"{name} must be from 0 to the lengths {sizes}, got {counts}")
-    places = [torch.arange(first, first + count) for first, count in zip(starts, counts)]
-    new_ends = torch.tensor([0, *counts], device=ends.device).cumsum(0, dtype=torch.int32)
-    return torch.cat([torch.arange(0), *places]), new_ends
-
-
 def _sequences(name: str, tensor: Tensor, ends: Tensor | None) -> list[Tensor]:
     """Each sequence as ``[1, tokens, heads, head_dim]``."""
     if ends is None:
         check_layout("[B, tokens, heads, head_dim]", 4, **{name: tensor})
         return list(tensor.split(1))
     check_layout("[total, heads, head_dim]", 3, **{name: tensor})
-    starts = ends.tolist()
-    if not starts or starts[0] != 0 or sorted(starts) != starts or starts[-1] > tensor.shape[0]:
-        raise FlashArgumentError(f"cu_seqlens of {name} must rise from 0 to at most {tensor.shape[0]}, got {starts}")
+    starts = read_ends(f"cu_seqlens of {name}", ends, tensor.shape[0])
     return [tensor[first:last][None] for first, last in itertools.pairwise(starts)]
 
 
@@ -396,8 +295,7 @@ def _together(results: list[Any], q: Tensor, *, packed: bool, with_lse: bool) ->
         return (torch.cat(outs), torch.cat(all_lse)) if with_lse else torch.cat(outs)
     out = torch.cat([part[0] for part in outs])
     missing = q.shape[0] - out.shape[0]
-    if missing:
-        out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
+    out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
     if not with_lse:
         return out
     lse = torch.cat([part[0] for part in all_lse], 1)

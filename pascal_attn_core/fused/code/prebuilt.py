@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-import lzma
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .amd_code import renamed
 from .compilation import Compilation
 from .source import DTYPES, HEAD_DIMS, Variant, digest, linear_variants
 
+log = logging.getLogger("pascal_attn")
 FOLDER = Path(__file__).parents[1] / "prebuilt"
 ARCHS = (50, 60, 61, 70)  # those worth shipping
 _ON_TENSOR_CORES = {70: ("volta", VOLTA_HEAD_DIMS), 75: ("tensor", TENSOR_HEAD_DIMS)}
@@ -25,8 +26,8 @@ _LANGUAGE_MODELS = (64, 128)
 
 
 def variants(head_dim: int) -> list[Variant]:
-    """What ships for a head_dim: the calls that models make most. The rest is compiled at its first use, since a cubin
-    is some 13 KB, compressed, and there are a thousand."""
+    """The variants that ship for a head_dim: the calls that models make most. The rest is compiled at its first use,
+    since a cubin is some 13 KB, compressed, and there are a thousand."""
     chosen = [Variant("forward", head_dim, dtype) for dtype in DTYPES]
     if head_dim in _OFTEN_MASKED:
         chosen += [Variant("forward", head_dim, dtype, "bool") for dtype in DTYPES]
@@ -36,7 +37,7 @@ def variants(head_dim: int) -> list[Variant]:
 
 
 def tensor_variants(generation: str, head_dim: int) -> list[Variant]:
-    """The same on tensor cores; ``generation`` "volta" or "tensor"."""
+    """The variants that ship for a head_dim on tensor cores; ``generation`` "volta" or "tensor"."""
     chosen = [Variant(generation, head_dim, "float16")]
     if head_dim in _OFTEN_MASKED:
         chosen.append(Variant(generation, head_dim, "float16", "bool"))
@@ -59,13 +60,13 @@ def packs() -> list[tuple[int, list[Compilation]]]:
 
 
 def all_variants(capability: tuple[int, int] | None = None) -> list[Compilation]:
-    """What ships, each once; for devices of a compute capability, or for all."""
+    """All variants that ship, each once; for devices of a compute capability, or for all."""
     found = dict.fromkeys(variant for _, content in packs() for variant in content)
     return [variant for variant in found if capability is None or variant.runs_on(capability)]
 
 
 def pack_name(arch: int, variant: Compilation) -> str:
-    """Of the pack that holds a variant."""
+    """The file name of the pack that holds a variant."""
     return f"sm_{arch}-{variant.pack}.xz"
 
 
@@ -97,7 +98,7 @@ def ships_for(arch: str) -> bool:
 
 
 def variants_for(arch: str) -> list[Compilation]:
-    """What ships for devices of an architecture, each once."""
+    """The variants that ship for devices of an architecture, each once."""
     if arch.startswith("sm_"):
         return all_variants(divmod(int(arch.removeprefix("sm_")), 10))
     if not ships_for(arch):
@@ -125,24 +126,34 @@ def find(variant: Compilation, arch: str) -> bytes | None:
 
 def load(variant: Compilation, arch: int) -> bytes | None:
     """The shipped cubin, or None: there is none, or it was made from another source."""
-    if manifest()["digests"].get(variant.name) != digest(variant):
+    return _code_of(variant, manifest(), pack_name(arch, variant))
+
+
+def _code_of(variant: Compilation, listed: dict[str, Any], pack: str) -> bytes | None:
+    place = listed["packs"].get(pack, {}).get(variant.name)
+    if place is None or listed["digests"].get(variant.name) != digest(variant):
         return None
-    pack = pack_name(arch, variant)
-    place = manifest()["packs"].get(pack, {}).get(variant.name)
-    return None if place is None else _unpacked(pack)[place[0] : place[1]]
+    return _unpacked(pack)[slice(*place)] or None
 
 
 @functools.lru_cache(maxsize=4)
 def _unpacked(pack: str) -> bytes:
-    return lzma.decompress((FOLDER / pack).read_bytes())
+    """The content of a pack; nothing where it cannot be read: its kernels are compiled then."""
+    try:
+        import lzma  # a Python may have been built without it
+
+        return lzma.decompress((FOLDER / pack).read_bytes())
+    except Exception as error:  # LZMAError has a name only where there is lzma
+        log.warning("the prebuilt kernels %s cannot be read: %s", pack, error)
+        return b""
 
 
 # ---- AMD -------------------------------------------------------------------------------------------------------------
 
 
 def amd_variants(arch: str) -> list[Variant]:
-    """What ships for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language models use
-    it there."""
+    """The variants that ship for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language
+    models use it there."""
     ranges = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
     return [
         replace(variant, arch=arch)
@@ -153,7 +164,7 @@ def amd_variants(arch: str) -> list[Variant]:
 
 
 def amd_pack_name(variant: Variant) -> str:
-    """Of the pack that holds a variant's code, of whatever name."""
+    """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
     return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
 
 
@@ -169,10 +180,5 @@ def find_amd(variant: Variant) -> bytes | None:
     if variant.arch in amd_geometry.COMPILED:
         return None
     own = replace(variant, arch=amd_geometry.base(variant.arch))
-    if amd_manifest()["digests"].get(own.name) != digest(own):
-        return None
-    pack = amd_pack_name(own)
-    place = amd_manifest()["packs"].get(pack, {}).get(own.name)
-    if place is None:
-        return None
-    return renamed(_unpacked(pack)[place[0] : place[1]], amd_geometry.target(variant.arch))
+    code = _code_of(own, amd_manifest(), amd_pack_name(own))
+    return None if code is None else renamed(code, amd_geometry.target(variant.arch))

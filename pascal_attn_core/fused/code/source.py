@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..geometry import amd as amd_geometry
 from ..geometry.amd import AmdGeometry
 from ..geometry.gradient import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
-from ..geometry.tables import read_tables
+from ..geometry.plain import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, PLAIN_TABLES, Geometry, plain_geometry
 from ..geometry.tensor import (
     EVEN_HEAD_DIM,
     FLOAT_MASK_HEAD_DIM,
-    MOST_PIECES,
     TENSOR_HEAD_DIMS,
     TENSOR_TABLES,
     VOLTA_HEAD_DIMS,
@@ -26,148 +24,15 @@ from ..geometry.tensor import (
 )
 from . import linear_source
 from .compilation import Compilation
+from .kinds import KINDS, TABLE
 from .linear_source import LinearVariant
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 
 
-class Kind(NamedTuple):
-    """A kind of kernels.
-
-    Attributes:
-        files: its text, in this order: each uses those before it.
-        macros: those that all its variants have.
-        functions: in it.
-        on_tensor_cores: it multiplies there: float16, tables of its own.
-        least, below: compute capabilities that it is for.
-        mask_function: of masked variants on tensor cores, the one that turns the mask into bits.
-    """
-
-    files: tuple[str, ...]
-    macros: dict[str, object]
-    functions: tuple[str, ...]
-    on_tensor_cores: bool = False
-    least: tuple[int, int] = (5, 0)
-    below: tuple[int, int] = (99, 0)
-    mask_function: str = "pa_mask_bits"
-
-
-_PLAIN = ("base.cuh", "common.cuh", "elements.cuh", "lanes.cuh", "band.cuh", "product.cuh", "sequence.cuh")
-_ON_LANES = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh")
-
-
-def _tensor_kinds(
-    name: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
-) -> dict[str, Kind]:
-    """Whole calls, also with keys cut so that they fill the card, packed sequences, and few query rows, on the tensor
-    cores of one generation."""
-
-    def kind(suffix: str, *, packed: bool = False, small: bool = False, even: bool = False) -> Kind:
-        function = f"pa_{name}{suffix}"
-        macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
-        if even:
-            macros |= {"PA_EVEN": 1, "MOST_PIECES": MOST_PIECES}
-        files = (*_ON_LANES, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
-                 "tensor_masks.cuh", *(("tensor_even.cuh",) if even else ()), "tensor_forward.cu",
-                 *(("combine.cuh",) if small else ()))  # fmt: skip
-        combine = f"pa_{name}_combine"
-        if small:
-            macros["PA_COMBINE_NAME"] = combine
-        functions = (function, combine) if small else (function,)
-        return Kind(files, macros, functions, True, least, below, "pa_even_bits" if even else "pa_mask_bits")
-
-    kinds = {
-        name: kind(""),
-        f"{name}_packed": kind("_packed", packed=True),
-        f"{name}_small": kind("_small", small=True),
-        f"{name}_even": kind("_even", even=True),
-    }
-    return {**kinds, f"{name}_barrier": kind("_barrier")} if name == "tensor" else kinds
-
-
-def _gradient_kinds(
-    generation: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
-) -> dict[str, Kind]:
-    """The gradients of query, and of key and value, on the tensor cores of one generation."""
-    files = (*_ON_LANES, "gradients.cuh", "tensor_lanes.cuh", "tensor_gradient.cuh", *fragments, "mask_bits.cuh",
-             "gradient_masks.cuh", "tensor_gradient.cu")  # fmt: skip
-    found = {}
-    for of_keys, name in enumerate((f"{generation}_grad_query", f"{generation}_grad_key_value")):
-        for capped, packed in itertools.product((0, 1), (0, 1)):
-            suffix = "_capped" * capped + "_packed" * packed
-            macros: dict[str, object] = {"PA_KEYS": of_keys, "PA_CAPPED": capped, "PA_PACKED": packed}
-            macros["PA_GRADIENT_NAME"] = f"pa_{name}{suffix}"
-            functions = (f"pa_{name}{suffix}", *(() if of_keys else ("pa_tensor_delta",)))
-            found[name + suffix] = Kind(files, macros, functions, True, least, below, "pa_gradient_bits")
-    return found
-
-
-_KINDS = {
-    "forward": Kind(
-        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu"),
-        {"PA_SPLIT": 0, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward"},
-        ("pa_forward",),
-    ),
-    "split": Kind(
-        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", "combine.cuh"),
-        {"PA_SPLIT": 1, "PA_INT8": 0, "PA_FORWARD_NAME": "pa_forward_split", "PA_COMBINE_NAME": "pa_combine"},
-        ("pa_forward_split", "pa_combine"),
-    ),
-    "grad_query": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "grad_query.cu"),
-        {},
-        ("pa_delta", "pa_grad_query"),
-    ),
-    "grad_key_value": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "grad_key_value.cu"), {}, ("pa_grad_key_value",)
-    ),
-    "grad_all": Kind(
-        (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh", "delta.cuh", "query_sums.cuh", "grad_key_value.cu"),
-        {"PA_ALL": 1},
-        ("pa_grad_all", "pa_delta", "pa_round_query"),
-        below=(8, 0),
-    ),
-    "int8": Kind(
-        (*_PLAIN, "masks.cuh", "int8.cuh", "amd_softmax.cuh", "forward.cu"),
-        {"PA_SPLIT": 0, "PA_INT8": 1, "PA_FORWARD_NAME": "pa_forward_int8"},
-        ("pa_quantize", "pa_forward_int8"),
-        least=(6, 1),
-    ),
-    "capped": Kind(
-        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu"),
-        {"PA_SPLIT": 0, "PA_INT8": 0, "PA_CAPPED": 1, "PA_FORWARD_NAME": "pa_capped"},
-        ("pa_capped",),
-    ),
-    "capped_split": Kind(
-        (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", "combine.cuh"),
-        {
-            "PA_SPLIT": 1,
-            "PA_INT8": 0,
-            "PA_CAPPED": 1,
-            "PA_FORWARD_NAME": "pa_capped_split",
-            "PA_COMBINE_NAME": "pa_capped_combine",
-        },
-        ("pa_capped_split", "pa_capped_combine"),
-    ),
-    **_tensor_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
-    **_tensor_kinds("tensor", ("turing.cuh", "turing_forward.cuh"), (7, 5), (99, 0)),
-    **_gradient_kinds("tensor", ("turing.cuh", "turing_gradient.cuh"), (7, 5), (99, 0)),
-    **_gradient_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
-}
-KINDS = tuple(_KINDS)  # of attention
-_KINDS[linear_source.KIND] = Kind(
-    linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY
-)
-ALL_KINDS = tuple(_KINDS)
-_KINDS[amd_geometry.RANGES] = _KINDS["split"]._replace(
-    macros=_KINDS["split"].macros | {"PA_RANGES": 1, "PA_FORWARD_NAME": "pa_forward_ranges"},
-    functions=("pa_forward_ranges", "pa_combine"),
-)
-
-
 def is_tensor_gradient(kind: str) -> bool:
     """Whether kernels of this kind compute gradients on tensor cores."""
-    return _KINDS[kind].on_tensor_cores and "grad" in kind
+    return TABLE[kind].on_tensor_cores and "grad" in kind
 
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -175,37 +40,7 @@ MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``."""
-
-    rows: int
-    cols: int
-    tx: int
-    ty: int
-    depth: int = 16
-    staged: int = 16
-    parts: int = 2
-    blocks: int = 2
-    ahead: bool = False
-
-    @property
-    def threads(self) -> int:
-        return self.tx * self.ty
-
-    def tile_bytes(self, head_dim: int) -> int:
-        """SMEM_TILE of ``product.cuh``."""
-        row_buffers = 2 if self.depth < head_dim else 1
-        column_buffers = 2 if self.staged < max(self.rows, self.cols) else 1
-        rows = row_buffers * self.depth * (self.rows + self.cols)
-        cols = self.cols // self.parts * self.rows + column_buffers * self.staged * head_dim
-        return 4 * max(rows, cols)
-
-
 AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
-_TABLES = read_tables("plain", Geometry)
-HEAD_DIMS = tuple(_TABLES["forward"])
-GRAD_ALL_HEAD_DIMS = tuple(_TABLES["grad_all"])
 
 
 @dataclass(frozen=True)
@@ -246,11 +81,11 @@ class Variant(Compilation):
             return gradient_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         if self.on_tensor_cores:
             return tensor_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
-        return self._table()[self.head_dim]
+        return plain_geometry(self.kind, self.head_dim, self.dtype, self.mask, padded=self.padded)
 
     @property
     def on_tensor_cores(self) -> bool:
-        return _KINDS[self.kind].on_tensor_cores
+        return TABLE[self.kind].on_tensor_cores
 
     @property
     def is_gradient(self) -> bool:
@@ -263,14 +98,14 @@ class Variant(Compilation):
 
     @functools.cached_property
     def with_barrier(self) -> Variant | None:
-        """The same kernel with a barrier for each tile, where its warps wait for each other's counters."""
+        """This kernel with a barrier for each tile, if its warps wait for each other's counters."""
         g = self.geometry
         has_counters = self.kind == "tensor" and isinstance(g, TensorGeometry) and g.counters
         return replace(self, kind="tensor_barrier") if has_counters else None
 
     @property
     def lift(self) -> float:
-        """What a forward kernel multiplies probabilities, and their sums, by: LIFT of ``amd_softmax.cuh``."""
+        """Factor of the probabilities, and of their sums, in a forward kernel: LIFT of ``amd_softmax.cuh``."""
         g = self.geometry
         return 128.0 if isinstance(g, AmdGeometry) and g.pairs == 2 else 1.0
 
@@ -302,26 +137,8 @@ class Variant(Compilation):
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it is a kernel for NVIDIA's devices of this compute capability."""
-        kind = _KINDS[self.kind]
+        kind = TABLE[self.kind]
         return not self.arch and kind.least <= capability < kind.below
-
-    def _table(self) -> dict[int, Geometry]:
-        """Masks, padding and float32 take registers: where too few are left, the table of smaller tiles."""
-        wide, float32, is_masked = self.head_dim >= 112, self.dtype == "float32", self.padded or self.mask != "none"
-        tight_mask = (self.mask == "float" and (float32 or wide)) or (self.mask == "bool" and float32 and wide)
-        if self.kind in ("int8", "split", "capped_split"):
-            return _TABLES[self.kind.removeprefix("capped_")]
-        if self.kind == "grad_all":
-            suffix = "-tight" if is_masked else "-bfloat16" if self.dtype == "bfloat16" else ""
-            return _TABLES[f"grad_all{suffix}"]
-        tight = {
-            "forward": self.padded or tight_mask,
-            "capped": True,
-            "grad_query": float32 and self.padded and self.mask == "float",
-            "grad_key_value": is_masked if float32 else self.padded and self.mask == "float",
-        }[self.kind]
-        suffix = "-tight" if tight else "-masked" if is_masked else ""
-        return _TABLES[f"{self.kind.replace('capped', 'forward')}{suffix}"]
 
     @property
     def flush_tiles(self) -> int:
@@ -352,36 +169,28 @@ class Variant(Compilation):
     @property
     def functions(self) -> tuple[str, ...]:
         """The kernels in it, the one that gives the kind its name first."""
-        kind = _KINDS[self.kind]
+        kind = TABLE[self.kind]
         of_mask = (kind.mask_function,) if self.on_tensor_cores and self.mask != "none" else ()
         return (*kind.functions, *of_mask)
 
     def macros(self) -> dict[str, object]:
-        g = self.geometry
-        common = {"PA_D": self.head_dim, "PA_DTYPE": DTYPES.index(self.dtype), "PA_MASK": MASKS.index(self.mask)}
-        if isinstance(g, AmdGeometry):
-            own = {"PA_PAD": int(self.padded), "PA_FLUSH": self.flush_tiles, **g.macros()}
-            return {**common, **own, "PA_WAVE": amd_geometry.wave_size(self.arch), **_KINDS[self.kind].macros}
-        if not isinstance(g, Geometry):
-            own = {"PA_PAD": int(self.padded), "PA_DYNAMIC": int(self.dynamic_bytes > 0), **g.macros(self.head_dim)}
-            return {**common, **own, **_KINDS[self.kind].macros}
-        # A number of chunks known when compiling makes ptxas keep more in registers than there are.
-        unknown_dim = self.padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
-        return {
-            **common,
-            "PA_PAD": int(unknown_dim),
-            "PA_BR": g.rows,
-            "PA_BC": g.cols,
-            "PA_TX": g.tx,
-            "PA_TY": g.ty,
-            "PA_KC": g.depth,
-            "PA_VC": g.staged,
-            "PA_PSPLIT": g.parts,
-            "PA_MINB": g.blocks,
-            "PA_AHEAD": int(g.ahead),
-            "PA_FLUSH": self.flush_tiles,
-            **_KINDS[self.kind].macros,
+        padded, geometry = self.padded, self.geometry
+        if isinstance(geometry, Geometry):
+            # A number of chunks known when compiling makes ptxas keep more in registers than there are.
+            padded = padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
+        found: dict[str, object] = {
+            "PA_D": self.head_dim,
+            "PA_DTYPE": DTYPES.index(self.dtype),
+            "PA_MASK": MASKS.index(self.mask),
+            "PA_PAD": int(padded),
+            **geometry.macros(self.head_dim),
+            **TABLE[self.kind].macros,
         }
+        if isinstance(geometry, AmdGeometry):
+            found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
+        if isinstance(geometry, Geometry | AmdGeometry):
+            return {**found, "PA_FLUSH": self.flush_tiles}
+        return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}
 
 
 def amd_variants(arch: str) -> Iterator[Variant]:
@@ -397,7 +206,7 @@ def amd_variants(arch: str) -> Iterator[Variant]:
 def all_variants() -> Iterator[Variant]:
     """Every variant that a call can ask for on NVIDIA's cards."""
     for kind in KINDS:
-        is_tensor, is_gradient = _KINDS[kind].on_tensor_cores, "grad" in kind
+        is_tensor, is_gradient = TABLE[kind].on_tensor_cores, "grad" in kind
         of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
         if is_gradient and is_tensor:
             of_tensor = gradient_head_dims(kind)
@@ -429,7 +238,7 @@ def from_row(row: Sequence[Any]) -> Compilation:
 @functools.cache
 def source(kind: str, arch: str = "") -> str:
     """The text of a kernel kind, without any include; for AMD's architectures with what their compilers lack."""
-    names = (*(("hip.cuh",) if arch else ()), *_KINDS[kind].files)
+    names = (*(("hip.cuh",) if arch else ()), *TABLE[kind].files)
     return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
@@ -456,5 +265,5 @@ def kernels_digest(arch: str = "") -> str:
         texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES)]
         return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]
     return hashlib.sha256(
-        ("".join(map(_code, KINDS)) + repr((_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
+        ("".join(map(_code, KINDS)) + repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
     ).hexdigest()[:16]

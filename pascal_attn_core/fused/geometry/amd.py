@@ -78,17 +78,17 @@ def base(arch: str) -> str:
 
 
 def compile_target(arch: str) -> str:
-    """What a compiler is told to make code for."""
+    """The architecture that a compiler is told to make code for."""
     return arch if arch in COMPILED else base(arch)
 
 
 def options(arch: str) -> tuple[str, ...]:
-    """Of the compiler, besides macros and :func:`compile_target`."""
+    """Options of the compiler, besides macros and :func:`compile_target`."""
     return (*_OPTIONS, *options_beyond_all(arch))
 
 
 def options_beyond_all(arch: str) -> tuple[str, ...]:
-    """Those of :func:`options` that other architectures do not have."""
+    """The part of :func:`options` that other architectures do not have."""
     return _OPTIONS_RDNA1 if base(arch) == "gfx1010" else ()
 
 
@@ -142,7 +142,7 @@ class AmdGeometry:
     def _words(self, elements: int) -> int:
         return elements // 2 if self.pairs else elements
 
-    def macros(self) -> dict[str, object]:
+    def macros(self, head_dim: int) -> dict[str, object]:
         return {
             "PA_AMD": 1,
             "PA_BR": self.rows,
@@ -174,7 +174,7 @@ TABLES = {
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _tables("rdna")),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
-RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see last_rows.py
+RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see tail_rows.py
 RANGES_HEAD_DIMS = (40, 64, 80, 96, 128)
 
 

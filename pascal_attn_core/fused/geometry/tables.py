@@ -1,4 +1,8 @@
-"""Reads the tables of tile sizes, ``*.txt`` beside this file: a geometry for each kind of kernel and head_dim."""
+"""Reads the tables of tile sizes, ``*.txt`` beside this file: a geometry for each kind of kernel and head_dim.
+
+Each family of kernel texts has a dataclass of its own for them: the sizes have other names and macros there, and other
+shared memory follows from them.
+"""
 
 from __future__ import annotations
 

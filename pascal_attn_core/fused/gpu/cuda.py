@@ -16,7 +16,7 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 from ..code.source import source
 from . import nvrtc
-from .runtime import CompileError, Driver, GpuRuntime, driver_error
+from .runtime import CompileError, Driver, GpuRuntime
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -28,7 +28,7 @@ class CudaDriver(Driver):
         OSError: there is none on this machine.
     """
 
-    prefix = "cu"
+    maker, prefix = "CUDA", "cu"
 
     def __init__(self, name: str | None = None):
         self._lib = ctypes.CDLL(name or ("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
@@ -36,17 +36,10 @@ class CudaDriver(Driver):
         self._lock = threading.Lock()
         self.call("cuInit", 0)
 
-    def call(self, function: str, *arguments: object) -> None:
-        """Call a function of the driver.
-
-        Raises:
-            DriverError: it did not return CUDA_SUCCESS.
-        """
-        code = getattr(self._lib, function)(*arguments)
-        if code:
-            words = ctypes.c_char_p()
-            self._lib.cuGetErrorString(code, ctypes.byref(words))
-            raise driver_error("CUDA", function, words.value.decode() if words.value else "", code)
+    def _words_of(self, code: int) -> str:
+        words = ctypes.c_char_p()
+        self._lib.cuGetErrorString(code, ctypes.byref(words))
+        return words.value.decode() if words.value else ""
 
     def _context(self, index: int) -> ctypes.c_void_p:
         """The primary context of a device, which is torch's; retained once."""
@@ -80,10 +73,10 @@ class CudaDriver(Driver):
         params: Params,
         shared_bytes: int = 0,
     ) -> None:
-        stream = ctypes.c_void_p(self.stream(index))
+        stream, blocks = ctypes.c_void_p(self.stream(index)), (*grid, threads, 1, 1)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         with self.on(index):
-            self.call("cuLaunchKernel", function, *grid, threads, 1, 1, shared_bytes, stream, pointers, None)
+            self.call("cuLaunchKernel", function, *blocks, shared_bytes, stream, pointers, None)
 
 
 @functools.cache

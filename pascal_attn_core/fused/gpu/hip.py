@@ -18,7 +18,7 @@ from ..code.params import Params
 from ..code.source import source
 from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
 from . import hip_libraries, hiprtc
-from .runtime import CompileError, Driver, DriverError, GpuRuntime, driver_error
+from .runtime import CompileError, Driver, DriverError, GpuRuntime
 
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
 _INVALID_VALUE = 1  # hipErrorInvalidValue
@@ -34,7 +34,7 @@ class HipDriver(Driver):
         DriverError: it finds no card, or cannot be initialised.
     """
 
-    prefix = "hip"
+    maker, prefix = "HIP", "hip"
 
     def __init__(self, paths: list[str] | None = None):
         self._lib = _open(hip_libraries.runtime_candidates() if paths is None else paths)
@@ -42,20 +42,13 @@ class HipDriver(Driver):
         self._images: list[bytes] = []  # the runtime may go on reading from what was loaded, instead of a copy
         self.call("hipInit", 0)
 
-    def call(self, function: str, *arguments: object) -> None:
-        """Call a function of the runtime.
-
-        Raises:
-            DriverError: it did not return hipSuccess.
-        """
-        code = getattr(self._lib, function)(*arguments)
-        if code:
-            words = self._lib.hipGetErrorString(code)
-            raise driver_error("HIP", function, words.decode() if words else "", code)
+    def _words_of(self, code: int) -> str:
+        words = self._lib.hipGetErrorString(code)
+        return words.decode() if words else ""
 
     @property
     def version(self) -> str:
-        """Of the runtime: ``"6.3.42133"``."""
+        """The runtime's version: ``"6.3.42133"``."""
         number = ctypes.c_int()
         self.call("hipRuntimeGetVersion", ctypes.byref(number))
         major, rest = divmod(number.value, 10_000_000)
@@ -94,10 +87,11 @@ class HipDriver(Driver):
         shared_bytes: int = 0,
     ) -> None:
         """The bytes of the structure are the whole argument buffer: the kernels have no hidden arguments."""
-        stream, size = ctypes.c_void_p(self.stream(index)), ctypes.c_size_t(ctypes.sizeof(params))
+        stream, blocks = ctypes.c_void_p(self.stream(index)), (*grid, threads, 1, 1)
+        size = ctypes.c_size_t(ctypes.sizeof(params))
         extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(params), _SIZE, ctypes.addressof(size), _END)
         with self.on(index):
-            self.call("hipModuleLaunchKernel", function, *grid, threads, 1, 1, shared_bytes, stream, None, extra)
+            self.call("hipModuleLaunchKernel", function, *blocks, shared_bytes, stream, None, extra)
 
 
 def _open(paths: list[str]) -> ctypes.CDLL:
@@ -151,7 +145,7 @@ class HipRuntime(GpuRuntime):
         return f"the HIP runtime could not be opened: {error}"
 
     def driver_version(self) -> str:
-        """Of the runtime, and of the kernel that the GPU's driver is a part of."""
+        """The versions of the runtime, and of the kernel that the GPU's driver is a part of."""
         try:
             version = self.driver().version
         except (OSError, DriverError):

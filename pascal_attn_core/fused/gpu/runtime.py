@@ -1,5 +1,5 @@
-"""What the kernels need of a GPU maker's software: a :class:`Driver`, which loads and launches machine code, and a
-compiler for what does not ship. CUDA's is in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py`` and
+"""The software of a GPU's maker, as far as the kernels need it: a :class:`Driver`, which loads and launches machine
+code, and a compiler for what does not ship. CUDA's is in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py`` and
 ``hiprtc.py``; :func:`.vendors.gpu_runtime_of` says which one serves a device."""
 
 from __future__ import annotations
@@ -17,41 +17,34 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
-OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
 # some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999). HIP
 # numbers its errors as the CUDA driver does.
 LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
 
 
+# The driver does not take this machine code: no image of a kernel (200), none for this card (209), or made by a newer
+# compiler (218, 222).
+REFUSED_IMAGE = frozenset({200, 209, 218, 222})
+
+
 class DriverError(RuntimeError):
     """A call of the CUDA driver, or of the HIP runtime, failed.
 
     Attributes:
-        code: the driver's number for the error, -1 if unknown. The message holds its words, and the function's name.
+        error_code: the driver's number for the error, -1 if unknown; torch's ``AcceleratorError`` calls it so too. The
+            message holds its words, and the function's name.
     """
 
     def __init__(self, message: str, code: int = -1):
         super().__init__(message)
-        self.code = code
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.code == OUT_OF_MEMORY
+        self.error_code = code
 
     @property
     def loses_device(self) -> bool:
         """Whether this process can no longer use the device, by any route. The kernel that is to blame may be another
         than the one that was to be loaded or launched: faults are reported by the next call of the driver."""
-        return self.code in LOST
-
-
-def driver_error(maker: str, function: str, words: str, code: int) -> DriverError:
-    """The error of a function that returned ``code``, which stands for ``words``; ``maker``: "CUDA" or "HIP"."""
-    message = f"{function}: {words or f'error {code}'}"
-    if code in LOST:
-        message += f" ({maker} error {code}); this process can no longer use the GPU"
-    return DriverError(message, code)
+        return self.error_code in LOST
 
 
 class CompileError(RuntimeError):
@@ -62,19 +55,29 @@ class Driver(ABC):
     """Loads and launches machine code on torch's devices, on torch's current streams.
 
     Attributes:
-        prefix: of the names of the library's functions: HIP has many of CUDA's by other names.
+        maker: "CUDA" or "HIP"; prefix: of the names of the library's functions: HIP has many of CUDA's by other names.
     """
 
+    maker: str
     prefix: str
     _lib: Any
 
-    @abstractmethod
     def call(self, function: str, *arguments: object) -> None:
         """Call a function of the library.
 
         Raises:
             DriverError: it did not succeed.
         """
+        code = getattr(self._lib, function)(*arguments)
+        if code:
+            message = f"{function}: {self._words_of(code) or f'error {code}'}"
+            if code in LOST:
+                message += f" ({self.maker} error {code}); this process can no longer use the GPU"
+            raise DriverError(message, code)
+
+    @abstractmethod
+    def _words_of(self, code: int) -> str:
+        """The library's words for an error, "" if it has none."""
 
     @abstractmethod
     def on(self, index: int) -> AbstractContextManager[None]:
@@ -110,7 +113,7 @@ class Driver(ABC):
 
     @abstractmethod
     def allow_shared(self, index: int, function: Any, count: int) -> None:
-        """Let a kernel ask for so many bytes of shared memory at launch.
+        """Let a kernel ask for this many bytes of shared memory at launch.
 
         Raises:
             DriverError: a block on this device cannot have so much.
@@ -169,11 +172,11 @@ class GpuRuntime(ABC):
 
     @abstractmethod
     def driver_version(self) -> str:
-        """Of what is installed on this machine, in one word or two; "" where that is not known."""
+        """The version of what is installed on this machine, in one word or two; "" where that is not known."""
 
     @abstractmethod
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
-        """Of a compiler on this machine that compiles for an architecture; None = there is none."""
+        """The version of a compiler on this machine that compiles for an architecture; None = there is none."""
 
     @abstractmethod
     def compile(self, variant: Compilation, arch: str) -> bytes:
@@ -185,4 +188,4 @@ class GpuRuntime(ABC):
 
     @abstractmethod
     def no_compiler(self, arch: str) -> str:
-        """What is missing where there is none for an architecture, and how it is had."""
+        """A sentence for an architecture without a compiler: what is missing, and how it is had."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...call import AttentionCall
 from ..code.params import AllGradients, Backward, TensorBackward
 from ..code.source import Variant
-from .launch import Launch
-from .launches import View, common_fields, result_fields, softcap_fields, steps, views, work_of
+from . import Launch
+from .fields import View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, views, work_of
 from .plan import Plan
 
 
@@ -97,10 +97,11 @@ def sums_bytes(call: AttentionCall) -> int:
 
 
 Grid = tuple[int, int, int]
+_KEYS_OF_BLOCK = 256  # the most of any geometry
 
 
 def _grids(call: AttentionCall, view: View, query: Variant, key: Variant) -> tuple[Grid, Grid, Grid]:
-    """Of delta, of the gradient of query, and of those of key and value."""
+    """Grids of the kernels of delta, of the gradient of query, and of those of key and value."""
     batches = view.query.shape[0]
     rows = batches * call.num_heads * call.seq_len_q
     return (
@@ -118,11 +119,18 @@ def _tensor_launches(
     fields |= {"grad_scale": call.scale, **softcap_fields(call)}
     params = TensorBackward(**fields)
     launches = [Launch(variants[0], "pa_tensor_delta", delta_grid, 128, params, tuple(keep))]
-    bits = None if view.mask is None else _empty_bits(call, view)
+    # Both kernels write the same bits: words for whole blocks of keys of the largest geometry.
+    words = -(-call.seq_len_kv // _KEYS_OF_BLOCK) * (_KEYS_OF_BLOCK // 32)
+    bits = None if view.mask is None else mask_bits(call, view, words)
     for variant, grid in zip(variants, grids):
         function, own = variant.functions[0], dict(fields)
         if bits is not None:
-            flags, of_mask, mask_grid = _mask_tiles(call, view, variant, bits)
+            geometry = variant.geometry
+            keys, queries = geometry.cols, geometry.rows
+            if "key_value" in variant.kind:
+                keys, queries = queries, keys
+            tiles = -(-bits.shape[2] // queries), -(-call.seq_len_kv // keys)
+            flags, of_mask, mask_grid = mask_tiles(bits, bits.shape[1], *tiles)
             keep += [bits, flags]
             own |= of_mask
             launches.append(Launch(variant, "pa_gradient_bits", mask_grid, 128, TensorBackward(**own), tuple(keep)))
@@ -130,34 +138,3 @@ def _tensor_launches(
             Launch(variant, function, grid, variant.geometry.threads, TensorBackward(**own), tuple(keep), work)
         )
     return launches
-
-
-_KEYS_OF_BLOCK = 256  # the most of any geometry: both kernels write the same bits
-
-
-def _empty_bits(call: AttentionCall, view: View) -> Tensor:
-    """Memory for a mask's bits (``mask_bits.cuh``). What a mask repeats is not repeated there."""
-    assert view.mask is not None
-    of_batch, of_head, of_query, _ = steps(view.mask)
-    batches = view.query.shape[0] if of_batch else 1
-    heads, rows = (call.num_heads if of_head else 1), (call.seq_len_q if of_query else 1)
-    words = -(-call.seq_len_kv // _KEYS_OF_BLOCK) * (_KEYS_OF_BLOCK // 32)
-    return view.query.new_empty((batches, heads, rows, words), dtype=torch.int32)
-
-
-def _mask_tiles(call: AttentionCall, view: View, variant: Variant, bits: Tensor) -> tuple[Tensor, dict[str, int], Grid]:
-    """Memory for the flags of the tiles of one kernel, the fields that name them and the bits, and the grid of the
-    kernel that writes both."""
-    geometry, of_keys = variant.geometry, "key_value" in variant.kind
-    queries, keys = (geometry.cols, geometry.rows) if of_keys else (geometry.rows, geometry.cols)
-    batches, heads, rows, _ = bits.shape
-    key_tiles, query_tiles = -(-call.seq_len_kv // keys), -(-rows // queries)
-    flags = bits.new_empty((batches, heads, query_tiles, key_tiles), dtype=torch.uint8)
-    bits_b, bits_h, bits_q, _ = steps(bits)
-    flags_b, flags_h, flags_q, _ = steps(flags)
-    fields = {
-        "mask_bits": bits.data_ptr(), "bits_b": bits_b, "bits_h": bits_h, "bits_q": bits_q,
-        "flags": flags.data_ptr(), "flags_b": flags_b, "flags_h": flags_h, "flags_q": flags_q,
-        "mask_heads": heads, "mask_rows": rows,
-    }  # fmt: skip
-    return flags, fields, (key_tiles, query_tiles, batches * heads)

@@ -2,7 +2,7 @@
 
 With q' = q + dq and k' = k + dk the rounded rows (|dq| <= max|q| / 254 for every element, K after its mean key has
 been subtracted), a score errs by at most scale * (|q|_1 max|dk| + |k|_1 max|dq| + D max|dq| max|dk|) = e, and an
-output by at most (exp(2 e) - 1) * max|v|: :func:`error_bound`.
+output by at most (exp(2 e) - 1) * max|v|.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...call import AttentionCall
 from ..code.params import Forward, Quantize
-from .launch import Launch
-from .launches import common_fields, result_fields, steps, views, work_of
+from . import Launch
+from .fields import common_fields, result_fields, steps, views, work_of
 from .plan import Plan
 
 _WORDS = 16  # words of a chunk: rows are padded to a multiple of 64 elements
@@ -57,15 +57,3 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor) -> list[Launch]:
             Launch(variant, "pa_forward_int8", grid, geometry.threads, params_, tuple(keep), work_of(call, view))
         )
     return launches
-
-
-def error_bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """How far an output of the int8 mode may be from the exact one, ``[*batch, Hq, L]``: see the head of this file.
-    query ``[*batch, Hq, L, D]``; key, value with as many heads."""
-    query, key = query.double(), key.double()
-    key = key - key.mean(dim=-2, keepdim=True)
-    dq, dk = (t.abs().amax(dim=-1) / 254 for t in (query, key))
-    largest_dk = dk.amax(dim=-1, keepdim=True)
-    largest_key = key.abs().sum(dim=-1).amax(dim=-1, keepdim=True)
-    per_score = query.abs().sum(dim=-1) * largest_dk + largest_key * dq + query.shape[-1] * dq * largest_dk
-    return torch.expm1(2 * abs(scale) * per_score) * value.double().abs().amax(dim=(-1, -2))[..., None]

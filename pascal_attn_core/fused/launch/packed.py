@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..code.source import Variant
-from .launch import Launch
+from . import Launch
 from .plan import Packed
 
 _OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta", "pa_round_query")
@@ -36,6 +36,6 @@ def _packed(launch: Launch, packed: Packed) -> Launch:
 
 
 def _longest_of(launch: Launch, packed: Packed) -> int:
-    """Of the tokens whose tiles are the launch's blocks."""
+    """Length of the longest sequence of those tokens whose tiles are the launch's blocks."""
     has_keys = "grad_key_value" in launch.function or launch.function == "pa_grad_all"
     return packed.max_k if has_keys else packed.max_q

@@ -10,8 +10,7 @@ from ...lazy_mask import LazyMask
 from ..code.source import HEAD_DIMS
 from ..geometry.gradient import GRADIENT_HEAD_DIMS, VOLTA_GRADIENT_HEAD_DIMS
 from ..geometry.tensor import FLOAT_MASK_HEAD_DIM, TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
-from .alignment import rows_are_readable
-from .launches import UNBOUNDED
+from .fields import UNBOUNDED, rows_are_readable
 
 GRADIENT_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

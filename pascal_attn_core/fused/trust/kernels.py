@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from ...call import AttentionCall
+from ...checks import is_out_of_memory
 from ...config import RouteUnavailable, cache_folder
 from ...machine.own_thread import in_backward, in_own_thread
 from ...machine.runtime import Runtime, runtime_of
 from ..code import cache, prebuilt
 from ..code.compilation import Compilation
 from ..code.source import digest
-from ..gpu.runtime import CompileError, Driver, DriverError, GpuRuntime
+from ..gpu.runtime import REFUSED_IMAGE, CompileError, Driver, DriverError, GpuRuntime
 from ..gpu.vendors import gpu_runtime_of
-from ..launch.launch import Launch
+from ..launch import Launch
 from . import verify
 
 log = logging.getLogger("pascal_attn")
@@ -97,7 +98,7 @@ class Kernels:
 
     @functools.cached_property
     def variant_arch(self) -> str:
-        """What the device's variants have as their ``arch``."""
+        """The ``arch`` of the device's variants."""
         return self.arch if self.info.kind == "hip" else ""
 
     @functools.cached_property
@@ -151,11 +152,20 @@ class Kernels:
             return self._loaded[variant]
 
     def _load(self, variant: Compilation) -> dict[str, Any]:
-        image, driver = self.machine_code(variant), self.driver
+        try:
+            return self._load_image(variant, self.machine_code(variant))
+        except DriverError as error:
+            if error.error_code not in REFUSED_IMAGE or self.gpu.compiler_version(self.arch) is None:
+                raise
+            log.info("compiling %s, since the driver refuses its machine code: %s", variant.name, error)
+            return self._load_image(variant, self.machine_code(variant, compiled=True))
+
+    def _load_image(self, variant: Compilation, image: bytes) -> dict[str, Any]:
+        driver = self.driver
         try:
             functions = driver.load(self.index, image, variant.functions)
         except DriverError as error:
-            if not error.is_out_of_memory or self._captures():
+            if not is_out_of_memory(error) or self._captures():
                 raise
             torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
             functions = driver.load(self.index, image, variant.functions)
@@ -190,7 +200,9 @@ class Kernels:
                 return
             try:
                 error = self.largest_error(variant)
-            except torch.cuda.OutOfMemoryError as short:
+            except (RuntimeError, MemoryError) as short:
+                if isinstance(short, RouteUnavailable) or not is_out_of_memory(short):
+                    raise
                 raise self.unavailable(variant, short) from short
             if not error <= verify.tolerance(variant):
                 self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
@@ -198,11 +210,11 @@ class Kernels:
             self._checked.add(variant)
 
     def largest_error(self, variant: Compilation) -> float:
-        """Of a variant on this device: see :func:`.verify.largest_error`."""
+        """The largest error of a variant on this device: see :func:`.verify.largest_error`."""
         return verify.largest_error(variant, self.device, self.run)
 
     def unavailable(self, variant: Compilation, error: Exception) -> KernelUnavailable:
-        """What to raise for a variant that could not be loaded or launched, which is remembered: for the rest of the
+        """The error to raise for a variant that could not be loaded or launched. It is remembered for the rest of the
         process, or where memory was short for MEMORY_PAUSE.
 
         Raises:
@@ -210,8 +222,7 @@ class Kernels:
         """
         if isinstance(error, DriverError) and error.loses_device:
             raise error
-        is_short = error.is_out_of_memory if isinstance(error, DriverError) else not isinstance(error, RouteUnavailable)
-        if not is_short:
+        if isinstance(error, RouteUnavailable) or not is_out_of_memory(error):
             self.disable(variant, f"no kernel {variant.name}: {error}")
             return KernelUnavailable(self._failed[variant])
         reason = f"no memory for the kernel {variant.name}: {error}"
@@ -256,13 +267,15 @@ class Kernels:
     def _file_name(self, variant: Compilation, version: tuple[int, int]) -> str:
         return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
-    def machine_code(self, variant: Compilation) -> bytes:
+    def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
         """Machine code for this device: prebuilt, from the disk cache, or compiled now and stored there.
 
+        Args:
+            compiled: do not take what exists.
         Raises:
             KernelUnavailable: none of the three.
         """
-        code, _ = self.existing_code(variant)
+        code = None if compiled else self.existing_code(variant)[0]
         if code is not None:
             return code
         version = self.gpu.compiler_version(self.arch)
@@ -283,7 +296,7 @@ class Kernels:
 
         Raises:
             KernelUnavailable: one could not be loaded or launched. What was queued before it writes only where these
-                launches write: their call can be computed anew, by another route.
+                launches write: their call can be computed again, by another route.
             DriverError: the process can no longer use the device.
         """
         handles = [self.functions(launch.variant)[launch.function] for launch in launches]

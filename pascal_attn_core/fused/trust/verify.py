@@ -11,34 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import checks
 from ...call import AttentionCall, check_call, empty_output
+from ...checks import gap
 from ...reference import allowed_keys, reference_sdpa
 from ..code.compilation import Compilation
 from ..code.linear_source import LinearVariant
 from ..code.source import Variant
+from ..launch import Launch
 from ..launch.backward import backward_launches
+from ..launch.forward import forward_launches
 from ..launch.int8 import int8_launches
-from ..launch.launch import Launch
-from ..launch.launches import forward_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces
 from . import verify_linear
 
-# Far above any rounding, far below any mistake in which element goes where.
-_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-_INT8_TOLERANCE = 0.1
+_INT8_TOLERANCE = 0.1  # rounding to 8 bits is no rounding of the dtype
 Run = Callable[[list[Launch]], object]
 # As many multiprocessors as make the keys of a call with few rows many parts.
 _MANY_SMS = 1000
 
 
 def tolerance(variant: Compilation) -> float:
-    """Of :func:`largest_error` for a kernel that is right."""
-    if isinstance(variant, LinearVariant):
-        return verify_linear.TOLERANCE[variant.dtype]
-    assert isinstance(variant, Variant)
-    return _INT8_TOLERANCE if variant.kind == "int8" else _TOLERANCE[variant.dtype]
+    """The largest :func:`largest_error` of a kernel that is right."""
+    is_int8 = isinstance(variant, Variant) and variant.kind == "int8"
+    return _INT8_TOLERANCE if is_int8 else checks.tolerance(getattr(torch, variant.dtype))
 
 
 def largest_error(variant: Compilation, device: torch.device, run: Run) -> float:
@@ -58,7 +56,7 @@ def largest_error(variant: Compilation, device: torch.device, run: Run) -> float
         return _packed_error(variant, call, out, wide, run)
     else:
         run(forward_launches(call, Plan(variant, _splits(variant, call), pieces=_pieces(variant, call)), out))
-    return _difference([out], [_reference(call, wide)[0]])
+    return gap(out, _reference(call, wide)[0]).relative
 
 
 def _splits(variant: Variant, call: AttentionCall) -> int:
@@ -70,8 +68,8 @@ def _splits(variant: Variant, call: AttentionCall) -> int:
 
 
 def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
-    """Of the four tiles of rows one that is not listed, one that is, and two with their keys in two and in three parts,
-    whose blocks do not come in their order."""
+    """A list of blocks for four tiles of rows: one tile is not listed, one is whole, and two with their keys in two and
+    in three parts, whose blocks do not come in their order."""
     if not variant.is_even:
         return None
     of_first, of_last = key_tiles(call, variant.geometry)
@@ -81,11 +79,11 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
-    """Of the tokens of a call as those of two sequences."""
+    """The error of a call whose tokens are those of two sequences."""
     packed = _two_sequences(call)
     run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
     parts = [_reference(part, tensors)[0] for part, tensors in _sequences(call, wide, packed)]
-    return _difference([out], [torch.cat(parts, dim=-2)])
+    return gap(out, torch.cat(parts, dim=-2)).relative
 
 
 def _two_sequences(call: AttentionCall) -> Packed:
@@ -167,7 +165,8 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
     launches = launches if packed is None else packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
-    return _difference(grads[variant.gradients], expected[variant.gradients])
+    pairs = list(zip(grads, expected))[variant.gradients]
+    return max(gap(found, right).relative for found, right in pairs)
 
 
 def all_gradients(variant: Variant) -> tuple[Variant, ...]:
@@ -186,7 +185,7 @@ def _gradients_of(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tens
 
 
 def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
-    """Of the sum of the output of a :func:`sample_call` with respect to query, key and value, in float32, written out:
+    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in float32, written out:
     autograd would wait for the thread that may be waiting for this check.
 
     Args:
@@ -212,9 +211,3 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
     grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale
     per_head = grad_scores.mT @ query, probs.mT @ grad_out
     return [grad_scores @ key, *(grad.sum(dim=1, keepdim=True) for grad in per_head)]
-
-
-def _difference(actual: list[Tensor], expected: list[Tensor]) -> float:
-    largest = torch.stack([e.abs().max() for e in expected]).max()
-    errors = torch.stack([(a.float() - e).abs().max() for a, e in zip(actual, expected)])
-    return (errors.nan_to_num(nan=torch.inf).max() / largest).item()

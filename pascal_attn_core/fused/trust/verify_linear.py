@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import gap
 from ..code.linear_source import TILES, LinearVariant
-from ..launch.launch import Launch
+from ..launch import Launch
 from ..launch.linear import LinearCall, linear_launches
 
-# Of the activations, whose functions no two makers round alike. Far below any mistake in which element goes where.
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 # Rotation and columns: whole groups in two pieces of a row, and columns that can only be read four codes at a time.
 _SHAPES = ((256, 512), (4, 276))
 
@@ -43,7 +42,7 @@ def largest_error(variant: LinearVariant, device: torch.device, run: Callable[[l
 def sample_call(
     variant: LinearVariant, product: str, device: torch.device, rotation: int, columns: int, activation: str
 ) -> LinearCall:
-    """Of small whole numbers, whose rotation is exact in any order of additions."""
+    """A call with small whole numbers, whose rotation is exact in any order of additions."""
     tile, generator = TILES[product], torch.Generator(device).manual_seed(1)
     rows, cols = tile.rows + 1, tile.cols + 5
     of_weight = 2 * cols if activation == "geglu" else cols
@@ -59,7 +58,7 @@ def sample_call(
 
 
 def expected(call: LinearCall) -> Tensor:
-    """What ``call.out`` should be, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
+    """The right ``call.out``, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
     x, codes, scales = call.x.cpu().float(), call.weight.codes.cpu(), call.weight.scales.cpu()
     group = call.weight.rotation
     rotated = (x.unflatten(1, (-1, group)) @ _hadamard(group)).flatten(1)
@@ -87,5 +86,4 @@ def _difference(call: LinearCall, right: Tensor) -> float:
     out = call.out.cpu()
     if call.activation == "none":
         return 0.0 if torch.equal(out, right.to(out.dtype)) else float("inf")
-    error = (out.float() - right).abs().max().nan_to_num(nan=torch.inf)
-    return (error / right.abs().max()).item()
+    return gap(out, right).relative

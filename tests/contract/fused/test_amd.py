@@ -23,7 +23,7 @@ from torch import Tensor
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code.source import HEAD_DIMS, source
 from pascal_attn_core.fused.geometry.amd import RANGES_HEAD_DIMS, AmdGeometry, wave_size
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, variants_of
 from pascal_attn_core.fused.launch.tail_rows import LastRows
 from pascal_attn_core.reference import reference_sdpa

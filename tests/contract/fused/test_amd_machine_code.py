@@ -37,8 +37,8 @@ from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant  # noqa: E402
 from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
-from pascal_attn_core.fused.launch.launch import Launch  # noqa: E402
-from pascal_attn_core.fused.launch.launches import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch import Launch  # noqa: E402
+from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Packed  # noqa: E402
 from pascal_attn_core.fused.launch.tail_rows import LastRows  # noqa: E402

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import HEAD_DIMS, source
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import table_dim
 from pascal_attn_core.reference import reference_sdpa
 

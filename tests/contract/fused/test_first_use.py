@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from pascal_attn_core import AttentionConfig, explain, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.machine.own_thread import in_backward, in_own_thread
 from pascal_attn_core.machine.runtime import runtime_of

@@ -16,8 +16,8 @@ from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.trust.kernels import parts

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import source
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.backward import backward_launches
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed, Plan, variants_of
 from pascal_attn_core.fused.trust.kernels import parts

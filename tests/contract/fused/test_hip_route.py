@@ -20,7 +20,7 @@ from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_l
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.trial import Job, Trials
@@ -209,7 +209,7 @@ from attn_support.fused.device import CardKernels, execute
 from attn_support.fused.hip import HipStandIn, RADEON_VII
 from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.runtime import Runtime
 
 def run(launch):

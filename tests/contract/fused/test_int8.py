@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.fused.emulation import GXX, emulate
-from attn_support.oracle import exact
+from attn_support.oracle import exact, int8_bound
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
-from pascal_attn_core.config import ROUTES
-from pascal_attn_core.fused.launch.int8 import error_bound, int8_launches
+from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.routes import route_names
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 # Normal numbers: what 8 bits of Q and K cost (fp16 attention itself errs by 3e-4).
@@ -37,7 +37,7 @@ def test_the_error_stays_below_the_bound_and_is_typically_a_percent(
     options = {"enable_gqa": True, "is_causal": mask == "bool"}
     out, oracle = _run([query, key, value, masks[mask]], options)
     repeated = [t.repeat_interleave(2, dim=1) for t in (key, value)]
-    bound = error_bound(query, *repeated, head_dim**-0.5)
+    bound = int8_bound(query, *repeated, head_dim**-0.5)
     assert ((out - oracle).abs().amax(dim=-1) <= bound).all()
     print(f"\nint8: relative error {(out - oracle).norm() / oracle.norm():.1e}")
     assert (out - oracle).norm() <= TYPICAL * oracle.norm()
@@ -56,7 +56,7 @@ def test_zero_rows_and_zero_keys_are_no_division_by_zero() -> None:
 
 
 def test_it_is_never_chosen_unasked_and_refuses_what_it_cannot_do() -> None:
-    assert "fused-int8" not in ROUTES
+    assert "fused-int8" not in route_names()
     assert AttentionConfig(route="fused-int8").route == "fused-int8"
     tensor = torch.zeros(1, 1, 8, 64, requires_grad=True)
     call = check_call(tensor, tensor, tensor, scale=-1.0)

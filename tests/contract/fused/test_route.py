@@ -13,7 +13,16 @@ from attn_support.fused.cases import takes
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, GXX
 from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import (
+    assert_close,
+    assert_gradients_close,
+    cast,
+    exact,
+    gradients,
+    int8_bound,
+    plain,
+    plain_dtype,
+)
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
-from pascal_attn_core.fused.launch.int8 import error_bound
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
@@ -214,6 +222,15 @@ def test_auto_takes_it_for_what_torch_has_no_kernel_for() -> None:
     torch.testing.assert_close(out, reference_sdpa(query, query, query, window=(64, 0))[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_negated_view_is_read_as_what_it_means(place: int, queued: list[Launch]) -> None:
+    inputs = [torch.randn(1, 2, 40, 64) for _ in range(3)] + [torch.randn(1, 1, 40, 40)]
+    expected = sdpa(*(-t if i == place else t for i, t in enumerate(inputs)), config=FUSED)
+    inputs[place] = torch._neg_view(inputs[place])
+    assert torch.equal(sdpa(*inputs, config=FUSED), expected)
+    assert len(queued) == 2
+
+
 def test_few_queries_are_spread_over_the_card(queued: list[Launch]) -> None:
     query, key, value = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 900, 64), torch.randn(1, 2, 900, 64)
     out, lse = sdpa_with_lse(query, key, value, enable_gqa=True, config=FUSED)
@@ -239,7 +256,7 @@ def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
     out = sdpa(query, key, value, config=INT8)
     expected = exact([query, key, value], {})[0]
     assert not torch.equal(out.double(), expected)
-    assert ((out.double() - expected).abs().amax(-1) <= error_bound(query, key, value, 64**-0.5)).all()
+    assert ((out.double() - expected).abs().amax(-1) <= int8_bound(query, key, value, 64**-0.5)).all()
     with pytest.raises(UnsupportedAttention, match="the int8 mode does not return lse"):
         sdpa_with_lse(query, key, value, config=INT8)
     with pytest.raises(UnsupportedAttention, match="the int8 mode has no gradients"):

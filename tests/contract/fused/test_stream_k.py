@@ -22,7 +22,7 @@ from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import plan, stream_k
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, key_tiles
 from pascal_attn_core.fused.launch.stream_k import Piece, Pieces
 from pascal_attn_core.machine.device import DeviceInfo

@@ -11,7 +11,7 @@ from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, 
 
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code.source import Variant, source
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.reference import reference_sdpa
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes.fused import find_plan

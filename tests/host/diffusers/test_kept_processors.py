@@ -280,7 +280,8 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
         [host.Attention(8, heads=2, dim_head=4, processor=p) for p in (None, host.SanaLinearAttnProcessor2_0())]
     )
     with patch_pipeline(both) as patch:
-        assert patch.left_alone == ["1 x SanaLinearAttnProcessor2_0: linear attention"]
+        assert list(patch.left_alone.values()) == ["SanaLinearAttnProcessor2_0: linear attention"]
+        assert [state.name for state in patch.report().states if state.state == "refused"] == list(patch.left_alone)
         assert patch.sites == 1
     with pytest.raises(ValueError, match="left alone: 1 x SanaLinearAttnProcessor2_0: linear attention"):
         patch_pipeline(both[1])

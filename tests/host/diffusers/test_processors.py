@@ -162,8 +162,9 @@ def test_uninstall_takes_every_change_to_diffusers_back():
         assert not hasattr(diffusers.DiffusionPipeline, "set_attn_processor")
         assert not hasattr(host.Attention.set_processor, "_pascal_original")
     finally:
-        pascal.install()
-        pascal.install()
+        patch = pascal.install()
+        assert pascal.install() is patch
+        assert patch.active
     assert host.Attention.set_processor._pascal_original.__qualname__ == "Attention.set_processor"
     assert not hasattr(host.Attention.set_processor._pascal_original, "_pascal_original")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 
 from .code import Instruction, MachineKernel, kernels
 from .memory import Memory

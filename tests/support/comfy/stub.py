@@ -49,5 +49,5 @@ def stub_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHost]:
 def make_engine(*, min_keys: int = 0, nan_guard: bool = True, min_queries: int = 1, **config: Any) -> Any:
     """An engine as the nodes make one; keywords are those of ``AttentionConfig``."""
     module = node_module("engine.engine")
-    settings = module.Settings(module.AttentionConfig(**config), min_keys, nan_guard, min_queries)
+    settings = module.PatchSettings(module.AttentionConfig(**config), min_keys, nan_guard, min_queries)
     return module.Engine(settings, "Model", "diffusion model", "1")

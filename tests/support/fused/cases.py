@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.launch.backward import backward_launches
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call, variants_of
 from pascal_attn_core.fused.launch.select import call_reasons
 

@@ -8,7 +8,7 @@ import struct
 from typing import Any, NamedTuple
 
 from pascal_attn_core.fused.code import params
-from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, metadata, renamed
+from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, arch_of, renamed
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 
@@ -115,3 +115,78 @@ def pack(value: Any) -> bytes:
         return b"\xdc" + struct.pack(">H", len(value)) + b"".join(map(pack, value))
     packed = b"".join(pack(key) + pack(item) for key, item in value.items())
     return b"\xde" + struct.pack(">H", len(value)) + packed
+
+
+def metadata(code: bytes) -> dict[str, Any]:
+    """What a code object says of itself and of its kernels: the MessagePack map of its note, version 1.1 or later as in
+    LLVM's "User Guide for AMDGPU Backend", "Code Object V3 Metadata".
+
+    Raises:
+        NotACodeObject: it is none, or has none.
+    """
+    arch_of(code)
+    first, size, count = (
+        struct.unpack_from("<Q", code, 32)[0],
+        *struct.unpack_from("<HH", code, 54),
+    )
+    for header in range(first, first + size * count, size):
+        kind, offset, length = (
+            struct.unpack_from("<I", code, header)[0],
+            struct.unpack_from("<Q", code, header + 8)[0],
+            struct.unpack_from("<Q", code, header + 32)[0],
+        )
+        at = offset
+        while kind == _PROGRAM_NOTE and at < offset + length:
+            name_size, content_size, note = struct.unpack_from("<III", code, at)
+            content = at + 12 + (name_size + 3) // 4 * 4
+            if note == _METADATA and code[at + 12 : at + 18] == b"AMDGPU":
+                return _unpacked(code, content)[0]
+            at = content + (content_size + 3) // 4 * 4
+    raise NotACodeObject("a code object without metadata")
+
+
+def _unpacked(data: bytes, at: int) -> tuple[Any, int]:
+    """The MessagePack value that begins there, and where it ends; of the kinds that code objects have."""
+    kind, after = data[at], at + 1
+    if kind < 0x80:
+        return kind, after
+    if kind >= 0xE0:
+        return kind - 0x100, after
+    if kind < 0x90:
+        return _map(data, after, kind & 0x0F)
+    if kind < 0xA0:
+        return _array(data, after, kind & 0x0F)
+    if kind < 0xC0:
+        return _text(data, after, kind & 0x1F)
+    if kind in (0xC2, 0xC3):
+        return kind == 0xC3, after
+    if kind in _NUMBERS:
+        number = struct.Struct(_NUMBERS[kind])
+        return number.unpack_from(data, after)[0], after + number.size
+    if kind in _SIZED:
+        form, read = _SIZED[kind]
+        size = struct.Struct(form)
+        return read(data, after + size.size, size.unpack_from(data, after)[0])
+    raise NotACodeObject(f"metadata of kind {kind:#x}")
+
+
+def _text(data: bytes, at: int, length: int) -> tuple[str, int]:
+    return data[at : at + length].decode(), at + length
+
+
+def _array(data: bytes, at: int, count: int) -> tuple[list[Any], int]:
+    found = []
+    for _ in range(count):
+        value, at = _unpacked(data, at)
+        found.append(value)
+    return found, at
+
+
+def _map(data: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
+    pairs, at = _array(data, at, 2 * count)
+    return dict(zip(pairs[::2], pairs[1::2])), at
+
+
+_NUMBERS = {0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+_SIZED = {0xD9: (">B", _text), 0xDA: (">H", _text), 0xDB: (">I", _text), 0xDC: (">H", _array), 0xDD: (">I", _array),
+          0xDE: (">H", _map), 0xDF: (">I", _map)}  # fmt: skip

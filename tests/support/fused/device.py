@@ -18,7 +18,7 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.runtime import GpuRuntime
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.linear import LinearTrials
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
@@ -70,8 +70,8 @@ class CardKernels(Kernels):
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
 
-    def machine_code(self, variant: Compilation) -> bytes:
-        cubin = super().machine_code(variant)
+    def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
+        cubin = super().machine_code(variant, compiled=compiled)
         self.driver.variants[cubin] = variant
         return cubin
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import source
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
 HERE = Path(__file__).parent / "emulator"

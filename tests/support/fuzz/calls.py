@@ -141,12 +141,14 @@ LAYOUTS: dict[str, Layout] = {
     "stride 0 columns": _repeated(-1),
     "stride 0 everywhere": _repeated(-1, -2, -3, -4),
     "rows one apart": _overlapping(-2, 0.0),
+    "heads one apart": _overlapping(-3, 0.0),
+    "batch one apart": _overlapping(-4, 0.0),
     "overlapping rows": _overlapping(-2, 0.5),
     "overlapping heads": _overlapping(-3, 0.4),
     "overlapping batch": _overlapping(-4, 0.6),
     "negated": _negated,
 }
-OVERLAPPING = tuple(name for name in LAYOUTS if name.startswith(("stride 0", "rows one", "overlapping")))
+OVERLAPPING = tuple(name for name in LAYOUTS if name.startswith(("stride 0", "overlapping")) or "one apart" in name)
 MASK_LAYOUTS = ("contiguous", "columns first", "reversed", "sliced", "every second token", "every second column",
                 "offset", "reaching back", "expanded")  # fmt: skip
 

@@ -174,10 +174,11 @@ def _may_refuse(call: Call) -> bool:
 
 
 def precision_of(call: Call) -> Precision:
-    """torch's kernels round probabilities of 16-bit inputs; which of its kernels ``auto`` takes is its affair."""
+    """torch's kernels round probabilities of 16-bit inputs, and make gradients from one lse, which must not be larger
+    than :mod:`pascal_attn_core.routes.torch_faults` says; which of its kernels ``auto`` takes is its affair."""
     sums = sums_dtype(call.torch_dtype)
     by_torch = call.config.get("route", "auto") in ("auto", "torch")
-    return Precision(sums, call.torch_dtype, call.torch_dtype if by_torch else sums)
+    return Precision(sums, call.torch_dtype, call.torch_dtype if by_torch else sums, 1e3 if by_torch else 0.0)
 
 
 def _scale(call: Call) -> float:

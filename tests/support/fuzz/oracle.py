@@ -28,11 +28,14 @@ class Precision(NamedTuple):
         sums: dtype of scores and sums.
         outputs: dtype of the results.
         products: dtype that probabilities and their gradients may be rounded to before they are multiplied.
+        whole_lse: beside a float mask lse is one number up to this size, as torch's kernels keep it; larger ones have
+            the row's largest score apart.
     """
 
     sums: torch.dtype
     outputs: torch.dtype
     products: torch.dtype
+    whole_lse: float = 0.0
 
     @property
     def unit(self) -> float:
@@ -207,8 +210,10 @@ def gradients(
     unit, probs, (out, out_error) = precision.unit, forward.probs, forward.out
     either = torch.zeros_like(probs) if other is None else (probs - other.probs).abs()
     out_error = out_error + either @ value.abs()
-    # The probabilities are made again from lse, whose own last place counts: under a bias it is kept apart.
-    lse_size = 0.0 if has_bias else forward.lse.value.nan_to_num(neginf=0.0)[..., None].abs()
+    # The probabilities are made again from lse, whose own last place counts.
+    lse_size = forward.lse.value.nan_to_num(neginf=0.0)[..., None].abs()
+    if has_bias:
+        lse_size = lse_size.clamp(max=precision.whole_lse)
     log_error = (forward.log_error + 4 * unit * (1 + lse_size)).clamp(max=_STEEP)
     prob_error = _as_factor(probs * torch.expm1(log_error), probs, precision) + either
     grad_probs = grad_out @ value.mT

@@ -34,7 +34,6 @@ def test_every_way_is_timed_and_its_error_measured() -> None:
     assert 0.004 < figures["int8 by float"].error < figures["int8"].error < 0.02
     assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
     assert figures["int8"].ran == "int_mm"
-    # The whole matrix of 32-bit sums and its float copies against one slice of them.
     assert figures["int8 eager"].extra_bytes > 0
 
 
@@ -54,10 +53,7 @@ def test_a_way_that_fails_is_told_in_its_cell(monkeypatch: pytest.MonkeyPatch) -
     assert figures["int8"].seconds is not None
 
 
-def test_the_listed_layers_are_those_of_real_models() -> None:
-    assert {layer.name.split("-")[0] for layer in LAYERS} == {"sdxl", "flux", "wan", "llm"}
-    assert len({layer.name for layer in LAYERS}) == len(LAYERS)
-    assert all(layer.columns % 4 == 0 for layer in LAYERS)
+def test_layers_are_chosen_by_pattern() -> None:
     assert [layer.name for layer in choose_layers("flux-ff*,llm-decode")] == ["flux-ff-in", "flux-ff-out", "llm-decode"]
     assert len(choose_layers("quick")) == 6
     assert choose_layers("all") == list(LAYERS)
@@ -91,9 +87,6 @@ def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
         (["--backward"], "--linear does not take --backward"),
         (["--causal", "--dtype", "float16"], "--linear does not take --dtype, --causal"),
         (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must name each of ['M', 'K', 'N'] as in"),
-        (["--shape", "M=4,K=0,N=8"], "K in --shape must be a whole number"),
-        (["--shape", "M=4,K=8,N=8,N=9"], "once as in"),
-        (["--rounds", "0"], "rounds"),
     ],
 )
 def test_what_it_does_not_take_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

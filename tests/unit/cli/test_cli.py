@@ -51,18 +51,6 @@ def test_an_unknown_command_is_an_error(capsys):
     assert "benhc" in capsys.readouterr().err
 
 
-def test_help_of_one_command_ends_well(capsys):
-    assert cli.main(["bench", "--help"]) == 0
-    assert "--shapes" in capsys.readouterr().out
-
-
-def test_info_prints_one_block(capsys):
-    assert cli.main(["info"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Pascal Attention ")
-    assert "routes" in out
-
-
 @pytest.mark.parametrize("command", ["info", "bench", "replay", "demo"])
 def test_every_command_explains_itself(command, capsys):
     assert cli.main([command, "--help"]) == 0

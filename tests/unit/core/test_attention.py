@@ -12,7 +12,6 @@ import torch
 from pascal_attn_core import (
     AttentionConfig,
     UnsupportedAttention,
-    attention,
     explain,
     record,
     routes,
@@ -20,10 +19,10 @@ from pascal_attn_core import (
     sdpa_backward,
     sdpa_with_lse,
 )
-from pascal_attn_core.call import AttentionCall, Gradients, Results, check_call
-from pascal_attn_core.config import ROUTES, RouteUnavailable
+from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
+from pascal_attn_core.config import RouteUnavailable
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import choose, short, why_not
+from pascal_attn_core.routes import choose, route_names, why_not
 from pascal_attn_core.routes.run import add_observer
 
 AUTO = AttentionConfig()
@@ -91,8 +90,8 @@ def test_explain_names_the_route_that_runs_and_every_other(options: dict) -> Non
         sdpa(*inputs, enable_gqa=True, **options)
     (route,) = report.routes()
     assert text.startswith(f"route {route}: ")
-    assert all(f"  {other}: " in text for other in ROUTES if other != route)
-    assert len(text.splitlines()) == len(ROUTES)
+    assert all(f"  {other}: " in text for other in route_names() if other != route)
+    assert len(text.splitlines()) == len(route_names())
 
 
 def test_explain_runs_nothing() -> None:
@@ -119,23 +118,13 @@ NOT_SHORT = [
 
 @pytest.mark.torch_2_5
 @pytest.mark.parametrize("options", [*SHORT, *NOT_SHORT], ids=lambda options: "-".join(options) or "plain")
-def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def as_it_is(*arguments: object, **_: object) -> torch.Tensor:
-        seen.append(arguments)
-        return query
-
-    monkeypatch.setattr(attention, "run_as_it_is", as_it_is)
-    monkeypatch.setattr(short, "run_as_it_is", as_it_is)
-    monkeypatch.setattr(attention, "torch_sdpa", as_it_is)
+def test_short_calls_go_to_torch_as_they_are_watched_or_not(options: dict) -> None:
     query = torch.randn(1, 2, 8, 8)
-    expected = int(options in SHORT)
-    sdpa(query, query, query, **options)
-    assert len(seen) == expected
-    with record():
-        sdpa(query, query, query, **options)
-    assert len(seen) == 2 * expected
+    with record() as report:
+        watched = sdpa(query, query, query, **options)
+    (call,) = report.calls
+    assert ("torch's function as it is" in call.why) == (options in SHORT)
+    assert torch.equal(sdpa(query, query, query, **options), watched)
 
 
 SMALL = (1, 2, 8, 8)
@@ -197,6 +186,37 @@ def test_a_config_of_another_type_is_refused(config, length: int) -> None:
         sdpa_backward(value, query, key, value, *sdpa_with_lse(query, key, value), config=config)
 
 
+def _given_results() -> dict[str, Any]:
+    query, key, value = _qkv(40, 50)
+    out, lse = sdpa_with_lse(query, key, value)
+    return {"grad_out": torch.randn_like(out), "query": query, "key": key, "value": value, "out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out", "lse", "grad_lse"])
+def test_results_that_do_not_fit_are_refused_by_sdpa_backward(name: str) -> None:
+    given = _given_results()
+    right = given.get(name, given["lse"])
+    for wrong in (right.long(), "out", *([None] if name != "grad_lse" else [])):
+        with pytest.raises(TypeError, match=f"{name} must be a float tensor, got"):
+            sdpa_backward(**{**given, name: wrong})
+    for wrong in (right[:, :1], right.to("meta")):
+        with pytest.raises(ValueError, match=f"{name} must have shape .* on cpu, got"):
+            sdpa_backward(**{**given, name: wrong})
+    expected = sdpa_backward(**{**given, name: right})
+    for other in (right.double(), torch._neg_view(-right)):
+        torch.testing.assert_close(sdpa_backward(**{**given, name: other}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_gradient_that_is_a_negated_view_keeps_its_sign(dtype: torch.dtype) -> None:
+    leaves = [t.to(dtype).requires_grad_() for t in _qkv(40, 50)]
+    grad = torch.randn(1, 2, 40, 8).to(dtype)
+    for options in ({"config": AttentionConfig(route="tiled")}, {"window": (9, 9)}, {}):
+        out = sdpa(*leaves, **options)
+        expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        assert torch.equal(torch.autograd.grad(out, leaves, torch._neg_view(-grad))[0], expected[0])
+
+
 def _calls_worth_watching() -> list[tuple[list[torch.Tensor], dict]]:
     """Score matrices below the limit, which the routes tiled and torch compute with different bits."""
     keys_only = torch.ones(1, 1, 1, 256, dtype=torch.bool)
@@ -253,14 +273,13 @@ class PlainRoute(routes.Route):
         call: AttentionCall,
         config: AttentionConfig,
         plan: Any,
-        grad_out: torch.Tensor,
         saved: Results,
-        **options: Any,
+        wanted: Wanted,
     ) -> Gradients:
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
             out = reference_sdpa(*leaves, scale=plan["scale"])[0]
-        return Gradients(*torch.autograd.grad(out, leaves, grad_out))
+        return Gradients(*torch.autograd.grad(out, leaves, wanted.grad_out))
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
+from pascal_attn_core.sdpa_patch import patch_sdpa
 
 
 def _call(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...] | None = None, **options):
@@ -104,9 +106,61 @@ def test_a_call_without_tensors_remembers_sizes_only() -> None:
     assert again.out_shape == call.out_shape
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("route", ["auto", "tiled", "math"])
-def test_a_query_may_have_fewer_leading_dimensions_than_the_key(route: str) -> None:
+def test_a_query_may_have_fewer_leading_dimensions_than_the_key(route: str, layout: str) -> None:
     query, key = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 2, 7, 8)
-    out = sdpa(query, key, key, config=AttentionConfig(route=route))
+    key = key if layout == "contiguous" else key.mT.contiguous().mT
     expected = torch.softmax(query @ key.mT * 8**-0.5, dim=-1) @ key
-    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    with patch_sdpa(AttentionConfig(route=route)):
+        for out in (
+            sdpa(query, key, key, config=AttentionConfig(route=route)),
+            F.scaled_dot_product_attention(query, key, key),
+        ):
+            torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("route", ["auto", "tiled", "math"])
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(False), torch.tensor(0.5)], ids=str)
+def test_a_mask_may_be_one_number(route: str, mask: torch.Tensor) -> None:
+    query, config = torch.randn(1, 2, 20, 8), AttentionConfig(route=route)
+    expected = sdpa(query, query, query, mask.expand(20, 20), config=config)
+    for out in (sdpa(query, query, query, mask, config=config), sdpa_with_lse(query, query, query, mask)[0]):
+        torch.testing.assert_close(out, expected)
+    assert explain(query, query, query, mask).startswith("route ")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"softcap": float("inf")}, ValueError, "softcap must be greater than 0 and finite, or None, got inf"),
+        ({"softcap": 0.0}, ValueError, "softcap must be greater than 0"),
+        ({"sinks": torch.zeros(2, device="meta")}, ValueError, r"sinks must be \[2\] on cpu, got \[2\] on meta"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[2\] on cpu, got \[3\]"),
+        ({"sinks": torch.zeros(2, dtype=torch.int32)}, TypeError, "sinks must be a float tensor"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [8, 700])
+def test_softcap_and_sinks_that_do_not_fit_are_refused(
+    options: dict, error: type[Exception], words: str, tokens: int
+) -> None:
+    query = torch.randn(1, 2, tokens, 8)
+    for attend in (sdpa, sdpa_with_lse, explain):
+        with pytest.raises(error, match=words):
+            attend(query, query, query, **options)
+
+
+def test_no_tensor_of_a_checked_call_is_a_negated_view() -> None:
+    """Kernels read the memory as it lies."""
+    tensors = [torch._neg_view(torch.randn(1, 1, 5, 8)) for _ in range(3)]
+    bias = torch._neg_view(torch.randn(5, 5))
+    for query, mask in ((tensors[0], None), (torch.randn(1, 1, 5, 8), bias)):
+        call = check_call(query, tensors[1], tensors[2], mask)
+        given = [t for t in (call.query, call.key, call.value, call.attn_mask) if isinstance(t, torch.Tensor)]
+        assert not any(t.is_neg() for t in given)
+    plain = torch.randn(1, 1, 5, 8)
+    call = check_call(plain, plain, plain, bias)
+    assert isinstance(call.attn_mask, torch.Tensor)
+    assert not call.attn_mask.is_neg()
+    assert torch.equal(call.attn_mask, bias)

@@ -82,7 +82,7 @@ def test_the_module_shows_its_choices() -> None:
 def test_the_recommended_tile_is_256_where_the_cache_is_unknown() -> None:
     assert recommended_tile_size("cpu") == 256
     if not torch.cuda.is_available():
-        assert recommended_tile_size() == recommended_tile_size(0) == 256
+        assert recommended_tile_size() == recommended_tile_size(0) == recommended_tile_size("cuda") == 256
 
 
 def test_a_tile_that_cannot_serve_the_gradients_is_refused_before_anything_runs() -> None:
@@ -99,7 +99,7 @@ def test_a_tile_that_cannot_serve_the_gradients_is_refused_before_anything_runs(
 def test_without_a_gpu_there_is_no_l2() -> None:
     assert device_l2_mb("cpu") == 0
     if not torch.cuda.is_available():
-        assert device_l2_mb() == device_l2_mb(0) == 0
+        assert device_l2_mb() == device_l2_mb(0) == device_l2_mb("cuda:0") == 0
 
 
 def test_programs_for_pascal_attn_import_ours() -> None:

@@ -14,7 +14,7 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
 # its own, and itself.
 FLOORS: list[set[str]] = [
-    {"version", "config", "patching", "reference", "lazy_mask"},
+    {"version", "config", "checks", "patching", "reference", "lazy_mask"},
     {"machine", "call"},
     {"device", "observe"},
     {"tiled", "ffn"},

@@ -7,7 +7,8 @@ from itertools import groupby
 import torch
 
 from pascal_attn_core import LazyMask
-from tools.path import Step, Way, calls, product_lines, way_of
+from tools.house import figures, product_lines
+from tools.path import Step, Way, calls, way_of
 
 
 def test_the_way_of_a_call_is_every_function_of_this_package() -> None:
@@ -47,12 +48,26 @@ def test_the_way_to_the_first_product_returns_to_no_file_more_than_twice() -> No
 
 
 def test_lines_are_those_of_code_by_folder() -> None:
-    files = [
-        ("__init__.py", b"a\n"),
-        ("pascal_attn_core/call.py", b"a\nb\n"),
-        ("pascal_attn_core/fused/cuda/forward.cu", b"a\nb\nc\n"),
-        ("pascal_attn_core/fused/prebuilt/sm_61-64.xz", b"a\n"),
-        ("pascal_attn_core/cli/zoo/image.py", b"a\n"),
-        ("nodes/web/docs/Patch.md", b"a\n"),
-    ]
+    files = {
+        "__init__.py": "a\n",
+        "pascal_attn_core/call.py": "a\nb\n",
+        "pascal_attn_core/fused/cuda/forward.cu": "a\nb\nc\n",
+        "pascal_attn_core/fused/prebuilt/sm_61-64.xz": "a\n",
+        "pascal_attn_core/cli/zoo/image.py": "a\n",
+        "nodes/web/docs/Patch.md": "a\n",
+    }
     assert product_lines(files) == {".": 1, "pascal_attn_core": 2, "pascal_attn_core/fused": 3}
+
+
+def test_the_house_counts_what_is_too_long_and_what_is_no_sentence() -> None:
+    names = ", ".join("abcdefghi")
+    text = f'def f({names}):\n    """Of the launch."""\n' + "    f()\n" * 40 + f"    f({names})\n"
+    counts = figures({"nodes/a.py": text, "tools/b.py": '"""Number of blocks in the launch."""\n'})
+    assert {title: (count["product"], count["tools"]) for title, count in counts.items()} == {
+        "Python files": (1, 1),
+        "lines of Python": (43, 1),
+        "functions above 40 lines": (1, 0),
+        "functions with more than 8 parameters": (1, 0),
+        "calls with more than 8 positional values": (1, 0),
+        "docstrings that are fragments": (1, 0),
+    }

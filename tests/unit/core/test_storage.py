@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from pascal_attn_core.config import cache_folder
 from pascal_attn_core.machine.storage import read_object, replace_file, write_object
 
 
@@ -22,7 +25,13 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"[1]", "holds a list, not an object"), (b"{", "Expecting"), (b"\xff{}", "codec can't decode")],
+    [
+        (b"[1]", "holds a list, not an object"),
+        (b"{", "Expecting"),
+        (b"\xff{}", "codec can't decode"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+    ids=["a list", "half", "bytes", "nested"],
 )
 def test_other_content_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "known.json"
@@ -31,9 +40,38 @@ def test_other_content_is_named(tmp_path: Path, content: bytes, reason: str) -> 
         read_object(path)
 
 
-def test_a_folder_in_its_place_is_an_oserror(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        read_object(tmp_path)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes")
+def test_a_folder_or_a_pipe_in_its_place_is_an_oserror(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError):
+            read_object(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs modes of files")
+def test_the_cache_folder_is_made_for_this_user_alone_and_used_only_while_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    folder = cache_folder()
+    assert folder is not None
+    before = os.umask(0)
+    try:
+        write_object(folder / "known.json", {})
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cache_folder() == folder
+    with caplog.at_level(logging.INFO, "pascal_attn"):
+        for mode in (0o720, 0o702):
+            folder.chmod(mode)
+            assert cache_folder() is None
+    assert caplog.text.count("other users may write to") == 1
+    folder.chmod(0o755)
+    assert cache_folder() == folder
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    assert cache_folder() is None
 
 
 def test_a_failed_write_leaves_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,7 @@ def test_tile_sizes_change_exactly_at_4_and_12_mib() -> None:
 
 
 def test_a_plan_in_words() -> None:
-    words = describe_plan(
-        CARDS["P40"], batch=1, num_heads=32, num_kv_heads=8, seq_len_q=2048, seq_len_kv=2048, head_dim=128
-    )
+    words = describe_plan(CARDS["P40"], (1, 32, 8, 2048, 2048, 128))
     assert "4 query heads" in words
     assert words.endswith("MiB")
 

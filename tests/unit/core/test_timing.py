@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.observe.progress import between_blocks, this_thread
 from pascal_attn_core.routes import choose, route_named, timing, timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
-from pascal_attn_core.routes.torch_kernel import TorchForm, find_form, run_form
+from pascal_attn_core.routes.torch_kernel import TorchForm, find_form
 
 OURS = route_named("tiled")  # in place of the fused route, for whose kernel there is no card
 BUDGET = 64 << 20
@@ -155,15 +156,56 @@ def test_what_another_process_wrote_meanwhile_stands(folder: Path) -> None:
     assert _ask(slow) == 0.75
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"milliseconds": 3}', '{"milliseconds": [{"kind": {}}]}'])
-def test_a_damaged_file_is_written_again(folder: Path, content: str) -> None:
+def _with_time(time: str) -> Callable[[str], str]:
+    return lambda text: text.replace('"fused": 9.0', f'"fused": {time}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "{",
+        lambda text: "[" * 200_000,
+        lambda text: "[]",
+        lambda text: '{"milliseconds": 3}',
+        lambda text: '{"milliseconds": [{"kind": {}}]}',
+        lambda text: text + " " * (17 << 20),
+        *map(_with_time, ("NaN", "Infinity", "-1", "0", '"0.1"', "true", "[9.0]", "1" + "0" * 400)),
+    ],
+)
+def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], str]) -> None:
+    _ask(_timings(folder, Clock(9.0, 1.0)))
     clock = Clock(3.0, 4.0)
-    folder.mkdir()
     file = folder / _timings(folder, clock).file_name()
-    file.write_text(content)
+    file.write_text(damage(file.read_text()))
     assert _ask(_timings(folder, clock)) == 0.75
     assert clock.runs == 1
     assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("other", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=str)
+def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]) -> None:
+    clock = Clock(3.0, 4.0)
+    folder.mkdir()
+    other(folder / _timings(folder, clock).file_name())
+    assert _ask(_timings(folder, clock)) == 0.75
+
+
+def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
+
+    def fails(*arguments: object) -> list[float]:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    timings = _timings(folder, fails)
+    assert _ask(timings) is None
+    (kind,) = timings.known
+    timings.forget(kind)
+    timings.clock = Clock(3.0, 4.0)
+    assert _ask(timings) == 0.75
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:
@@ -189,12 +231,6 @@ def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error
     assert runs == [1]
     timings.save()
     assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
-
-
-def test_a_kernel_that_is_not_available_is_not_timed(folder: Path) -> None:
-    clock = Clock(3.0, 4.0)
-    assert _timings(folder, clock).fused_over_torch(route_named("fused"), _call((1, 2, 300, 64)), BUDGET) is None
-    assert clock.runs == 0
 
 
 def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
@@ -276,20 +312,6 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
     assert [call.seq_len_q for call in timings.asked] == [600]
 
 
-def test_medians_are_taken_in_turn_after_a_run_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    clock = iter([7.0, 7.0, 9.0, 1.0, 1.0, 2.0, 2.0, 3.0])
-
-    def timed(attempt: Callable[[], object], device: torch.device) -> float:
-        attempt()
-        return next(clock)
-
-    monkeypatch.setattr(timing_table, "milliseconds", timed)
-    attempts: list[Callable[[], object]] = [lambda: order.append("a"), lambda: order.append("b")]
-    assert timing_table.median_times(attempts, torch.device("cpu")) == [2.0, 2.0]
-    assert "".join(order) == "abababab"
-
-
 def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[object] = []
 
@@ -310,10 +332,3 @@ def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypat
     runs: list[int] = []
     assert timing_table.milliseconds(lambda: runs.append(1), torch.device("cuda", 1), calls=4) == 2.0
     assert (streams, len(runs)) == (["cuda:1", "cuda:1"], 4)
-
-
-def test_run_form_is_what_the_route_torch_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[AttentionCall] = []
-    monkeypatch.setattr(timing, "run_form", lambda call, form: seen.append(call) or run_form(call, form))
-    _ask(_timings(folder, Clock(1.0, 1.0)))
-    assert [call.seq_len_q for call in seen] == [512]

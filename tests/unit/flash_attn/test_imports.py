@@ -190,12 +190,9 @@ def test_what_is_loaded_when() -> None:
         import pascal_attn_core
         assert not extras()
         from pascal_attn_core.flash_attn import install_as_flash_attn
-        assert extras() == {"padding"}, extras()
         patch = install_as_flash_attn()
-        needed = {"padding", "raw", "version1", "version3"}
-        assert extras() == needed, extras()
+        assert not extras() & {"norms", "losses", "mha", "turing", "version3"}, extras()
         import flash_attn.layers.rotary
-        assert extras() == {*needed, "rotary"}, extras()
         from flash_attn import layers
         assert layers.rotary is flash_attn.layers.rotary
         import importlib.util

@@ -103,8 +103,7 @@ LAYERS: list[dict[str, Any]] = [
     {"use_flash_attn": True, "use_alibi": True, "window_size": (4, 0), "causal": True},
     {"rotary_emb_dim": 4, "rotary_emb_interleaved": True, "causal": True, "qkv_proj_bias": False},
     {"rotary_emb_dim": 2, "num_heads_kv": 1, "use_flash_attn": True, "checkpointing": True},
-    {"dwconv": True, "num_heads_kv": 2},
-    {"dwconv": True, "return_residual": True, "checkpointing": True},
+    {"return_residual": True, "checkpointing": True},
 ]
 
 
@@ -116,11 +115,6 @@ def test_a_layer_is_its_parts(options: dict[str, Any]) -> None:
     x = rand(2, 6, 32).requires_grad_()
     heads_kv = options.get("num_heads_kv", 4)
     qkv = layer.Wqkv(x)
-    if options.get("dwconv"):
-        convs = [layer.dwconv_qkv] if heads_kv == 4 else [layer.dwconv_q, layer.dwconv_kv]
-        weight = torch.cat([conv.weight[:, 0] for conv in convs])
-        before = torch.nn.functional.pad(qkv, (0, 0, 2, 0))
-        qkv = sum(before[:, i : i + 6] * weight[:, i] for i in range(3)) + torch.cat([c.bias for c in convs])
     q, k, v = (part.unflatten(-1, (-1, 8)) for part in qkv.split([32, 8 * heads_kv, 8 * heads_kv], -1))
     if options.get("rotary_emb_dim"):
         q, kv = layer.rotary_emb(q.clone(), torch.stack([k, v], 2))
@@ -150,7 +144,6 @@ def test_what_a_checkpoint_is_called() -> None:
     names = {
         (): ["Wqkv", "out_proj"],
         (("cross_attn", True),): ["Wq", "Wkv", "out_proj"],
-        (("dwconv", True), ("num_heads_kv", 1)): ["Wqkv", "dwconv_q", "dwconv_kv", "out_proj"],
         (("use_alibi", True), ("use_flash_attn", True), ("rotary_emb_dim", 8)): ["Wqkv", "out_proj"],
     }
     for options, parts in names.items():
@@ -183,7 +176,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens needs use_flash_attn"),
     ({"use_flash_attn": True}, {"cu_seqlens": torch.tensor([0, 2])}, "max_seqlen must be given"),
     ({"use_flash_attn": True}, {"key_padding_mask": torch.ones(1, 2).bool()}, "unpad the input instead"),
-    ({"dwconv": True}, {"inference_params": InferenceParams(4, 1)}, "must come without"),
     ({}, {"inference_params": InferenceParams(4, 1)}, "layer_idx must be given"),
     ({"layer_idx": 0}, {"inference_params": InferenceParams(1, 1)}, "the cache must have room"),
     ({"layer_idx": 0}, {"inference_params": InferenceParams(4, 1, 2)}, "has no cache"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core.flash_attn.modules import dropout_norms, norms
+from pascal_attn_core.flash_attn.modules import norms
 
 F64 = torch.float64
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -169,7 +169,7 @@ def test_the_older_norm(rms: bool, scaled: bool, dtype: torch.dtype) -> None:
     x0, residual = leaf(2, 3, 8, dtype=dtype), leaf(2, 3, 8, dtype=torch.promote_types(dtype, torch.float32))
     weight, bias, layerscale = leaf(8, dtype=dtype), leaf(8, dtype=dtype), leaf(8, dtype=dtype)
     rowscale = torch.rand(2, 3)
-    function = dropout_norms.dropout_add_rms_norm if rms else dropout_norms.dropout_add_layer_norm
+    function = norms.dropout_add_rms_norm if rms else norms.dropout_add_layer_norm
     out, total, mask = function(
         x0,
         residual,
@@ -200,31 +200,14 @@ def test_the_older_norm(rms: bool, scaled: bool, dtype: torch.dtype) -> None:
         close(tensor.grad, reference.grad, dtype)
 
 
-@pytest.mark.parametrize("rms", [False, True])
-def test_two_older_norms_of_one_sum(rms: bool) -> None:
-    x0, x1, residual, weight, bias, weight1, bias1 = *(leaf(4, 8) for _ in range(3)), *(leaf(8) for _ in range(4))
-    name = "dropout_add_rms_norm" if rms else "dropout_add_layer_norm"
-    function = getattr(dropout_norms, f"{name}_parallel_residual")
-    out0, out1, total, mask0, mask1 = function(
-        x0, x1, residual, weight, bias, weight1, bias1, 0.3, 1e-5, prenorm=True, return_dropout_mask=True
-    )
-    expected = x0 * mask0 / 0.7 + x1 * mask1 / 0.7 + residual
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(out0, normed(expected, weight, bias, 1e-5, rms))
-    torch.testing.assert_close(out1, normed(expected, weight1, bias1, 1e-5, rms))
-    alone = function(x0, None, None, weight, None, None, None, 0.0, 1e-5)
-    assert alone[1] is None
-    assert len(alone) == 2
-
-
 def test_the_modules_and_their_names_in_a_checkpoint() -> None:
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     for module, keys in [
         (norms.RMSNorm(6), ["weight"]),
         (norms.RMSNorm(6, zero_centered_weight=True), ["weight"]),
-        (dropout_norms.RMSNorm(6), ["weight"]),
-        (dropout_norms.DropoutAddRMSNorm(6), ["weight"]),
-        (dropout_norms.DropoutAddLayerNorm(6), ["weight", "bias"]),
+        (norms.OlderRMSNorm(6), ["weight"]),
+        (norms.DropoutAddRMSNorm(6), ["weight"]),
+        (norms.DropoutAddLayerNorm(6), ["weight", "bias"]),
     ]:
         assert list(module.state_dict()) == keys
         rms = len(keys) == 1
@@ -232,7 +215,7 @@ def test_the_modules_and_their_names_in_a_checkpoint() -> None:
     out, total = norms.RMSNorm(6)(x.bfloat16(), residual=residual, prenorm=True, residual_in_fp32=True)
     assert out.dtype == torch.bfloat16
     assert total.dtype == torch.float32
-    prenorm = dropout_norms.DropoutAddLayerNorm(6, prenorm=True, p=0.5, residual_in_fp32=True)
+    prenorm = norms.DropoutAddLayerNorm(6, prenorm=True, p=0.5, residual_in_fp32=True)
     out, total = prenorm(x.bfloat16())
     assert total.dtype == torch.float32
     assert (total == 0).float().mean() > 0.1
@@ -241,25 +224,8 @@ def test_the_modules_and_their_names_in_a_checkpoint() -> None:
     assert (dropped(x) == 0).any()
     assert not (dropped.eval()(x) == 0).any()
     weight = torch.randn(6)
-    torch.testing.assert_close(
-        dropout_norms.layer_norm(x, weight, None, 1e-5), norms.layer_norm_fn(x, weight, None, eps=1e-5)
-    )
-    torch.testing.assert_close(dropout_norms.rms_norm(x, weight, 1e-5), norms.rms_norm_fn(x, weight, None, eps=1e-5))
-
-
-@pytest.mark.parametrize("rms", [False, True])
-def test_the_definitions_that_flash_attns_tests_use(rms: bool) -> None:
-    x, x1, residual, weight, weight1 = *(leaf(3, 6) for _ in range(3)), leaf(6), leaf(6)
-    mask, mask1 = torch.rand(3, 6) > 0.5, torch.rand(3, 6) > 0.5
-    reference = norms.rms_norm_ref if rms else norms.layer_norm_ref
-    out, out1, total = reference(
-        x, weight, None, residual, x1, weight1, dropout_p=0.5, prenorm=True, dropout_mask=mask, dropout_mask1=mask1
-    )
-    expected = x * mask * 2 + x1 * mask1 * 2 + residual
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(out, normed(expected, weight, None, 1e-6, rms))
-    torch.testing.assert_close(out1, normed(expected, weight1, None, 1e-6, rms))
-    assert reference(x.float(), weight, None, upcast=True).dtype == torch.float32
+    torch.testing.assert_close(norms.layer_norm(x, weight, None, 1e-5), norms.layer_norm_fn(x, weight, None, eps=1e-5))
+    torch.testing.assert_close(norms.rms_norm(x, weight, 1e-5), norms.rms_norm_fn(x, weight, None, eps=1e-5))
 
 
 WRONG = [

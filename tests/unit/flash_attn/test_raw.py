@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
-from pascal_attn_core.flash_attn.modules import raw, version3_raw
+from pascal_attn_core.flash_attn.modules import raw, version3
 
 F64 = torch.float64
 RULES: dict[str, dict[str, Any]] = {
@@ -216,8 +216,8 @@ def test_version_3_by_the_names_of_all_its_versions() -> None:
     rule = {"causal": True, "window_size": (4, 0)}
     right_out, right_lse, right_grads = expected(q, k, v, dout, rule)
     target = torch.empty_like(q)
-    by_sides = version3_raw.flash_attn_forward(q, k, v, causal=True, window_size_left=4, window_size_right=0)
-    by_pair = version3_raw.flash_attn_forward(q, k, v, causal=True, window_size=(4, 0), out=target)
+    by_sides = version3.flash_attn_forward(q, k, v, causal=True, window_size_left=4, window_size_right=0)
+    by_pair = version3.flash_attn_forward(q, k, v, causal=True, window_size=(4, 0), out=target)
     for out, lse, *rest in (by_sides, by_pair):
         torch.testing.assert_close(out, right_out)
         torch.testing.assert_close(lse, right_lse)
@@ -225,15 +225,15 @@ def test_version_3_by_the_names_of_all_its_versions() -> None:
     assert by_pair[0] is target
     for names in ({"is_causal": True, "window_size_left": 4, "window_size_right": 0}, rule):
         grads = [torch.empty_like(t) for t in (q, k, v)]
-        version3_raw.flash_attn_backward(dout, q, k, v, *by_pair[:2], **dict(zip(("dq", "dk", "dv"), grads)), **names)
+        version3.flash_attn_backward(dout, q, k, v, *by_pair[:2], **dict(zip(("dq", "dk", "dv"), grads)), **names)
         for grad, right in zip(grads, right_grads):
             torch.testing.assert_close(grad, right)
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
-    out, lse, *_ = version3_raw.flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
+    out, lse, *_ = version3.flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
     torch.testing.assert_close(out[None, 5:], plain(q[:, 5:], k[:, 5:], v[:, 5:])[0])
     assert lse.shape == (2, 12)
     with pytest.raises(NotImplementedError, match="qv is not supported"):
-        version3_raw.flash_attn_forward(q, k, v, qv=q)
+        version3.flash_attn_forward(q, k, v, qv=q)
 
 
 def test_programs_find_the_names_and_the_operators_while_installed() -> None:

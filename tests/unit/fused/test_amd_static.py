@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from attn_support.fused.code_objects import metadata
 from attn_support.fused.emulation import PARAMS
 from attn_support.randomness import seeds, times
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import amd as tool  # noqa: E402
 
 from pascal_attn_core.fused.code import params, prebuilt  # noqa: E402
-from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, metadata, renamed, unbundled  # noqa: E402
+from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source  # noqa: E402
 from pascal_attn_core.fused.geometry import amd as amd_geometry  # noqa: E402
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch  # noqa: E402

@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
 from pascal_attn_core.call import check_call
+from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
@@ -180,11 +181,20 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
     assert _route(_inputs()) == "fused"
 
 
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("no room for the check"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=str,
+)
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
     inputs = _inputs()
 
     def no_memory(launch: Launch) -> None:
-        raise torch.cuda.OutOfMemoryError("no room for the check")
+        raise error
 
     card.driver.execute = no_memory
     assert _route(inputs) == "math"
@@ -227,7 +237,8 @@ def test_the_number_of_an_error_travels_with_it() -> None:
     with pytest.raises(DriverError, match="cuDeviceGet: out of memory") as caught:
         driver.call("cuDeviceGet", ctypes.byref(ctypes.c_int()), 0)
     back = pickle.loads(pickle.dumps(caught.value))
-    assert (str(back), back.code, back.is_out_of_memory, back.loses_device) == (str(caught.value), 2, True, False)
+    assert (str(back), back.error_code, back.loses_device) == (str(caught.value), 2, False)
+    assert is_out_of_memory(back)
     driver.call("cuDeviceGet", ctypes.byref(ctypes.c_int()), 0)
 
 
@@ -347,7 +358,7 @@ def test_an_image_must_be_for_the_card(image: bytes, capability: tuple[int, int]
         return
     with pytest.raises(DriverError) as caught:
         driver.load(0, image, ("pa_forward",))
-    assert caught.value.code == code
+    assert caught.value.error_code == code
     assert not driver.problems  # a real driver says so too
 
 

@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime, cuda_driver
 from pascal_attn_core.fused.gpu.runtime import CompileError
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
@@ -218,8 +218,20 @@ def test_a_failure_warns_once_and_is_remembered(
 
 
 @needs_compiler
-def test_a_cubin_that_the_driver_refuses_is_a_reason_too(machine: Machine, driver: StandIn) -> None:
-    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin")
+def test_code_that_the_driver_refuses_is_compiled_again(
+    machine: Machine, compiler: FakeNvrtc, driver: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"for another driver")
+    with caplog.at_level(logging.INFO, logger="pascal_attn"):
+        assert kernels.functions(VARIANT)
+    assert compiler.compiled == 1
+    assert "since the driver refuses its machine code" in caplog.text
+    assert not kernels.reasons([VARIANT])
+
+
+@needs_compiler
+def test_without_a_compiler_code_that_the_driver_refuses_is_a_reason(machine: Machine, driver: StandIn) -> None:
+    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin", find_compiler=lambda arch: None)
     with pytest.raises(KernelUnavailable, match="cuModuleLoadData: device kernel image is invalid"):
         kernels.functions(VARIANT)
     assert not driver.left_behind()
@@ -259,6 +271,12 @@ def test_long_launches_come_in_parts_that_cover_every_tile_once() -> None:
     ]
     assert sorted(covered) == [(tile, batch) for tile in range(11) for batch in range(3)]
     assert len(found) > 3
+
+
+def test_no_part_has_more_batch_elements_than_a_grid_may() -> None:
+    launch = _launch(8, 8)._replace(grid=(1, 1, 140_000), work=140_000)
+    found = [(part.params.first_batch, part.grid[2]) for part in parts(launch, 1 << 40)]
+    assert found == [(0, 65_535), (65_535, 65_535), (131_070, 8_930)]
 
 
 def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:

@@ -1,4 +1,4 @@
-"""The list of mistakes that ``tools/mutants.py`` makes in the kernels fits the kernels."""
+"""The list of mistakes that ``tools/mutants.py`` makes fits the code."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.flash_attn import packed as _flash_packed
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts

@@ -15,9 +15,8 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.params import TensorEven
 from pascal_attn_core.fused.code.source import Variant, all_variants
 from pascal_attn_core.fused.geometry.tensor import MOST_PIECES
-from pascal_attn_core.fused.launch import stream_k
-from pascal_attn_core.fused.launch.launch import Launch
-from pascal_attn_core.fused.launch.launches import parts_bytes
+from pascal_attn_core.fused.launch import Launch, stream_k
+from pascal_attn_core.fused.launch.forward import parts_bytes
 from pascal_attn_core.fused.launch.plan import Plan, key_tiles, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import Pieces, busiest, distribute, part_floats
 from pascal_attn_core.fused.trust.kernels import parts

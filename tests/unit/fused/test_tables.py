@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pascal_attn_core.fused import tables
 from pascal_attn_core.fused.code.source import Geometry
+from pascal_attn_core.fused.geometry import tables
 from pascal_attn_core.fused.geometry.tables import read_tables
 
 

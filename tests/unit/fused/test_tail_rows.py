@@ -15,7 +15,7 @@ from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.fused.code.source import Variant, amd_variants
 from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, AmdGeometry, blocks_of_unit
 from pascal_attn_core.fused.launch import tail_rows as module
-from pascal_attn_core.fused.launch.launches import forward_launches
+from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, plan_call
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -56,7 +56,7 @@ def test_a_single_query_is_left_to_the_host_where_the_node_says_so() -> None:
 def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
     query, key, value = qkv()
     engine = make_engine()
-    assert engine.attend(query, key[..., :4], value, block="double 3") is None
+    assert engine.attend(query, key[..., :4], value, place=runs.Place("double 3")) is None
     (kind,) = engine.run.tallies
     assert (kind.block, kind.outcome) == ("double 3", "passed to ComfyUI")
     assert "4" in kind.why
@@ -72,7 +72,7 @@ def test_the_route_asked_for_is_taken(route: str) -> None:
 def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     engine, given = make_engine(route="fused"), qkv()
     for _ in range(3):
-        close(engine.attend(*given, block="double 3"), given)
+        close(engine.attend(*given, place=runs.Place("double 3")), given)
     (warning,) = engine.run.warnings
     assert "route fused cannot take every call (double 3: " in warning
     assert warning.endswith("these use auto")
@@ -82,7 +82,7 @@ def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
 def test_a_tile_that_does_not_fit_the_budget_is_chosen_from_the_card_instead() -> None:
     given = tuple(torch.randn(1, 1, 4096, 512) for _ in range(3))
     engine = make_engine(route="tiled", kv_block=4096, q_block=4096, budget_mib=1)
-    out = engine.attend(*given, block="mid")
+    out = engine.attend(*given, place=runs.Place("mid"))
     assert any("the automatic value is used instead" in warning and "mid" in warning for warning in engine.run.warnings)
     close(out[:, :, :8], (given[0][:, :, :8], *given[1:]))
 
@@ -119,7 +119,7 @@ def test_an_output_that_overflows_is_computed_again_and_the_block_named(
 ) -> None:
     spoil_first_output(monkeypatch)
     engine, given = make_engine(), qkv(dtype=dtype)
-    close(engine.attend(*given, block="double 3"), given)
+    close(engine.attend(*given, place=runs.Place("double 3")), given)
     assert sum(tally.repaired for tally in engine.run.tallies.values()) == 1
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: ")
@@ -151,7 +151,7 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
     engine.part = part
     key[0, 0, 0, 0] = float("nan")
     for block in ("double 3", "double 4"):
-        assert engine.attend(query, key, value, block=block).isnan().any()
+        assert engine.attend(query, key, value, place=runs.Place(block)).isnan().any()
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: key already held NaN")
     assert OPTIONS[part] in warning
@@ -184,7 +184,7 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
     with pytest.raises(kind, match="cancel"):
         attend_in_run(engine, given)
     assert stub_host.looks == 3
-    (run,) = runs.recent()
+    (run,) = runs.remembered()
     assert run.finished
     assert any(kind.__name__ in note for note in run.notes)
     stub_host.interrupt = None
@@ -195,19 +195,6 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
 
 
 # ---- runs ----
-
-
-def test_nested_beginnings_are_one_run_and_the_outermost_ends_it() -> None:
-    engine = make_engine()
-    run = engine.begin()
-    assert engine.begin() is run
-    engine.attend(*qkv())
-    assert engine.end() is None
-    assert not run.finished
-    assert engine.end() is run
-    assert run.finished
-    assert not engine.is_running
-    assert runs.recent() == [run]
 
 
 def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +221,7 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     engine = make_engine(min_keys=32, route="tiled")
     engine.begin()
     for length in (64, 64, 16):
-        engine.attend(*qkv(length), block=f"call {length}")
+        engine.attend(*qkv(length), place=runs.Place(f"call {length}"))
     run = engine.end()
     assert run.line() == "Model: 3 calls, 2 taken (tiled 2), 1 passed to ComfyUI"
     assert run.math_bytes == 2 * 64 * 64 * 4
@@ -244,20 +231,13 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert run.settings == "route tiled, budget 4 MiB, from 32 keys"
 
 
-def test_every_call_taken_is_named_where_no_keys_are_the_least() -> None:
-    assert make_engine(budget_mib=8).settings.text(torch.device("cpu")) == "route auto, budget 8 MiB"
-
-
-def test_runs_of_the_newest_prompt_are_found_and_old_ones_forgotten() -> None:
+def test_the_newest_runs_are_remembered() -> None:
     found = [runs.Run("Model", "VAE", "", "cpu", prompt_id=str(number // 2)) for number in range(40)]
     for run in found:
         runs.remember(run)
-    assert runs.recent() == found[38:]
-    assert runs.recent("18") == found[36:38]
-    assert runs.recent("0") == found[38:]
     assert runs.remembered() == found[8:]
     runs.forget()
-    assert runs.recent() == []
+    assert runs.remembered() == []
 
 
 def test_a_warning_is_kept_once() -> None:
@@ -265,17 +245,6 @@ def test_a_warning_is_kept_once() -> None:
     assert run.warn("one")
     assert not run.warn("one")
     assert run.warnings == ["one"]
-
-
-def test_only_the_newest_finished_run_of_a_model_keeps_its_sample() -> None:
-    first, second = make_engine(), make_engine()
-    for engine in (first, second):
-        engine.begin()
-        engine.attend(*qkv())
-        engine.end()
-    old, new = runs.recent()
-    assert old.sample is None
-    assert new.sample is not None
 
 
 def test_threads_share_an_engine_without_losing_a_call() -> None:

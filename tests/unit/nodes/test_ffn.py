@@ -296,7 +296,7 @@ def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:  # noqa:
         network(x(tokens))
         chunking.after_run(patcher)
         run = runs.remembered()[-1]
-        assert (run.part, run.notes[0], run.finished) == ("feed-forward", headline, True)
+        assert (run.part, (run.gains + run.notes)[0], run.finished) == ("feed-forward", headline, True)
         assert stub_host.said[-1] == f"Model: {headline}"
     chunking.after_run(patcher)
     assert len(runs.remembered()) == 2

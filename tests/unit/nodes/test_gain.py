@@ -79,11 +79,19 @@ def test_calls_that_were_all_passed_say_why():
     [
         ((), "Nothing gained: no attention call reached a patch."),
         ((run(),), "Nothing gained: no attention call reached a patch."),
-        ((run(part="feed-forward"),), "No attention was patched: only feed-forward layers."),
+        ((run(part="feed-forward", notes=["0 of 9 modules chunked"]),), "Nothing gained: 0 of 9 modules chunked."),
     ],
 )
 def test_without_calls_it_says_so(runs, sentence):
     assert line(*runs) == sentence
+
+
+def test_layers_in_int8_and_bands_are_gains_beside_attention_that_had_nothing_to_gain():
+    int8, vae = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
+    plain = run([(kind("double 0", torch_stores=False), {"elapsed_ms": 9.0})])
+    assert line(plain, int8, vae) == "Gained: 40 of 40 layers in int8, not exact; in bands."
+    assert GAIN.status_line(int8, SDPA) == "Flux: 40 of 40 layers in int8, not exact"
+    assert int8.line() == "Flux: 40 of 40 layers in int8, not exact"
 
 
 def test_differences_that_nobody_would_notice_are_none():
@@ -121,26 +129,14 @@ def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
     assert len(found) < 110
 
 
-def test_the_choice_of_a_route_says_what_torch_would_do():
-    """Where the core asks torch: its kernel as it is, folded, and not at all."""
-    auto, plain = CONFIG.AttentionConfig(), torch.randn(1, 2, 64, 16)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), auto)
-    assert (choice.route, choice.torch_stores) == ("torch", False)
-    for form, stores in (("rows", True), ("", False)):
-        assert TORCH.TorchForm(plain, plain, plain, None, fold=form).torch_stores is stores
-    config = CONFIG.AttentionConfig(math_limit_mib=0)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain, softcap=5.0), config)
-    assert (choice.route, choice.torch_stores, choice.over_torch) == ("tiled", True, None)
-
-
 def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
     engine_module = ENGINE
     monkeypatch.setattr(engine_module.host, "compute_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(engine_module.host, "throw_if_interrupted", lambda: None)
     monkeypatch.setattr(engine_module.host, "prompt_id", lambda: "p")
-    engine = engine_module.Engine(engine_module.Settings(min_keys=0), "Model", "diffusion model", None)
+    engine = engine_module.Engine(engine_module.PatchSettings(min_keys=0), "Model", "diffusion model", None)
     plain = torch.randn(1, 2, 64, 16)
     engine.begin()
-    assert engine.attend(plain, plain, plain, block="a") is not None
+    assert engine.attend(plain, plain, plain, place=engine_module.Place("a")) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)

@@ -16,13 +16,13 @@ def engine(monkeypatch):
     monkeypatch.setattr(ENGINE.host, "prompt_id", lambda: "p")
     monkeypatch.setattr(ENGINE.host, "throw_if_interrupted", lambda: None)
     RUNS.forget()
-    yield ENGINE.Engine(ENGINE.Settings(min_keys=0), "Flux", "diffusion model", "5")
+    yield ENGINE.Engine(ENGINE.PatchSettings(min_keys=0), "Flux", "diffusion model", "5")
     RUNS.forget()
 
 
 def attend(engine, tokens=64, **options):
     query = torch.randn(1, 2, tokens, 16)
-    return engine.attend(query, query, query, block="double 0", **options)
+    return engine.attend(query, query, query, place=RUNS.Place("double 0"), **options)
 
 
 def test_a_run_is_over_when_its_outermost_sampling_is(engine):
@@ -78,7 +78,7 @@ def test_the_sample_is_of_the_largest_call_that_can_be_sampled(engine):
     engine.begin()
     attend(engine, 32)
     attend(engine, 64)
-    attend(engine, 128, is_causal=True)
+    attend(engine, 128, options=part("pascal_attn_core.call").Options(is_causal=True))
     attend(engine, 48)
     assert engine.end().sample.kind.query == (1, 2, 64, 16)
 
@@ -119,14 +119,6 @@ class Clock:
 
     def elapsed_time(self, end):
         return end.ms - self.ms
-
-
-def test_events_that_are_over_are_read_before_the_run_ends():
-    made, tally = run(finished=False), RUNS.CallTally()
-    for _ in range(RUNS._PENDING):
-        made.time_later(tally, Clock(0), Clock(2))
-    assert made._pending == []
-    assert tally.elapsed_ms == 2 * RUNS._PENDING
 
 
 def test_events_that_are_not_over_wait_for_the_end():

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from attn_support.comfy.pack import NAME
+from attn_support.comfy.runs import findings
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 
 NODE, SECOND, TEXT = node_module("second_card"), node_module("comfy.second"), node_module("reporting.text")
-ROWS, FINDINGS = node_module("reporting.rows"), node_module("reporting.findings")
+ROWS = node_module("reporting.rows")
 
 
 def _core(module: str) -> Any:
@@ -30,7 +31,7 @@ def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
 def _attend(engine: object, tokens: int = 300) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 4, tokens, 16, generator=generator) for _ in range(3))
-    return engine.attend(query, key, value, block="double 0")  # type: ignore[attr-defined]
+    return engine.attend(query, key, value, place=node_module("engine.runs").Place("double 0"))  # type: ignore[attr-defined]
 
 
 def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
@@ -49,7 +50,7 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
     twice = ROWS.together([run, run])
     assert twice.shares["cpu"].units == 4
-    assert "cpu 50%" in "\n".join(TEXT._section(FINDINGS.Shown(run), {}))
+    assert "cpu 50%" in TEXT.report_text(findings(run))
 
 
 def test_a_run_without_the_node_shares_no_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_only_what_is_known_to_compute_is_replaced(qualname: str, module: str, k
     assert others.runs_first(override, others.KEEP)
     assert not others.runs_first(override, others.REPLACE)
     assert not others.runs_first(None, others.KEEP)
+
+
+def test_another_patch_is_named_by_its_node_and_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("PathchSageAttentionKJ", (), {"__module__": KJ})
+    function = named("PathchSageAttentionKJ.patch.<locals>.attention_override_sage", KJ)
+    assert others.name_of(function) == "attention_override_sage (ComfyUI-KJNodes)"
+    registered = SimpleNamespace(
+        NODE_CLASS_MAPPINGS={"Sage": kind}, NODE_DISPLAY_NAME_MAPPINGS={"Sage": "Patch Sage Attention KJ"}
+    )
+    monkeypatch.setitem(sys.modules, "nodes", registered)
+    assert others.name_of(function) == "Patch Sage Attention KJ (ComfyUI-KJNodes)"
+    assert others.name_of(named("anything", "comfy.model_patcher")) == "anything (ComfyUI)"
 
 
 def optimized_attention(*args: Any, **kwargs: Any) -> str:

@@ -105,7 +105,7 @@ class Plain(nn.Module):
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
     query, key, value = torch.randn(3, 2, 8, *positions).unbind()
-    ours = attention.channels_first(engine, Scope(), "mid")(vae_attention)
+    ours = attention.Replacement(engine, Scope(), "mid").channels_first(vae_attention)
     torch.testing.assert_close(ours(query, key, value), vae_attention(query, key, value))
     assert [(kind.block, kind.query) for kind in engine.run.tallies] == [
         ("mid", (2, 1, torch.Size(positions).numel(), 8))
@@ -115,7 +115,7 @@ def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None
 def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
     engine = make_engine(min_keys=100)
     query = torch.randn(1, 8, 9)
-    ours = attention.channels_first(engine, Scope(), "mid")(lambda *args, **kwargs: (args, kwargs))
+    ours = attention.Replacement(engine, Scope(), "mid").channels_first(lambda *args, **kwargs: (args, kwargs))
     assert ours(query, query, query) == ((query, query, query), {})
     assert ours(query, query, query, scale=2)[1] == {"scale": 2}
     assert engine.run.count("passed to ComfyUI") == 2
@@ -124,7 +124,7 @@ def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
 @pytest.mark.parametrize("positional", [True, False])
 def test_a_given_attention_is_replaced_wherever_it_stands(positional: bool) -> None:
     engine, module, x = make_engine(), Given(), torch.randn(1, 6, 8)
-    ours = attention.given_attention(engine, Scope(), "layer", 2)(module.forward)
+    ours = attention.Replacement(engine, Scope(), "layer").given(2, module.forward)
     mask = torch.randn(6, 6)
     args, kwargs = ((x, mask, optimized_attention), {}) if positional else ((x, mask), {"optimized_attention": None})
     if not positional:
@@ -135,7 +135,7 @@ def test_a_given_attention_is_replaced_wherever_it_stands(positional: bool) -> N
 
 def test_a_forward_without_the_function_is_called_as_it_is() -> None:
     engine, seen = make_engine(), []
-    ours = attention.given_attention(engine, Scope(), "layer", 1)(lambda *args, **kwargs: seen.append((args, kwargs)))
+    ours = attention.Replacement(engine, Scope(), "layer").given(1, lambda *args, **kwargs: seen.append((args, kwargs)))
     ours("x")
     ours("x", optimized_attention=None)
     assert seen == [(("x",), {}), (("x",), {"optimized_attention": None})]
@@ -145,29 +145,28 @@ def test_a_forward_without_the_function_is_called_as_it_is() -> None:
 def test_attention_looked_up_by_its_name_is_replaced_in_a_copy(kind: type[nn.Module]) -> None:
     engine, module, x = make_engine(), kind(), torch.randn(1, 6, 8)
     assert sites.host_names(kind)
-    ours = attention.named_attention(engine, Scope(), "layer")(module.forward)
+    ours = attention.Replacement(engine, Scope(), "layer").named(module.forward)
     torch.testing.assert_close(ours(x), module(x))
     assert engine.run.count("taken") == 1  # the module's own forward is not ours
 
 
 def test_the_copy_hears_of_later_changes_to_the_file_it_was_made_in(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, module, x = make_engine(min_keys=100), ByName(), torch.randn(1, 6, 8)
-    ours = attention.named_attention(engine, Scope(), "layer")(module.forward)
+    ours = attention.Replacement(engine, Scope(), "layer").named(module.forward)
     monkeypatch.setitem(globals(), "optimized_attention", lambda *args, **kwargs: "another")
     assert ours(x) == "another"
 
 
 def test_a_forward_that_another_pack_replaced_is_left_alone() -> None:
     engine, x = make_engine(), torch.randn(1, 6, 8)
-    ours = attention.named_attention(engine, Scope(), "layer")(lambda x: "theirs")
+    ours = attention.Replacement(engine, Scope(), "layer").named(lambda x: "theirs")
     assert ours(x) == "theirs"
     assert engine.run.count() == 0
 
 
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:  # noqa: F811
     engine, seen = make_engine(), []
-    make = attention.whole_call(engine, Scope(), lambda *what: seen.append(what), catches=True)
-    ours = make(lambda x, y: helper(x))
+    ours = attention.whole_call(lambda x, y: helper(x), engine, Scope(), lambda *what: seen.append(what), catches=True)
     x = torch.randn(1, 2, 6, 8)
     out = ours(x, y=1)
     assert seen[0][:2] == ((x,), {"y": 1})

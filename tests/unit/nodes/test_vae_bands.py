@@ -81,7 +81,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     """Its ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
-    network.attend = attention.channels_first(engine, scopes.Scope(), "mid")(one_head)
+    network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(one_head)
     return bands.in_bands(engine, network, "decode", mode, estimate)(network.decode), engine
 
 
@@ -90,7 +90,7 @@ def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: l
     stock = network.decode(SAMPLES)
     decode, engine = banded(network, ALWAYS)
     torch.testing.assert_close(decode(SAMPLES), stock)
-    (text,) = engine.run.bands
+    (text,) = engine.run.gains
     assert text.startswith("decode of 1x4x24x20 in bands: ")
     assert "ComfyUI expects" not in text
     ((kind, tally),) = engine.run.tallies.items()
@@ -107,7 +107,7 @@ def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar]) -> None:
     decode, engine = banded(network, NEEDED, lambda shape, dtype: 1000)
     out = decode(SAMPLES)
     assert out.equal(network.decode(SAMPLES))
-    assert engine.run.bands == []
+    assert engine.run.gains == []
     assert bars == []
 
 
@@ -119,8 +119,8 @@ def test_the_hosts_estimate_decides_before_anything_is_computed(bars: list[Bar])
     decode, engine = banded(network, NEEDED, lambda shape, dtype: (1 << 50) + shape[-1])
     torch.testing.assert_close(decode(SAMPLES), stock)
     assert Tensor not in seen
-    assert "where ComfyUI expects 1024 TiB" in engine.run.bands[0]
-    assert "without bands it needs 1073741824 MiB" in engine.run.bands[0]
+    assert "where ComfyUI expects 1024 TiB" in engine.run.gains[0]
+    assert "without bands it needs 1073741824 MiB" in engine.run.gains[0]
 
 
 def test_an_estimate_that_fails_is_none(bars: list[Bar]) -> None:
@@ -130,7 +130,7 @@ def test_an_estimate_that_fails_is_none(bars: list[Bar]) -> None:
     network = Network()
     decode, engine = banded(network, NEEDED, estimate)
     assert decode(SAMPLES).equal(network.decode(SAMPLES))
-    assert engine.run.bands == []
+    assert engine.run.gains == []
 
 
 def test_out_of_memory_leads_to_bands(bars: list[Bar]) -> None:
@@ -143,7 +143,7 @@ def test_out_of_memory_leads_to_bands(bars: list[Bar]) -> None:
     stock = Network().decode(SAMPLES)
     decode, engine = banded(Network(fails), NEEDED)
     torch.testing.assert_close(decode(SAMPLES), stock)
-    assert "it ran out of memory without bands" in engine.run.bands[0]
+    assert "it ran out of memory without bands" in engine.run.gains[0]
 
 
 def test_another_error_is_not_taken_for_it(bars: list[Bar]) -> None:
@@ -153,7 +153,7 @@ def test_another_error_is_not_taken_for_it(bars: list[Bar]) -> None:
     decode, engine = banded(Network(fails), NEEDED)
     with pytest.raises(RuntimeError, match="an accident"):
         decode(SAMPLES)
-    assert engine.run.bands == []
+    assert engine.run.gains == []
 
 
 def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) -> None:
@@ -161,7 +161,7 @@ def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) ->
     stock = network.decode(SAMPLES)
     decode, engine = banded(network, ALWAYS)
     torch.testing.assert_close(decode(SAMPLES), stock)
-    assert engine.run.bands == []
+    assert engine.run.gains == []
     assert any("decode cannot run in bands: " in text for text in engine.run.warnings)
 
 
@@ -225,7 +225,7 @@ def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_trie
     torch.testing.assert_close(buffer, stock)
     assert ("Tensor", (24, 20)) not in sizes  # tried on a smaller one
     assert any(size != (24, 20) for _, size in sizes)
-    assert len(engine.run.bands) == 1
+    assert len(engine.run.gains) == 1
 
 
 def test_what_is_no_tensor_is_passed_on(bars: list[Bar]) -> None:

@@ -16,7 +16,7 @@ from attn_support.fused.emulation import T4
 from attn_support.gpu.compiler import AnyGeometry
 
 from pascal_attn_core.fused.code.source import Geometry, Variant, source
-from pascal_attn_core.fused.launch.launch import Launch
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
 from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import comfy.model_management as host
-import comfy.patcher_extension as extension
 import comfy.sd
 import torch
 from comfy_checks import Skip, check, log_lines, pack, raises, replaced, runs, unload
@@ -281,34 +280,6 @@ def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
 
 
 @check
-def a_clone_that_is_collected_while_live_leaves_nothing():
-    base, stock = wan()
-    model = patched(base)
-    near(sample(model), stock)
-    assert not is_clean(base)
-    del model
-    gc.collect()
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
-
-
-@check
-def an_exception_in_the_middle_leaves_a_clean_model():
-    base, stock = wan()
-    model = patched(base)
-
-    def accident(executor, *args, **kwargs):
-        raise ValueError("an accident")
-
-    broken = model.clone()
-    broken.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, "accident", accident)
-    raises(ValueError, lambda: sample(broken))
-    assert torch.equal(sample(base), stock)
-    assert is_clean(base)
-    near(sample(model), stock)
-
-
-@check
 def cancel_during_a_measurement_decides_nothing():
     base, stock = wan()
     model = patched(base)
@@ -333,21 +304,6 @@ def cancel_during_a_measurement_decides_nothing():
 
 
 @check
-def eject_twice_is_harmless_and_inject_twice_never_stacks():
-    base, stock = wan()
-    model = patched(base)
-    first = sample(model)
-    (injection,) = model.injections["pascal_attn_int8"]
-    for _ in range(2):
-        injection.inject(model)
-    assert torch.equal(sample(model), first)
-    for _ in range(2):
-        injection.eject(model)
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
-
-
-@check
 def with_chunked_feed_forward_layers_in_both_orders():
     base, stock = wan()
     alone = sample(patched(base))
@@ -357,7 +313,7 @@ def with_chunked_feed_forward_layers_in_both_orders():
                 ours = sample(model)
             near(ours, stock)
             assert far(ours, alone) < 0.01
-            notes = {run.part: run.notes[0] for run in found}
+            notes = {run.part: run.gains[0] for run in found}
             assert notes["feed-forward"].startswith("2 of 2 feed-forward modules chunked"), notes
             assert "linear layers in int8" in notes["int8"], notes
     assert torch.equal(sample(base), stock)
@@ -370,7 +326,6 @@ def the_memory_estimate_of_a_live_model_is_that_of_the_model():
     def estimated(model):
         latent = latents.of(model, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
         found = follow(model, latent, conditioning("wan_t2v"), 16, 1).call
-        assert not found.is_rough, found
         return found.attention, found.ffn
 
     base, stock = wan()
@@ -407,8 +362,8 @@ def the_record_and_the_text_say_what_happened():
     with runs() as found, log_lines() as lines:
         sample(model)
     (run,) = found
-    assert run.notes[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.notes
-    assert "the float ones in host memory" in run.notes[0], run.notes
+    assert run.gains[0].startswith("20 of 20 linear layers in int8, not exact: relative error per layer"), run.gains
+    assert "the float ones in host memory" in run.gains[0], run.gains
     assert sum("256 -> 512, error" in note for note in run.notes) == 2, run.notes
     assert any("20 of 20 linear layers in int8" in line for line in lines), lines
     text = node(base)[1]

@@ -1,0 +1,15 @@
+"""Names of flash-attn that are not provided: layers that split a model over processes, and parts of its own models.
+Programs import them beside names that they use, so the import succeeds; calling them raises a NotImplementedError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{name} is not provided by Pascal Attention")
+
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (), {"__new__": refuse, "__module__": __name__})

@@ -1,0 +1,72 @@
+"""Sizes of the tiles of the kernels on plain cores of NVIDIA's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .tables import read_tables
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``."""
+
+    rows: int
+    cols: int
+    tx: int
+    ty: int
+    depth: int = 16
+    staged: int = 16
+    parts: int = 2
+    blocks: int = 2
+    ahead: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.tx * self.ty
+
+    def tile_bytes(self, head_dim: int) -> int:
+        """SMEM_TILE of ``product.cuh``."""
+        row_buffers = 2 if self.depth < head_dim else 1
+        column_buffers = 2 if self.staged < max(self.rows, self.cols) else 1
+        rows = row_buffers * self.depth * (self.rows + self.cols)
+        cols = self.cols // self.parts * self.rows + column_buffers * self.staged * head_dim
+        return 4 * max(rows, cols)
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        return {
+            "PA_BR": self.rows,
+            "PA_BC": self.cols,
+            "PA_TX": self.tx,
+            "PA_TY": self.ty,
+            "PA_KC": self.depth,
+            "PA_VC": self.staged,
+            "PA_PSPLIT": self.parts,
+            "PA_MINB": self.blocks,
+            "PA_AHEAD": int(self.ahead),
+        }
+
+
+PLAIN_TABLES = read_tables("plain", Geometry)
+HEAD_DIMS = tuple(PLAIN_TABLES["forward"])
+GRAD_ALL_HEAD_DIMS = tuple(PLAIN_TABLES["grad_all"])
+
+
+def plain_geometry(kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> Geometry:
+    """The tiles of the kernel of this kind. Masks, padding and float32 take registers: where too few are left, the
+    table of smaller tiles holds."""
+    wide, float32, is_masked = head_dim >= 112, dtype == "float32", padded or mask != "none"
+    tight_mask = (mask == "float" and (float32 or wide)) or (mask == "bool" and float32 and wide)
+    if kind in ("int8", "split", "capped_split"):
+        return PLAIN_TABLES[kind.removeprefix("capped_")][head_dim]
+    if kind == "grad_all":
+        suffix = "-tight" if is_masked else "-bfloat16" if dtype == "bfloat16" else ""
+        return PLAIN_TABLES[f"grad_all{suffix}"][head_dim]
+    tight = {
+        "forward": padded or tight_mask,
+        "capped": True,
+        "grad_query": float32 and padded and mask == "float",
+        "grad_key_value": is_masked if float32 else padded and mask == "float",
+    }[kind]
+    suffix = "-tight" if tight else "-masked" if is_masked else ""
+    return PLAIN_TABLES[f"{kind.replace('capped', 'forward')}{suffix}"][head_dim]

@@ -1,0 +1,204 @@
+"""A call as the kernels see it: views with one batch dimension, and the fields of the parameters that all kernels have
+in common."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall
+from ...lazy_mask import LazyMask
+
+LOG2_E = math.log2(math.e)
+UNBOUNDED = 1 << 30  # a side of the band that cuts nothing
+_STRIDE = 1 << 26  # offsets within a staged chunk are 32-bit numbers
+
+
+def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
+    """Whether the kernels can read a tensor as it lies, ``elements`` at a time."""
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % (elements * tensor.element_size()):
+        return False
+    innermost = 0
+    for size, stride in zip(tensor.shape, strides):
+        if size > 1:
+            if stride % elements:
+                return False
+            innermost = stride
+    return innermost < _STRIDE
+
+
+class View(NamedTuple):
+    """A call whose leading dimensions are one: query ``[B, Hq, L, D]``, key ``[B, Hkv, S, D]``, value
+    ``[B, Hkv, S, Dv]``, mask broadcastable ``[B, Hq, L, S]`` or None; ``rest``: further ``[B, H, ...]`` tensors."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    rest: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them: a launch knows their addresses only."""
+        mask = () if self.mask is None else (self.mask,)
+        return self.query, self.key, self.value, *mask, *self.rest
+
+
+def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
+    """The call as few :class:`View` as its strides allow; ``rest`` are ``[*batch, H, ...]`` tensors beside it."""
+    mask = call.attn_mask
+    assert not isinstance(mask, LazyMask)
+    keys = (*call.batch, call.num_kv_heads, call.seq_len_kv)
+    query = _expanded(call.query, (*call.batch, call.num_heads, call.seq_len_q, call.head_dim))
+    key = _expanded(call.key, (*keys, call.head_dim))
+    value = _expanded(call.value, (*keys, call.head_dim_v))
+    if mask is not None:
+        mask = _expanded(mask, (*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv))
+    if len(call.batch) == 1:
+        yield View(query, key, value, mask, rest)
+        return
+    if call.query.dim() == 2:
+        rest = tuple(t[None] for t in rest)
+    for tensors in _one_batch([query, key, value, mask, *rest], len(call.batch)):
+        query_, key_, value_, mask_, *rest_ = tensors
+        assert query_ is not None
+        assert key_ is not None
+        assert value_ is not None
+        yield View(query_, key_, value_, mask_, tuple(t for t in rest_ if t is not None))
+
+
+def _expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.expand(shape)
+
+
+def _one_batch(tensors: list[Tensor | None], num_lead: int) -> Iterator[list[Tensor | None]]:
+    """The tensors with exactly one dimension before the heads, walked where they cannot be viewed so."""
+    if num_lead == 0:
+        yield [None if t is None else t[None] for t in tensors]
+    elif num_lead == 1:
+        yield tensors
+    else:
+        merged = [None if t is None else _merged(t, num_lead) for t in tensors]
+        if all((m is None) == (t is None) for m, t in zip(merged, tensors)):
+            yield merged
+            return
+        first = next(t for t in tensors if t is not None).shape[0]
+        for i in range(first):
+            yield from _one_batch([None if t is None else t[i] for t in tensors], num_lead - 1)
+
+
+def _merged(tensor: Tensor, num_lead: int) -> Tensor | None:
+    """The leading dimensions as one without a copy, or None."""
+    strides, sizes = tensor.stride()[:num_lead], tensor.shape[:num_lead]
+    steps = [(size, stride) for size, stride in zip(sizes, strides) if size > 1]
+    if any(a[1] != b[0] * b[1] for a, b in itertools.pairwise(steps)):
+        return None
+    count, step = math.prod(sizes), steps[-1][1] if steps else 0
+    return tensor.as_strided((count, *tensor.shape[num_lead:]), (step, *tensor.stride()[num_lead:]))
+
+
+def band_of(call: AttentionCall) -> tuple[int, int]:
+    """(low, high): query i sees keys i + low ... i + high."""
+    low = -UNBOUNDED if call.left is None else call.offset - call.left
+    high = UNBOUNDED if call.right is None else call.offset + call.right
+    return max(-UNBOUNDED, min(UNBOUNDED, low)), max(-UNBOUNDED, min(UNBOUNDED, high))
+
+
+def steps(tensor: Tensor) -> list[int]:
+    """The strides in elements; 0 for a dimension of length 1."""
+    return [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride())]
+
+
+def common_fields(call: AttentionCall, view: View) -> dict[str, int | float]:
+    """The parameters that every kernel has, except for its results."""
+    query, key, value, mask, _ = view
+    qb, qh, qs, _ = steps(query)
+    kb, kh, ks, _ = steps(key)
+    vb, vh, vs, _ = steps(value)
+    low, high = band_of(call)
+    fields: dict[str, int | float] = {
+        "q": query.data_ptr(), "qb": qb, "qh": qh, "qs": qs,
+        "k": key.data_ptr(), "kb": kb, "kh": kh, "ks": ks,
+        "v": value.data_ptr(), "vb": vb, "vh": vh, "vs": vs,
+        "lq": call.seq_len_q, "lk": call.seq_len_kv,
+        "heads": call.num_heads, "group": call.groups, "batches": query.shape[0],
+        "dim": call.head_dim, "dim_v": call.head_dim_v,
+        "low": low, "high": high,
+        "scale": call.scale, "scale_log2": call.scale * LOG2_E,
+    }  # fmt: skip
+    if mask is not None:
+        mb, mh, mq, mk = steps(mask)
+        fields |= {"mask": mask.data_ptr(), "mb": mb, "mh": mh, "mq": mq, "mk": mk}
+        fields["mask_is_float32"] = int(mask.dtype == torch.float32)
+    return fields
+
+
+def result_fields(tensor: Tensor, name: str, prefix: str) -> dict[str, int]:
+    """The address of a ``[B, H, tokens, ...]`` tensor under ``name``, and its first strides under ``prefix`` with b
+    (batch), h (head), and where its last dimension is not that of the tokens s (tokens)."""
+    batch, head, tokens, *columns = steps(tensor)
+    fields = {name: tensor.data_ptr(), f"{prefix}b": batch, f"{prefix}h": head}
+    if columns:
+        fields[f"{prefix}s"] = tokens
+    return fields
+
+
+def softcap_fields(call: AttentionCall) -> dict[str, float]:
+    """Capped scores are softcap * tanh(...): the kernel takes the tanh, and scales by softcap. With scale 0 all are
+    0."""
+    if call.softcap is None or call.scale == 0:
+        return {}
+    scale = call.softcap
+    return {"scale": scale, "scale_log2": scale * LOG2_E, "tanh_scale": 2 * LOG2_E * call.scale / call.softcap}
+
+
+def work_of(call: AttentionCall, view: View | None = None) -> int:
+    """Multiplications of the two products, as if no mask left anything out; ``view``: of this one alone."""
+    batches = call.batch_size if view is None else view.query.shape[0]
+    scores = batches * call.num_heads * call.seq_len_q * call.seq_len_kv
+    return scores * (call.head_dim + call.head_dim_v)
+
+
+def mask_bits(call: AttentionCall, view: View, words: int) -> Tensor:
+    """Memory for a mask's bits (``mask_bits.cuh``), ``words`` for each row. Repetitions in a mask are not repeated."""
+    assert view.mask is not None
+    of_batch, of_head, of_query, _ = steps(view.mask)
+    batches = view.query.shape[0] if of_batch else 1
+    heads, rows = (call.num_heads if of_head else 1), (call.seq_len_q if of_query else 1)
+    return view.query.new_empty((batches, heads, rows, words), dtype=torch.int32)
+
+
+def mask_tiles(
+    bits: Tensor, units: int, row_tiles: int, key_tiles: int
+) -> tuple[Tensor, dict[str, int], tuple[int, int, int]]:
+    """Memory for a flag of each of these tiles, the fields that name flags and bits, and the grid of the kernel that
+    writes both.
+
+    Args:
+        bits: see :func:`mask_bits`.
+        units: heads, or groups of heads, with tiles of their own.
+    """
+    flags = bits.new_empty((bits.shape[0], units, row_tiles, key_tiles), dtype=torch.uint8)
+    bits_b, bits_h, bits_q, _ = steps(bits)
+    flags_b, flags_h, flags_q, _ = steps(flags)
+    fields = {
+        "mask_bits": bits.data_ptr(), "bits_b": bits_b, "bits_h": bits_h, "bits_q": bits_q,
+        "flags": flags.data_ptr(), "flags_b": flags_b, "flags_h": flags_h, "flags_q": flags_q,
+        "mask_heads": units, "mask_rows": bits.shape[2],
+    }  # fmt: skip
+    return flags, fields, (key_tiles, row_tiles, bits.shape[0] * units)
+
+
+def mask_bits_bytes(call: AttentionCall) -> int:
+    """Memory that the bits of a call's mask take, about."""
+    mask = call.attn_mask
+    if not isinstance(mask, Tensor):
+        return 0
+    unique = math.prod(size for size, step in zip(mask.shape[:-1], mask.stride()[:-1]) if step)
+    return unique * (-(-call.seq_len_kv // 64) * 8)
