@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..checks import is_out_of_memory
 from ..machine.own_thread import in_backward, inputs_are_made_up
 from .backends import FLOATS, Backend, backend_for
 from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
 from .measure import (
     FEW_OUTPUTS,
     FEW_ROWS,
+    SAMPLE_ROWS,
     Clock,
     Sample,
     Times,
@@ -53,7 +55,6 @@ class Int8Options:
     Attributes:
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
-        generator: chooses the rows that errors are measured on.
         has_warned: whether a weight in 8 bits was found to be trained.
     """
 
@@ -64,7 +65,6 @@ class Int8Options:
     gathers: bool = False
     has_warned: bool = False
     times: dict[Any, Times] = field(default_factory=dict)
-    generator: torch.Generator = field(default_factory=torch.Generator)
     lock: Any = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
@@ -229,7 +229,9 @@ class Int8Layer:
             try:
                 with ordinary_tensors():
                     self._measure(module, x.clone() if is_inference else x)
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._failures += 1
                 self.why = "out of memory while measuring it"
                 if self._failures == _MOST_FAILURES:
@@ -252,7 +254,7 @@ class Int8Layer:
 
     def _measure(self, module: nn.Module, x: Tensor) -> None:
         found = self.source.read(module, x.device)
-        self._note(errors_by_rotation(sample_of(x, self.options.generator), found.matrix))
+        self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), found.matrix))
         if self.options.gathers:
             self._seen = _Inputs(tuple(x.shape), x.dtype, x.device)
         else:
@@ -305,16 +307,18 @@ class Int8Layer:
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 return self._checked(x, weight)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return weight  # it is measured in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
         """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
-        limit, generator = self.options.max_error, self.options.generator
-        some = torch.randperm(weight.shape[0], generator=generator)[:FEW_OUTPUTS]
-        error = relative_error(sample_of(x, generator, FEW_ROWS), *weight.rows(some, x.device))
+        limit, seed = self.options.max_error, self.watch.calls
+        some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+        error = relative_error(sample_of(x, FEW_ROWS, seed), *weight.rows(some, x.device))
         if error > limit:
-            sample, (exact, matrix) = sample_of(x, generator), weight.rows(slice(None), x.device)
+            sample, (exact, matrix) = sample_of(x, SAMPLE_ROWS, seed), weight.rows(slice(None), x.device)
             error = relative_error(sample, exact, matrix)
             rotated = self._rotated(x, sample, weight, exact) if error > limit else None
             if rotated is not None:
