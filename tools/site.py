@@ -1,4 +1,4 @@
-"""What mkdocs is told of the docs site beyond docs/: pages made of files elsewhere, the API reference, and links.
+"""Tells mkdocs of the docs site what is not in docs/: pages made of files elsewhere, the API reference, and links.
 
 mkdocs calls the functions whose names begin with ``on_`` (mkdocs.yml, ``hooks``). Links in the Markdown files are those
 of the repository; here they become those of the site, and a link to a file that is no page becomes its text.

@@ -303,16 +303,6 @@ def remember(run: Run) -> None:
         _recent.append(run)
 
 
-def recent(prompt: str = "") -> list[Run]:
-    """The runs of a prompt, or of the newest prompt that had any; oldest first."""
-    with _lock:
-        runs = list(_recent)
-    if not runs:
-        return []
-    wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
-    return [run for run in runs if run.prompt_id == wanted]
-
-
 def remembered() -> list[Run]:
     """All runs that are still known, oldest first."""
     with _lock:

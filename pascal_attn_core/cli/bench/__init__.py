@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Contest(NamedTuple):
-    """What a run times: kind of its works (a word of the file), the works, who runs each, and what they are compared
+    """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
     with, as the file and as the column say it."""
 
     kind: str

@@ -75,7 +75,8 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
-    """Those named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is always in.
+    """The candidates named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is
+    always in.
 
     Raises:
         ValueError: a pattern that matches no candidate.

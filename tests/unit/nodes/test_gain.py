@@ -129,18 +129,6 @@ def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
     assert len(found) < 110
 
 
-def test_the_choice_of_a_route_says_what_torch_would_do():
-    """Where the core asks torch: its kernel as it is, folded, and not at all."""
-    auto, plain = CONFIG.AttentionConfig(), torch.randn(1, 2, 64, 16)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), auto)
-    assert (choice.route, choice.torch_stores) == ("torch", False)
-    for form, stores in (("rows", True), ("", False)):
-        assert TORCH.TorchForm(plain, plain, plain, None, fold=form).torch_stores is stores
-    config = CONFIG.AttentionConfig(math_limit_mib=0)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain, softcap=5.0), config)
-    assert (choice.route, choice.torch_stores, choice.over_torch) == ("tiled", True, None)
-
-
 def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
     engine_module = ENGINE
     monkeypatch.setattr(engine_module.host, "compute_device", lambda: torch.device("cpu"))

@@ -141,12 +141,6 @@ def test_of_several_checks_the_one_that_failed_is_shown():
 # ---- text ----
 
 
-def test_the_summary_stands_above_the_sections_and_the_bug_report_below():
-    text = TEXT.report_text(findings(run(blocks(19))))
-    assert text.index("76 calls, 76 taken") < text.index("=== Flux, diffusion model, node 5") < text.index("copy from")
-    assert text.endswith("--- to here ---")
-
-
 def test_alarms_come_before_everything_else():
     text = TEXT.report_text(findings(run(), alarms=["Flux: no attention call reached the patch"]))
     assert text.index("!! Flux: no attention call") < text.index("0 calls")
@@ -200,12 +194,6 @@ def test_kinds_are_counted_over_all_blocks():
     ((only, tally),) = ROWS.kinds_of(run(blocks(19)))
     assert only.block == ""
     assert (tally.count, tally.elapsed_ms, tally.extra_bytes) == (76, 760.0, 1 << 20)
-
-
-def test_adding_up_kinds_leaves_the_run_as_it_is():
-    made = run(blocks(3))
-    ROWS.kinds_of(made)
-    assert made.count() == 12
 
 
 def test_a_run_without_attention_tells_its_notes():
@@ -367,13 +355,6 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
     assert given["ui"]["text"] == [text]
 
 
-def test_without_the_check_the_sample_stays_and_nothing_is_said_of_it(host):
-    RUNS.remember(run(blocks(3), device="cpu", sample=sample()))
-    text = REPORT.PascalAttentionReport().report(False, None, "9", graph())["result"][2]
-    assert "exact" not in text.partition("copy from")[0].replace("exactness_check", "")
-    assert RUNS.remembered()[0].sample is not None
-
-
 def test_a_finished_run_without_calls_and_reasons_is_an_alarm(host, caplog):
     RUNS.remember(run(device="cpu"))
     text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
@@ -424,28 +405,3 @@ def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
     monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
     with pytest.raises(Cancelled):
         REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)
-
-
-def test_it_runs_on_each_prompt():
-    first = REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
-    assert first != REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
-
-
-def test_its_type_differs_from_no_other():
-    assert not any(name != ANYTHING.ANY for name in ("LATENT", "IMAGE", "MODEL"))
-    assert str(ANYTHING.ANY) == "*"
-
-
-def test_every_input_and_output_has_a_tooltip():
-    node = REPORT.PascalAttentionReport
-    given = node.INPUT_TYPES()
-    assert all(options["tooltip"] for group in ("required", "optional") for _, options in given[group].values())
-    assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
-
-
-def test_looking_around_for_a_report_asks_no_card_for_its_memory(monkeypatch):
-    def asked(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(INFO, "_free", asked)
-    assert INFO.look_around(asks_devices=False).free == (None,) * len(INFO.look_around(asks_devices=False).devices)

@@ -121,14 +121,6 @@ class Clock:
         return end.ms - self.ms
 
 
-def test_events_that_are_over_are_read_before_the_run_ends():
-    made, tally = run(finished=False), RUNS.CallTally()
-    for _ in range(RUNS._PENDING):
-        made.time_later(tally, Clock(0), Clock(2))
-    assert made._pending == []
-    assert tally.elapsed_ms == 2 * RUNS._PENDING
-
-
 def test_events_that_are_not_over_wait_for_the_end():
     made, tally = run(finished=False), RUNS.CallTally()
     for _ in range(RUNS._PENDING):

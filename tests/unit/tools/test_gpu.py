@@ -279,7 +279,7 @@ def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.Captur
 
 
 def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
-    """Of a part whose processes are this program."""
+    """Job of a part whose processes are this program."""
     program_file = tmp_path / "program.py"
     program_file.write_text("import json, sys\narguments = sys.argv[1:]\n" + program)
     (tmp_path / "scratch").mkdir()

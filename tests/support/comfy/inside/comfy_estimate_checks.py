@@ -10,7 +10,7 @@ import comfy.model_patcher
 import comfy.sample
 import comfy.supported_models
 import torch
-from comfy_checks import Skip, check, pack, replaced, run_checks, unload
+from comfy_checks import Skip, check, pack, replaced, unload
 from comfy_inproc import LATENTS, conditioning, load_lora, load_model, load_pack
 
 NODE = load_pack()["PascalMemoryEstimate"]
@@ -20,8 +20,6 @@ FLUX = {"image_model": "flux", "guidance_embed": True, "in_channels": 16, "out_c
         "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
         "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
         "txt_ids_dims": []}  # fmt: skip
-
-__all__ = ["run_checks"]
 
 
 def texts(name):

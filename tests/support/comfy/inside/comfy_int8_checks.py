@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import comfy.model_management as host
-import comfy.patcher_extension as extension
 import comfy.sd
 import torch
 from comfy_checks import Skip, check, log_lines, pack, raises, replaced, runs, unload
@@ -281,34 +280,6 @@ def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
 
 
 @check
-def a_clone_that_is_collected_while_live_leaves_nothing():
-    base, stock = wan()
-    model = patched(base)
-    near(sample(model), stock)
-    assert not is_clean(base)
-    del model
-    gc.collect()
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
-
-
-@check
-def an_exception_in_the_middle_leaves_a_clean_model():
-    base, stock = wan()
-    model = patched(base)
-
-    def accident(executor, *args, **kwargs):
-        raise ValueError("an accident")
-
-    broken = model.clone()
-    broken.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, "accident", accident)
-    raises(ValueError, lambda: sample(broken))
-    assert torch.equal(sample(base), stock)
-    assert is_clean(base)
-    near(sample(model), stock)
-
-
-@check
 def cancel_during_a_measurement_decides_nothing():
     base, stock = wan()
     model = patched(base)
@@ -330,21 +301,6 @@ def cancel_during_a_measurement_decides_nothing():
         near(sample(model), stock)
     assert not found[0].warnings or "slower" in found[0].warnings[0], found[0].warnings
     assert not report(model).count("waiting")
-
-
-@check
-def eject_twice_is_harmless_and_inject_twice_never_stacks():
-    base, stock = wan()
-    model = patched(base)
-    first = sample(model)
-    (injection,) = model.injections["pascal_attn_int8"]
-    for _ in range(2):
-        injection.inject(model)
-    assert torch.equal(sample(model), first)
-    for _ in range(2):
-        injection.eject(model)
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
 
 
 @check

@@ -9,7 +9,6 @@ import comfy.model_management as host
 import torch
 import torch.nn.functional as F
 from comfy_checks import (
-    Skip,
     cancel_at,
     check,
     close,
@@ -17,7 +16,6 @@ from comfy_checks import (
     pack,
     raises,
     replaced,
-    run_checks,
     runs,
     unload,
 )
@@ -32,8 +30,6 @@ from comfy_vae_parts import (
     patched,
     vae_around,
 )
-
-__all__ = ["run_checks"]
 
 
 def decoding_equals(name, route):
@@ -179,17 +175,6 @@ def two_copies_with_different_settings_do_not_mix():
 
 
 @check
-def patched_twice_it_does_not_stack():
-    vae, samples = one_block()
-    stock = vae.decode(samples)
-    twice = patched(patched(vae, "torch"), "tiled")
-    with runs() as found:
-        close(twice.decode(samples), stock)
-    assert [run.routes() for run in found] == [{"tiled": 1}]
-    assert type(twice).__mro__[1] is type(vae)
-
-
-@check
 def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
     vae, samples = one_block()
     stock = vae.decode(samples)
@@ -265,16 +250,6 @@ def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
     assert len(calls) == 1
     # Its direct SDPA call is caught where the replaced function makes it.
     assert [kind.via for run in found for kind in run.tallies] == ["SDPA"]
-
-
-@check
-def replaced_without_any_call_of_ours_it_says_so():
-    vae, samples = one_block()
-    ours = patched(vae)
-    ours.patcher.add_object_patch("block.attn.optimized_attention", lambda query, key, value: value)
-    with runs() as found, log_lines() as lines:
-        ours.decode(samples)
-    assert any("another node replaced block.attn.optimized_attention" in w for w in found[0].warnings), lines
 
 
 @check
@@ -370,34 +345,6 @@ def a_vae_without_attention_is_returned_as_it_is_and_says_so():
     with log_lines() as lines:
         assert patched(vae, decode="as it is") is vae
     assert "has no attention" in lines[0]
-
-
-@check
-def the_status_line_counts_the_blocks():
-    for name, blocks in (("vae_kl_full", 2), ("vae_wan", 2)):
-        with log_lines() as lines:
-            patched(load_vae(name), "tiled", 32)
-        assert f"{blocks} attention blocks of" in lines[0], lines
-        assert "route tiled, budget 32 MiB" in lines[0], lines
-
-
-@check
-def a_clone_on_a_model_of_its_own_computes_with_that_model():
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = patched(vae)
-    other = copy.deepcopy(vae.first_stage_model)
-    try:
-        patcher = ours.patcher.clone(model_override=(other, ({}, {}, {}, set())))
-    except TypeError:
-        raise Skip("clones of this ComfyUI always share the model") from None
-    for parameter in vae.first_stage_model.parameters():
-        parameter.zero_()
-    clone = copy.copy(ours)
-    clone.patcher, clone.first_stage_model = patcher, other
-    with runs() as found:
-        close(clone.decode(samples), stock)
-    assert found[0].count("taken") == 1
 
 
 @check
