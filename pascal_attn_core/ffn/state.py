@@ -38,7 +38,7 @@ Values = dict[Any, Any]
 
 
 class _Holder(NamedTuple):
-    """A dict, list, object, class or closure: how it is read, what it held at first, and how that is put back."""
+    """A dict, list, object, class or closure: how it is read, its values at first, and how they are put back."""
 
     name: str
     read: Callable[[], Values]
@@ -55,7 +55,7 @@ class _Holder(NamedTuple):
 
 
 class State:
-    """What the code of ``module`` refers to by name, as it is now.
+    """The values that the code of ``module`` refers to by name, as they are now.
 
     Args:
         forward: what is called instead of the module's own forward.
