@@ -16,7 +16,7 @@ from .patching.interception import PLAIN
 from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes
-from .routes.torch_kernel import torch_sdpa
+from .routes.torch_faults import is_torchs_own, torch_sdpa
 
 
 def sdpa(
@@ -87,7 +87,7 @@ def _by_torch_if_short(
     config: AttentionConfig | None,
 ) -> Tensor | None:
     """The output of a call, before any check of it, that torch's function obviously takes as it is; None for others,
-    and for those that it refuses."""
+    and where its kernel raises."""
     if torch.compiler.is_compiling() or not (config is None or isinstance(config, AttentionConfig)):
         return None
     config = default_config() if config is None else config
@@ -97,7 +97,10 @@ def _by_torch_if_short(
         return None
     try:
         return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-    except RuntimeError:  # the check of the call knows the reason better; or another route takes it
+    except RuntimeError as error:
+        check_call(query, key, value, attn_mask, is_causal=is_causal, scale=scale)  # knows the reason better
+        if not is_torchs_own(error):
+            raise
         return None
 
 

@@ -47,6 +47,7 @@ from .patching.interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_
 from .patching.patch import Patch
 from .routes import is_plainly_short
 from .routes.run import is_watched
+from .routes.torch_faults import is_torchs_own
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -256,8 +257,9 @@ def _attend(original: Any, scope: _Scope, args: tuple, kwargs: dict[str, Any]) -
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
                 if _is_plainly_short(config, args, kwargs):
                     return TORCH_SDPA(*args, **kwargs)
-    except RuntimeError:  # another route may take what torch's kernel does not; else the error comes again
-        pass
+    except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
+        if not is_torchs_own(error):
+            raise
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:

@@ -136,6 +136,14 @@ def broken_promise(call: AttentionCall) -> str:
     return reasons.get(_promise(call), "") if reasons else ""
 
 
+def is_torchs_own(error: RuntimeError) -> bool:
+    """Whether an error of torch's function says that it does not take such calls. A lack of memory does not, nor does
+    what a mode, a hook or a transform around the call may have raised."""
+    around = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older ones cannot tell
+    return not (around or (top_hooks is not None and top_hooks(True)) or is_out_of_memory(error))
+
+
 def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
     """Remember what torch's function has raised for a call, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"

@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
-from ..checks import is_out_of_memory
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route
-from .torch_faults import broken_promise, fault_reasons, torch_sdpa, unkept
+from .torch_faults import broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -365,6 +364,6 @@ def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, 
     try:
         return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if not is_torchs_own(error):
             raise
         raise unkept(call, error) from error
