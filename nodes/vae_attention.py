@@ -98,7 +98,7 @@ class PascalVAEAttention:
 
 
 class _Bands:
-    """Which methods of a VAE's network run in bands, and when."""
+    """The choice of methods of a VAE's network that run in bands, and when."""
 
     def __init__(self, vae: Any, mode: str):
         self.mode, self.wanted = mode, mode != AS_IT_IS
@@ -130,7 +130,7 @@ def _network_of(vae: Any) -> nn.Module:
 
 
 class _Sites:
-    """Where a VAE's network computes attention, and what replaces it.
+    """The places where a VAE's network computes attention, and their replacements.
 
     Attributes:
         blocks: modules whose attention is replaced by name.
@@ -156,7 +156,7 @@ class _Sites:
 
 
 def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: list[str]) -> Make:
-    """All of a decoding or encoding: watched, and with a word of warning where another node took our place."""
+    """The replacement of a whole decoding or encoding: it is watched, and warns where another node replaced ours."""
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not names and not engine.run.gains and engine.run.count() == 0:
