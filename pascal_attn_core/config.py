@@ -164,8 +164,8 @@ def number_of(name: str) -> int:
 
 
 class Unsupported(Exception):
-    """Something cannot be done in the way that was asked for; nothing has been changed. Every refusal of this package is
-    of this class. ``.reasons`` lists why, one sentence each."""
+    """Something cannot be done in the way that was asked for; nothing has been changed. Every refusal of this package
+    is one of these. ``.reasons`` lists why, one sentence each."""
 
     def __init__(self, *reasons: str):
         self.reasons = list(reasons)
