@@ -24,7 +24,7 @@ _PER_BYTE = 13
 _WORTH = 0.98  # of the time without ranges
 
 
-class LastRows(NamedTuple):
+class TailRows(NamedTuple):
     """The rows of every head from ``first`` on are computed by ``variant`` with the keys in ``ranges`` ranges."""
 
     variant: Variant
@@ -45,7 +45,7 @@ class LastRows(NamedTuple):
         )
 
 
-def last_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) -> LastRows | None:
+def tail_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) -> TailRows | None:
     """The rows of a call that should be computed with their keys in ranges, if any.
 
     Args:
@@ -62,7 +62,7 @@ def last_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) 
         heads, -(-call.seq_len_q // geometry.rows), -(-call.seq_len_kv // geometry.cols), units, places, geometry,
         row_bytes,
     )  # fmt: skip
-    return None if found is None else LastRows(ranges, found[0] * geometry.rows, found[1])
+    return None if found is None else TailRows(ranges, found[0] * geometry.rows, found[1])
 
 
 def _row_bytes(call: AttentionCall) -> int:
