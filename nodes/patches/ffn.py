@@ -1,4 +1,4 @@
-"""Chunked feed-forward modules of a ComfyUI model: in while it is loaded, and what became of them."""
+"""Chunked feed-forward modules of a ComfyUI model: attached while it is loaded; how each of them ran."""
 
 from __future__ import annotations
 

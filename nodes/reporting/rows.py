@@ -1,4 +1,4 @@
-"""The calls of a run by block of the model, and by kind whatever the block."""
+"""The calls of a run by block of the model, and by kind in all blocks together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...pascal_attn_core.call import DeviceShare
 from ...pascal_attn_core.observe.report import add_shares
 from ..engine.runs import CallKind, CallTally, Run
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """What happened in one block.
+    """The calls of one block.
 
     Attributes:
         name: ``"double 3"``.
@@ -36,7 +35,7 @@ class BlockRow:
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """What stands before the number, the number (``"4.0"`` in ``"input 4.0"``), and what stands after it."""
+        """The name in three: up to the number, the number (``"4.0"`` in ``"input 4.0"``), and the rest."""
         if " " in self.name:
             before, space, number = self.name.rpartition(" ")
             return before + space, number, ""
@@ -131,7 +130,7 @@ def together(runs: Sequence[Run]) -> Run:
 
 def _added(a: CallTally, b: CallTally) -> CallTally:
     known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
-    shares: dict[str, DeviceShare] = {}
+    shares: dict[str, int] = {}
     for tally in (a, b):
         add_shares(shares, tally.shares)
     return CallTally(

@@ -32,13 +32,14 @@ _HOLD_STATE = ("types", "_thread", "_threading_local")  # modules of Python whos
 _OF_NO_EFFECT = re.compile(
     "_(state_dict|load_state_dict|non_persistent)_|.*_(with_kwargs|always_called)$"
 )  # of a module
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # for all modules
 _OF_CASTING_LAYERS = {"forward", "_forward_hooks", "_forward_pre_hooks"}  # the rest is their host's business
 
 Values = dict[Any, Any]
 
 
 class _Holder(NamedTuple):
-    """A dict, list, object, class or closure: how it is read, what it held at first, and how that is put back."""
+    """A dict, list, object, class or closure: how it is read, its values at first, and how they are put back."""
 
     name: str
     read: Callable[[], Values]
@@ -55,7 +56,7 @@ class _Holder(NamedTuple):
 
 
 class State:
-    """What the code of ``module`` refers to by name, as it is now.
+    """The values that the code of ``module`` refers to by name, as they are now.
 
     Args:
         forward: what is called instead of the module's own forward.
@@ -68,10 +69,14 @@ class State:
         self._data: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
         self._names = {"forward"}
-        self._namespaces: dict[int, tuple[str, Mapping[str, Any], Callable[[Values], Any]]] = {}  # by their owner's id
+        self._namespaces: dict[
+            int, tuple[str, Any, Mapping[str, Any]]
+        ] = {}  # name, owner and values, by the owner's id
         for name, child in module.named_modules():
             self._add_module(name, child)
         self._visit("forward", forward)
+        for name in _GLOBAL_HOOKS:
+            self._visit(name, getattr(nn.modules.module, name))
         self._look_up_names()
         del self._seen, self._names, self._namespaces
 
@@ -137,11 +142,10 @@ class State:
         if isinstance(value, type):
             for base in value.__mro__:
                 if not _is_foreign(base.__module__):
-                    space = base.__qualname__, vars(base), functools.partial(_set, base)
-                    self._namespaces.setdefault(id(base), space)
+                    self._namespaces.setdefault(id(base), (base.__qualname__, base, vars(base)))
             return ()
         if isinstance(value, ModuleType):
-            self._namespaces.setdefault(id(value), (value.__name__, vars(value), vars(value).update))
+            self._namespaces.setdefault(id(value), (value.__name__, vars(value), vars(value)))
             return ()
         if isinstance(value, _WRAPPERS):
             return ((key, getattr(value, key, None)) for key in _WRAPPED)
@@ -165,7 +169,7 @@ class State:
             return
         self._names |= _names_in(function.__code__)
         values = function.__globals__
-        self._namespaces.setdefault(id(values), (f"the globals of {function.__module__}", values, values.update))
+        self._namespaces.setdefault(id(values), (f"the globals of {function.__module__}", values, values))
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             kept = self._hold(f"{name}.{key}", functools.partial(_content, cell), functools.partial(_set, cell))
             yield key, kept.get("cell_contents")
@@ -177,14 +181,14 @@ class State:
         done: set[tuple[int, str]] = set()
         while found := {(key, name) for key in self._namespaces for name in self._used(key)} - done:
             for key, name in sorted(found):
-                self._visit(name, self._namespaces[key][1][name])
+                self._visit(name, self._namespaces[key][2][name])
             done |= found
-        for key, (label, values, write) in self._namespaces.items():
-            if used := self._used(key):
-                self._hold(label, functools.partial(_some, values, used), write)
+        for label, owner, values in self._namespaces.values():
+            names = sorted(self._names)
+            self._hold(label, functools.partial(_some, values, names), functools.partial(_set_names, owner, names))
 
     def _used(self, namespace: int) -> list[str]:
-        return sorted(self._names & self._namespaces[namespace][1].keys())
+        return sorted(self._names & self._namespaces[namespace][2].keys())
 
     def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
         kept = dict(read())
@@ -226,12 +230,28 @@ def _content(cell: CellType) -> Values:
 
 
 def _set(owner: Any, kept: Values) -> None:
-    """Give an object or a class the attributes ``kept``; an object loses those that are not among them."""
+    """Give an object the attributes ``kept`` and no others; or a closure's cell its content."""
     for name, value in kept.items():
         setattr(owner, name, value)
-    if not isinstance(owner, (type, CellType)):
+    if not isinstance(owner, CellType):
         for name in _attributes(owner).keys() - kept.keys():
             delattr(owner, name)
+
+
+def _set_names(owner: Any, names: Iterable[str], kept: Values) -> None:
+    """Give a class, or a dict of globals, the values ``kept`` of these names, and none of the other names."""
+    is_class = isinstance(owner, type)
+    now = _some(vars(owner) if is_class else owner, names)
+    for name in now.keys() - kept.keys():
+        if is_class:
+            delattr(owner, name)
+        else:
+            del owner[name]
+    for name in [name for name in kept if name not in now or now[name] is not kept[name]]:
+        if is_class:
+            setattr(owner, name, kept[name])
+        else:
+            owner[name] = kept[name]
 
 
 def _set_class(module: nn.Module, kept: Values) -> None:

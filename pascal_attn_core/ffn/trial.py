@@ -30,7 +30,7 @@ _TOKENS = 24
 
 
 class Trial(NamedTuple):
-    """What a trial has found.
+    """The result of a trial.
 
     Attributes:
         token_bytes, constant_bytes: a call takes these besides its input: per token, its output included, and once.
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
     relative: float
 
     def extra_bytes(self, tokens: int) -> float:
-        """What a call takes besides input and output."""
+        """Memory that a call takes besides input and output."""
         return self.constant_bytes + tokens * (self.token_bytes - self.out_bytes)
 
 

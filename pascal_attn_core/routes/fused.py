@@ -177,7 +177,7 @@ class FusedRoute(Route):
 
 
 class Int8Route(Route):
-    """The same kernel with Q and K in 8 bits: only where it is asked for by name."""
+    """Our kernel with Q and K in 8 bits: only where it is asked for by name."""
 
     name = "fused-int8"
     is_opt_in = True

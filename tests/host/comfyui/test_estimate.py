@@ -23,7 +23,3 @@ def test_through_the_server(server: ComfyServer) -> None:
     text = estimate(server, "sd15")
     assert "8 calls, 2 different; the largest 2 x 8 heads x 256 queries x 256 keys of 40 in float32" in text, text
     assert "with the prompt given" in text
-
-
-def test_a_host_that_does_not_use_sdpa_is_named(plain_server: ComfyServer) -> None:
-    assert "attention_sub_quad splits it" in estimate(plain_server, "sd15")

@@ -175,21 +175,6 @@ def a_limit_that_no_layer_keeps_leaves_the_model_bit_for_bit():
 
 
 @check
-def blocks_and_layers_are_chosen_by_name():
-    base, stock = wan()
-    for include, exclude, expected in (
-        ("blocks.0", "", {"blocks.0"}),
-        ("*.ffn.*", "", {"blocks.0", "blocks.1"}),
-        ("", "blocks.0, *.self_attn.*", {"blocks.1"}),
-    ):
-        model = patched(base, include=include, exclude=exclude)
-        near(sample(model), stock)
-        names = {line.name for line in report(model).of("int8")}
-        assert {".".join(name.split(".")[:2]) for name in names} == expected, names
-        assert not exclude or not any("self_attn" in name for name in names), names
-
-
-@check
 def chained_twice_the_second_node_counts():
     base, stock = wan()
     model = patched(patched(base), 1e-6)
