@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, sdpa
+from ...pascal_attn_core.config import Unsupported
 from ...pascal_attn_core.machine.device import MIB
 from ...pascal_attn_core.machine.runtime import Runtime
 from ...pascal_attn_core.observe.progress import between_blocks
@@ -28,11 +29,11 @@ _CANDIDATES = (256, 512, 1024, 2048, 4096)
 _MOST_SCORES = {
     True: 1 << 30,
     False: 1 << 24,
-}  # of the timed call, on a GPU and on a CPU: less than a second on the slowest
+}  # of the timed call, on a GPU and on a CPU
 
 
 class Workload(NamedTuple):
-    """What is remembered by: a :class:`Shape` as plain values."""
+    """The key of a stored measurement: a :class:`Shape` as plain values."""
 
     dtype: str
     tokens: int
@@ -46,7 +47,7 @@ class Workload(NamedTuple):
 
 
 class TileSize(NamedTuple):
-    """What a measurement has found.
+    """The result of a measurement.
 
     Attributes:
         keys: of the fastest tile; AUTO where no fixed one is clearly faster than the route's own choice.
@@ -67,7 +68,7 @@ class TileSizes(TimingTable[Workload, TileSize]):
 
     def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
         clock = clock or functools.partial(median_times, seconds=_SECONDS)
-        # Whoever asks for a measurement gets one, whatever the environment says of those that nobody asks for.
+        # The user asks for this measurement: the variable that turns automatic ones off does not apply.
         given = {"folder": lambda: Path(host.user_directory()), "is_on": True, **options}
         super().__init__(runtime, clock=clock, **given)
 
@@ -113,7 +114,7 @@ class TileSizes(TimingTable[Workload, TileSize]):
         return TileSize(keys, dict(row["milliseconds"]), str(row["timed"]), str(row["measured"]))
 
 
-class CannotMeasure(RuntimeError):
+class CannotMeasure(Unsupported):
     """There is no room or no time for a measurement; the message says which."""
 
 
@@ -128,7 +129,7 @@ def measure(card: Card, shape: Shape, planned: int, device: torch.device, clock:
     """Time the call, or one with fewer heads and tokens if it is too large.
 
     Args:
-        planned: what the plan says, always among the candidates.
+        planned: keys per tile by the plan, always among the candidates.
     Raises:
         CannotMeasure: no room, or no time.
     """
@@ -163,7 +164,7 @@ def _bytes(shape: Shape) -> int:
 
 
 def _numbers(shape: Shape, device: torch.device, seed: int) -> Tensor:
-    """Not from the global generator: the seed of the user's picture is his."""
+    """Numbers for one tensor, not from the global generator: the user's seed must not change."""
     tensor = shape.tensor(device)
     wave = torch.arange(shape.tokens * shape.head_dim, device=device, dtype=torch.float32).mul_(0.618 + seed).sin_()
     tensor.copy_(wave.view(1, 1, shape.tokens, shape.head_dim))

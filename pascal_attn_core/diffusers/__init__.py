@@ -342,7 +342,7 @@ def _take_off_module(module: nn.Module) -> None:
 
 
 def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
-    """What ``processor`` becomes on ``attn``: itself if it already runs some processor, else around ``attn``'s."""
+    """The form of ``processor`` on ``attn``: itself if it already runs some processor, else around ``attn``'s."""
     if processor._original is not None:
         return processor
     current = processor_of(attn)
@@ -366,7 +366,7 @@ def _restored(original: Any, redirect: SdpaRedirect) -> Any:
 
 
 def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | None]:
-    """What setting ``processor`` on ``module`` comes to: the processor to put there, and the redirect of ours that is
+    """The effect of setting ``processor`` on ``module``: the processor to put there, and the redirect of ours that is
     in force then, None if ours is off."""
     current, redirect = processor_of(module), lasting_redirect(module)
     is_ours = isinstance(current, PascalAttnProcessor)

@@ -1,4 +1,4 @@
-"""What a function of diffusers does about attention, read from its code; and copies of it that call ours."""
+"""The attention calls of a function of diffusers, read from its code; and copies of it that call ours."""
 
 from __future__ import annotations
 

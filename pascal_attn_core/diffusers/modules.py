@@ -109,8 +109,8 @@ def _blank_module(cls: Any) -> nn.Module:
 
 
 def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
-    """What replaces the processor of ``module`` during a call; None where the whole call must run under the mode: there
-    is no processor, or a third party's."""
+    """The substitute for the processor of ``module`` during a call; None if there is no processor, or a third party's:
+    then the whole call must run under the mode."""
     processor = processor_of(module)
     kept = module.__dict__.get(STAND_IN)
     if kept is not None and kept[0] is processor and kept[1] is redirect:

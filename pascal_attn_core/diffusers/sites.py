@@ -1,4 +1,4 @@
-"""Where a diffusers model computes attention: found by reading code, not by a list of classes."""
+"""The attention modules of a diffusers model, found by reading code, not by a list of classes."""
 
 from __future__ import annotations
 

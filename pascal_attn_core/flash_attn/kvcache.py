@@ -17,7 +17,7 @@ _LAYOUT = "[B, tokens, heads, head_dim]"
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
-    """Where the keys of each sequence of a batch are stored.
+    """The places of the keys of each sequence of a batch.
 
     Attributes:
         k, v: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
@@ -42,7 +42,7 @@ class KvCache:
 
     @property
     def pages(self) -> str:
-        """For messages: where :attr:`capacity` comes from if the cache is paged."""
+        """Words for messages about :attr:`capacity` of a paged cache."""
         if self.block_table is None:
             return ""
         return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
@@ -132,7 +132,7 @@ def _check_places(cache: KvCache, batch: int) -> None:
 
 
 def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> int:
-    """How many tokens are new; raises TypeError or ValueError where k and v do not fit into the cache."""
+    """The number of new tokens; raises TypeError or ValueError where k and v do not fit into the cache."""
     if k is None and v is None:
         return 0
     check_layout(_LAYOUT, 4, k=k, v=v)

@@ -86,7 +86,7 @@ def _on_tensor_cores(call: AttentionCall, config: AttentionConfig, packed: Packe
 
 
 def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
-    """What is seen before the call is checked, which costs time on every other device too."""
+    """Whether the kernel may take it; asked before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return False
     if options.alignment != "lower_right":

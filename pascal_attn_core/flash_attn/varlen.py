@@ -107,7 +107,7 @@ def _concatenated(
 def _written(
     pieces: Iterator[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`_concatenated`, but never with two copies of the output at once; for calls without gradients."""
+    """The result of :func:`_concatenated` with never two copies of the output at once; for calls without gradients."""
     total, start = q.shape[0], 0
     out: Tensor | None = None
     lse = _without_keys(q, total) if with_lse else None
@@ -218,7 +218,7 @@ def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int]
 
 
 def read_ends(name: str, ends: Tensor, total: int) -> list[int]:
-    """Where each sequence starts and the last one ends, read from ``ends [B + 1]`` and checked against ``total``."""
+    """The start of each sequence and the end of the last, read from ``ends [B + 1]``, checked against ``total``."""
     read, _ = _read_lengths(ends, ends)
     _check_ends(name, read, total)
     return read

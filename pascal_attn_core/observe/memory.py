@@ -228,7 +228,7 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What remains under each limit of this process's control group and of its parents; page cache counts as free."""
+    """Bytes left under each limit of this process's control group and its parents; page cache counts as free."""
     try:
         paths = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

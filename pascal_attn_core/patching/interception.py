@@ -39,7 +39,7 @@ class SdpaArguments(NamedTuple):
     enable_gqa: bool = False
 
     def keywords(self) -> dict[str, Any]:
-        """By name, without those that have their default: torch 2.4 does not know ``enable_gqa``."""
+        """The arguments by name, without those that have their default: torch 2.4 does not know ``enable_gqa``."""
         defaults = self._field_defaults
         given = zip(self._fields, self)
         return {name: value for name, value in given if name not in defaults or value is not defaults[name]}

@@ -53,7 +53,7 @@ class PatchReport:
     states: list[State]
 
     def text(self) -> str:
-        """How many places are in each state, and one line for all that share a state and a reason."""
+        """The number of places in each state, and one line for all that share a state and a reason."""
         counts = collections.Counter(state.state for state in self.states)
         rows = [", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])]
         groups: dict[tuple[str, str], list[str]] = {}

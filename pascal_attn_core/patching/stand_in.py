@@ -126,7 +126,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         self._loaded[name] = module
 
     def _members(self, source: str) -> dict[str, Any]:
-        """What ``"module: a b c=d"`` names, by the names that programs find."""
+        """The objects that ``"module: a b c=d"`` names, by the names that programs find."""
         where, _, names = source.partition(": ")
         ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
         pairs = (member.partition("=") for member in names.split())
@@ -139,7 +139,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 class _Metadata(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` is shown under another package's name."""
+    """The metadata that ``importlib.metadata`` finds under another package's name."""
 
     def __init__(self, name: str, version: str):
         self._files = {

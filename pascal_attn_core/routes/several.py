@@ -30,7 +30,7 @@ from ..machine.device import MIB, device_info
 from ..machine.runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
-from .short import AsItIs
+from .short import TorchAsIs
 from .timing_table import Contest
 
 log = logging.getLogger("pascal_attn")
@@ -72,7 +72,7 @@ class Shared:
         """
         plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
         if isinstance(plan, list):
-            raise RouteUnavailable("; ".join(plan))
+            raise RouteUnavailable(*plan)
         return plan
 
 
@@ -132,7 +132,7 @@ class SeveralRoute(Route):
         del out, lse, log_sum  # memory may be short
         how = plan.route.plan(Request(call, plan.config, has_rows))
         if isinstance(how, list):
-            raise RouteUnavailable("; ".join(how))
+            raise RouteUnavailable(*how)
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
@@ -316,7 +316,7 @@ def _shared(request: Request, alone: Choice) -> Shared | str:
     why = _why_alone(call, request, devices)
     if why:
         return why
-    if isinstance(alone.by, (AsItIs, MathRoute)):
+    if isinstance(alone.by, (TorchAsIs, MathRoute)):
         return "its score matrix is small"
     shared = alone.by.for_parts(call, config, alone.plan)
     if isinstance(shared, list):
@@ -457,7 +457,7 @@ class Speeds(Contest[SpeedKind]):
             own = check_call(*tensors)  # type: ignore[arg-type]
             plan = route.plan(Request(own, _CONFIG))
             if isinstance(plan, list):
-                raise RouteUnavailable("; ".join(plan))
+                raise RouteUnavailable(*plan)
             return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
 
         def there_and_back(work: Callable[[Tensors], Tensors]) -> None:

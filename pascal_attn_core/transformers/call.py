@@ -41,7 +41,7 @@ class Masked:
     def of(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool | None
     ) -> Masked:
-        """From what Transformers passes: None and causal means that query 0 sees key 0."""
+        """The call that Transformers describes: None and causal means that query 0 sees key 0."""
         seq_len_q, seq_len_kv = query.shape[2], key.shape[2]
         if mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -61,7 +61,7 @@ class Masked:
         return {"is_causal": self.is_causal, "alignment": self.alignment, "window": self.window}
 
     def with_bias(self, bias: Tensor | None) -> Masked:
-        """The same with a float bias ``[B or 1, Hq, L, S]`` added to the scores."""
+        """The call with a float bias ``[B or 1, Hq, L, S]`` added to the scores."""
         if bias is None:
             return self
         bias = bias[..., self.first_key : self.first_key + self.key.shape[2]]

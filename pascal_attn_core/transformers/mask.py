@@ -351,7 +351,7 @@ _INDEXED = ("chunked_overlay", "packed_sequence_mask_function", "remap_positions
 
 
 def _simplified(mask: HostMask) -> HostMask:
-    """The same without parts that have no effect."""
+    """The mask without parts that have no effect."""
     first, last = mask.band.key_range(0, mask.seq_len_q, mask.seq_len_kv)
     if mask.padding is not None and bool(mask.padding[:, first:last].all()):
         mask = mask._with(padding=None)
@@ -361,7 +361,7 @@ def _simplified(mask: HostMask) -> HostMask:
 
 
 def _without_reading(mask: HostMask) -> HostMask | Tensor:
-    """The same, or the tensor it represents if its parts cannot be part of a graph."""
+    """The mask, or the tensor it represents if its parts cannot be part of a graph."""
     return mask if isinstance(mask.q_offset, int) and not mask.pattern.rest else mask.dense()
 
 

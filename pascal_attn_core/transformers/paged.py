@@ -134,7 +134,7 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _on_cpu(ends: Tensor) -> Tensor:
-    """The same numbers on the CPU; the tensor of one step is read once for all of its layers."""
+    """The numbers of a tensor on the CPU; the tensor of one step is read once for all of its layers."""
     if ends.device.type == "cpu":
         return ends
     if ends.is_inference():  # writes to it cannot be detected

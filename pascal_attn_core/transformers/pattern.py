@@ -68,7 +68,7 @@ def _read_all(functions: tuple[MaskFunction, ...]) -> Pattern:
 
 
 def made_by(function: MaskFunction) -> str:
-    """Which of Transformers' functions this is, or which of them made it; "" for others."""
+    """The name of the function of Transformers that this is or that made it; "" for others."""
     if getattr(function, "__module__", "") != _HOST:
         return ""
     return getattr(function, "__qualname__", "").partition(".")[0]

@@ -193,7 +193,7 @@ def _selftest(job: Job) -> Outcome:
 
 def _bench_figures(job: Job, arguments: tuple[str, ...]) -> tuple[child.Ended, dict[str, Any]]:
     path = job.scratch / "bench.json"
-    ended = job.run("-m", "pascal_attn_core", "bench", "--device", job.device, "--json", str(path), *arguments)
+    ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
     return ended, read(path)
 
 

@@ -300,7 +300,7 @@ def time_of(heads: int, tokens: int, variant: Variant, *, banks: bool = False) -
     launches = forward_launches(call, plan, empty_output(call))
     seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, banks=banks) for launch in launches)
     return Time(
-        seconds, plan.last.ranges if plan.last else plan.splits, tokens - plan.last.first if plan.last else tokens
+        seconds, plan.tail.ranges if plan.tail else plan.splits, tokens - plan.tail.first if plan.tail else tokens
     )
 
 

@@ -28,7 +28,7 @@ SampleDecoderOnlyOutput = namedtuple("SampleDecoderOnlyOutput", ["sequences", "s
 
 @dataclass
 class InferenceParams:
-    """What a model needs to know to cache keys and values.
+    """The state of a generation that caches keys and values.
 
     Attributes:
         max_seqlen, max_batch_size: size of the caches.
@@ -156,7 +156,7 @@ class GenerationMixin:
     """``generate`` for a model whose forward pass takes ``inference_params``."""
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
-        """For the model to define."""
+        """The caches; a model must define this."""
         raise NotImplementedError(f"{type(self).__name__} must define allocate_inference_cache")
 
     def generate(

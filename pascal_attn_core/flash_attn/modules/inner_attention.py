@@ -28,7 +28,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 
 class _Inner(nn.Module):
-    """What the four kinds of inner attention share."""
+    """The base of the four kinds of inner attention."""
 
     def __init__(self, causal: bool, softmax_scale: float | None, attention_dropout: float):
         super().__init__()

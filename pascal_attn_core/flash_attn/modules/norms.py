@@ -240,7 +240,7 @@ def _norm_of_sum(
     residual_out: Tensor | None = None,
     **scales: Any,
 ) -> Any:
-    """What all functions of this module compute; see :func:`layer_norm_fn` and :func:`dropout_add_layer_norm`."""
+    """The computation of all functions of this module; see :func:`layer_norm_fn` and :func:`dropout_add_layer_norm`."""
     _check_shapes(x, residual=residual, x1=x1, out=out, residual_out=residual_out)
     layerscale = scales.get("layerscale")
     _check_weights(x.shape[-1], weight=weight, bias=bias, weight1=weight1, bias1=bias1, layerscale=layerscale)

@@ -35,7 +35,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens that take part, one behind the other.
+    """The tokens that take part, concatenated.
 
     Args:
         hidden_states: ``[B, S, ...]``.
@@ -54,12 +54,12 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """As :func:`unpad_input`, for rows that hold several sequences one behind the other.
+    """:func:`unpad_input` for rows that hold several concatenated sequences.
 
     Args:
         hidden_states: ``[B, S, ...]``.
         attention_mask_in_length: whole numbers ``[B, S]``: the lengths of the sequences of each row, in order, zeros
-            between or behind them. ``[[2, 3, 0, 0, 0, 0]]``: tokens 0 and 1, then 2 to 4; token 5 takes no part.
+            between or after them. ``[[2, 3, 0, 0, 0, 0]]``: tokens 0 and 1, then 2 to 4; token 5 takes no part.
     Returns:
         (tokens ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[sequences + 1]``; the longest length).
     """

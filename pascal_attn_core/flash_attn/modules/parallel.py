@@ -23,7 +23,7 @@ __all__ = [
 
 
 def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
-    """(the inputs of all ranks behind each other along dimension 0, handle of the operation); no gradients."""
+    """(the inputs of all ranks, concatenated along dimension 0, handle of the operation); no gradients."""
     world = torch.distributed.get_world_size(process_group)
     output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
     gather = _renamed("all_gather_single", "all_gather_into_tensor")
@@ -65,7 +65,7 @@ class _Collective(torch.autograd.Function):
 
 
 def all_gather(input_: Tensor, process_group: Any) -> Tensor:
-    """The inputs of all ranks behind each other along dimension 0."""
+    """The inputs of all ranks, concatenated along dimension 0."""
     result: Tensor = _Collective.apply(input_, process_group, all_gather_raw, reduce_scatter_raw)
     return result
 

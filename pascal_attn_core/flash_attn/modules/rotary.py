@@ -44,7 +44,7 @@ def apply_rotary(
     Args:
         x: ``[B, L, H, D]``, or with ``cu_seqlens`` ``[total, H, D]``; D may be of any size.
         cos, sin: ``[positions, rotary_dim / 2]`` with rotary_dim <= D.
-        seqlen_offsets: the position of the first token: a number, or whole numbers ``[B]``. Tokens at a position behind
+        seqlen_offsets: the position of the first token: a number, or whole numbers ``[B]``. Tokens at a position after
             the table are not rotated where the offsets are a tensor (as in flash-attn; checking would make a GPU wait).
         cu_seqlens: ``[B + 1]``, where each sequence starts; ``max_seqlen`` must come with it.
         interleaved: pairs are numbers 0 and 1, 2 and 3 ...; otherwise 0 and rotary_dim / 2 ...

@@ -21,11 +21,11 @@ def forward_launches(
     call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None, log_sum: Tensor | None = None
 ) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse and log_sum ``[*batch, Hq, L]``."""
-    if plan.last is not None:
-        first, plans = plan.last.first, (plan._replace(last=None), Plan(plan.last.variant, plan.last.ranges))
+    if plan.tail is not None:
+        first, plans = plan.tail.first, (plan._replace(tail=None), Plan(plan.tail.variant, plan.tail.ranges))
         return [
             launch
-            for part, rows, of_part in zip(plan.last.calls(call), (slice(first), slice(first, None)), plans)
+            for part, rows, of_part in zip(plan.tail.calls(call), (slice(first), slice(first, None)), plans)
             for launch in forward_launches(
                 part, of_part, out[..., rows, :], *(None if s is None else s[..., rows] for s in (lse, log_sum))
             )

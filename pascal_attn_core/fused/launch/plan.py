@@ -17,7 +17,7 @@ from ..geometry.gradient import gradient_head_dims
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .fields import rows_are_readable
 from .stream_k import Pieces, busiest, distribute
-from .tail_rows import LastRows, last_rows
+from .tail_rows import TailRows, tail_rows
 
 MAX_SPLITS = 64
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
         gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
         packed: the sequences of the call, where it holds several.
         pieces: the blocks of a forward pass that lists them.
-        last: the last rows of every head, where another kernel computes them.
+        tail: the last rows of every head, where another kernel computes them.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
     """
 
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     gradients: tuple[Variant, ...] = ()
     packed: Packed | None = None
     pieces: Pieces | None = None
-    last: LastRows | None = None
+    tail: TailRows | None = None
     remark: str = ""
 
     @property
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All compilations that it takes."""
-        return (self.forward, *(() if self.last is None else (self.last.variant,)), *self.gradients)
+        return (self.forward, *(() if self.tail is None else (self.tail.variant,)), *self.gradients)
 
     @property
     def unlisted(self) -> Plan:
@@ -135,7 +135,7 @@ def plan_call(
         if splits:
             return Plan(split, splits, gradients)
         if arch:
-            return Plan(whole, 0, gradients, last=last_rows(call, whole, variants.ranges, num_sms))
+            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variants.ranges, num_sms))
     return Plan(whole, 0, gradients, packed)
 
 

@@ -7,6 +7,7 @@ chooses for a CPU, with torch's SDPA, or with both, one after the other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,24 +29,29 @@ FILES = {
     "second": (SDPA,),
 }
 CASES = [
-    pytest.param((file, argument), name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")
+    pytest.param(file, argument, name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")
     for file, arguments in FILES.items()
     for argument in arguments
     for name in names_in(INSIDE / f"comfy_{file}_checks.py")
 ]
+Outcomes = dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def outcome(request: pytest.FixtureRequest, host_script: Callable[..., str]) -> dict[str, list[str]]:
-    """Indirect parameter: a file of checks and an argument of ComfyUI. What each check of the file came to."""
-    file, argument = request.param
-    script = f"import comfy_{file}_checks\nfrom comfy_checks import run_checks\nrun_checks('comfy_{file}_checks')"
-    return outcomes(host_script(script, *filter(None, [argument])))
+def outcome_of(host_script: Callable[..., str]) -> Callable[[str, str], Outcomes]:
+    """``outcome_of(file, argument of ComfyUI)``: what each check of the file came to."""
+
+    @functools.cache
+    def outcome_of(file: str, argument: str) -> Outcomes:
+        script = f"import comfy_{file}_checks\nfrom comfy_checks import run_checks\nrun_checks('comfy_{file}_checks')"
+        return outcomes(host_script(script, *filter(None, [argument])))
+
+    return outcome_of
 
 
-@pytest.mark.parametrize(("outcome", "name"), CASES, indirect=["outcome"])
-def test_in_the_host(outcome: dict[str, list[str]], name: str) -> None:
-    result, text = outcome[name]
+@pytest.mark.parametrize(("file", "argument", "name"), CASES)
+def test_in_the_host(outcome_of: Callable[[str, str], Outcomes], file: str, argument: str, name: str) -> None:
+    result, text = outcome_of(file, argument)[name]
     if result == "skipped":
         pytest.skip(text)
     assert result == "passed", text

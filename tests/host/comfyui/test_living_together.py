@@ -98,15 +98,6 @@ def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) ->
     assert torch.equal(results[0].tensors[0], results[3].tensors[0])
 
 
-def test_the_patch_twice_in_a_row_counts_once_with_the_last_settings(server: ComfyServer) -> None:
-    ours = sample(server, "sd15", TILED, TORCH)
-    assert ours.run.routes == {"torch": stock(server).counts["sdpa"]}
-    assert largest_difference(ours, stock(server)) < ROUNDING
-    handing_on = sample(server, "sd15", TILED, attention_patch(min_keys=1024))
-    assert handing_on.run.taken == 0  # the first one, with other settings, is gone
-    assert torch.equal(handing_on.tensors[0], stock(server).tensors[0])
-
-
 @both_coverages
 def test_bypassed_the_model_is_the_original_bit_for_bit(server: ComfyServer, patch: Patch) -> None:
     before = stock(server)
@@ -200,17 +191,6 @@ def test_unloaded_and_loaded_again_the_model_is_still_patched(server: ComfyServe
         assert run.run.routes == {"tiled": stock(server).counts["sdpa"]}
         assert torch.equal(run.tensors[0], first.tensors[0])
     assert largest_difference(first, stock(server)) < ROUNDING
-
-
-def test_changed_settings_hold_from_the_next_prompt_on(server: ComfyServer) -> None:
-    calls = stock(server).counts["sdpa"]
-    settings = [TILED, TORCH, attention_patch(route="tiled", tile_size=32), attention_patch(min_keys=78), TILED]
-    results = [sample(server, "sd15", patch) for patch in settings]
-    assert [r.run.routes.get("tiled", 0) for r in results] == [calls, 0, calls, 0, calls]
-    assert [r.run.passed for r in results] == [0, 0, 0, calls // 2, 0]
-    assert torch.equal(results[0].tensors[0], results[4].tensors[0])
-    for result in results:
-        assert largest_difference(result, stock(server)) < ROUNDING
 
 
 def test_the_users_random_numbers_stay_the_same(server: ComfyServer) -> None:

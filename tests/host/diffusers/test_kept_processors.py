@@ -308,5 +308,5 @@ def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_proce
         assert_same(module(x), stock)
         assert module.processor is plain_function
     assert len(routed) == 1
-    with pytest.raises(TypeError, match="use patch_pipeline"):
+    with pytest.raises(TypeError, match="use patch_attention"):
         module.set_processor(PascalAttnProcessor())

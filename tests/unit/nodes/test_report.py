@@ -8,11 +8,10 @@ import weakref
 
 import pytest
 import torch
-from attn_support.comfy.runs import CU126, CU130, FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
+from attn_support.comfy.runs import FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
 
 CHECK, TEXT, ROWS, WORDS = (part(f"nodes.reporting.{name}") for name in ("exactness", "text", "rows", "words"))
 REPORT = part("nodes.report")
-ANYTHING = part("nodes.comfy.anything")
 
 PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
 
@@ -220,28 +219,6 @@ def test_shares_of_several_devices_stay_below_one():
 
 
 # ---- the machine ----
-
-
-def test_a_wheel_without_code_for_the_card_is_a_complaint_with_the_wheel_that_has():
-    (complaint,) = INFO.complaints(machine(CU130))
-    assert "NO code for sm_61" in complaint
-    assert "whl/cu126" in complaint
-    assert INFO.complaints(machine(CU126)) == []
-
-
-def test_a_card_that_a_cpu_wheel_leaves_idle_is_a_complaint():
-    cpu = INFO.Machine(
-        "0.1.0",
-        "3.12",
-        "Linux",
-        part("pascal_attn_core.machine.wheels").TorchBuild("2.13.0+cpu", "cpu"),
-        (),
-        (),
-        smi=(INFO.SmiCard("GTX 1080 Ti", (6, 1), "11264 MiB"),),
-    )
-    (complaint,) = INFO.complaints(cpu)
-    assert "built without CUDA" in complaint
-    assert "whl/cu126" in complaint
 
 
 def test_the_bug_report_shares_the_facts_of_the_command_line():

@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.comfy.runs import RUNS, kind, part, run
+from attn_support.comfy.stub import make_engine, stub_host  # noqa: F401
 
 ENGINE, METER = part("nodes.engine.engine"), part("nodes.engine.meter")
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(stub_host):  # noqa: F811
     """An engine that takes every call, on a host that computes on the CPU."""
-    monkeypatch.setattr(ENGINE.host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ENGINE.host, "prompt_id", lambda: "p")
-    monkeypatch.setattr(ENGINE.host, "throw_if_interrupted", lambda: None)
-    RUNS.forget()
-    yield ENGINE.Engine(ENGINE.PatchSettings(min_keys=0), "Flux", "diffusion model", "5")
-    RUNS.forget()
+    return make_engine()
 
 
 def attend(engine, tokens=64, **options):

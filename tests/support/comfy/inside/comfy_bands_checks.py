@@ -14,7 +14,7 @@ import comfy.utils
 import torch
 from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, runs
 from comfy_inproc import load_vae
-from comfy_vae_parts import IMAGE, NODE, kl, latent, patched, vae_around
+from comfy_vae_parts import IMAGE, kl, latent, patched, vae_around
 
 import nodes
 
@@ -109,18 +109,6 @@ def report_of(value):
     return report.report(True, value, "9", prompt)["result"][2]
 
 
-@check
-def the_default_is_in_bands_when_needed_also_for_a_workflow_without_that_input():
-    inputs = NODE.INPUT_TYPES()
-    assert [*inputs["required"], *inputs["optional"]][-1] == "decode"
-    assert inputs["optional"]["decode"][0] == [AS_IT_IS, NEEDED, ALWAYS]
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = NODE().patch(vae=vae, route="auto", budget_mib=0, nan_guard=True, unique_id="1")[0]
-    with no_memory_for(vae):
-        in_bands(lambda: ours.decode(samples), stock, "decode")
-
-
 @contextlib.contextmanager
 def no_memory_for(vae):
     """The VAE's middle block runs out of memory when it is called for the first time."""
@@ -153,11 +141,6 @@ def out_of_memory_leads_to_bands_and_not_to_the_hosts_tiles():
     with runs() as found:
         close(ours.decode(samples), stock)
     assert sentences(found) == []
-
-
-def loading(load):
-    """Without freeing what a test says that it needs."""
-    return lambda models, *args, **kwargs: load(models, **{**kwargs, "memory_required": 0})
 
 
 @check
@@ -259,18 +242,6 @@ def weights_and_latent_in_half_precision_are_decoded_in_bands():
         with narrow(), runs() as found:
             close(banded(vae).decode(samples), stock, 4 * torch.finfo(dtype).eps)
         assert len(sentences(found)) == 1, found[0].warnings
-
-
-@check
-def a_latent_with_nan_gives_the_same_nan_and_is_named():
-    vae, samples = kl()
-    broken = samples.clone()
-    broken[0, 0, 0, 0] = float("nan")
-    stock = vae.decode(broken)
-    with narrow(), runs() as found:
-        out = banded(vae).decode(broken)
-    assert torch.equal(out.isnan(), stock.isnan())
-    assert any("latent given to decode already holds NaN" in warning for warning in found[0].warnings)
 
 
 @check

@@ -260,20 +260,6 @@ def cancel_during_a_proof_is_no_refusal():
 
 
 @check
-def eject_twice_is_harmless_and_inject_twice_never_stacks():
-    base, stock = wan()
-    model = patched(base)
-    sample(model)
-    (injection,) = model.injections["pascal_attn_ffn"]
-    for _ in range(2):
-        injection.inject(model)
-    assert chunks(model, stock) == 3
-    for _ in range(2):
-        injection.eject(model)
-    assert is_clean(base)
-
-
-@check
 def another_packs_forward_patch_is_called_and_proven():
     base, stock = wan()
     key, sizes = "diffusion_model.blocks.0.ffn.forward", array.array("q")  # a list would be state of the module
@@ -292,19 +278,6 @@ def another_packs_forward_patch_is_called_and_proven():
         assert sizes[-1] == 64
         assert chunks(base, stock) == 1
     assert chunks(patched(base), stock) == 3, "another clone's patch must not remain below ours"
-
-
-@check
-def a_forward_patch_that_mixes_tokens_is_refused_and_exact():
-    base, _ = wan()
-    key = "diffusion_model.blocks.0.ffn.forward"
-    below, mixing = base.get_model_object(key), base.clone()
-    mixing.add_object_patch(key, lambda x: below(x) - x.mean(dim=1, keepdim=True))
-    expected = sample(mixing)
-    with runs() as found, log_lines() as lines:
-        close(sample(patched(mixing)), expected, 0.0)
-    assert "mixes tokens" in found[0].warnings[0]
-    assert any("blocks.0.ffn" in line and "runs whole" in line for line in lines)
 
 
 @check
@@ -349,22 +322,6 @@ def a_copy_for_another_device_has_slices_of_its_own():
     assert chunks(copy, stock) == 3
     assert ffn(model).forward.module is ffn(model)
     assert ffn(copy).forward.module is ffn(copy)
-
-
-@check
-def the_record_and_the_text_say_what_happened():
-    base, _ = wan()
-    model, text = NODE().patch(base, SMALL, 2, "1")
-    assert text.startswith("2 feed-forward modules: 2 waiting"), text
-    with runs() as found, log_lines() as lines:
-        sample(model)
-    (run,) = found
-    assert run.gains == ["2 of 2 feed-forward modules chunked"], run.gains
-    assert "3 slices of 64 tokens" in run.notes[0], run.notes
-    assert any("2 of 2 feed-forward modules chunked" in line for line in lines)
-    with runs() as found:
-        sample(patched(base, SMALL, 1000))
-    assert found[0].notes[0] == "0 of 2 feed-forward modules chunked, 2 had no call of 1000 tokens", found[0].notes
 
 
 @check
