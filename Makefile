@@ -30,7 +30,7 @@ check: $(VENV)/.check
 
 bench: $(VENV)/.test
 	$(INSTALL) -e ".[bench]"
-	$(BIN)/pascal-attn bench
+	$(BIN)/python -m tools.peers
 
 # The docs site with the API reference, in site/. A warning, such as a broken link, is an error.
 docs: $(VENV)/.docs

@@ -116,7 +116,7 @@ class PascalAttentionPatch:
 
 
 def count_blocks(model: nn.Module) -> int:
-    """How many entries of the model's lists of blocks hold attention."""
+    """Number of entries of the model's lists of blocks that hold attention."""
     names = [name for name, module in model.named_modules() if _is_attention(module)]
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     blocks = set()

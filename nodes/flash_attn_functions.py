@@ -117,7 +117,7 @@ def _note(name: str, calls: dict[CallKey, Any], seconds: float) -> None:
         run = _run()
     for key, stats in calls.items():
         kind = runs.CallKind(
-            name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, "flash_attn functions"
+            name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, via="flash_attn functions"
         )
         with run.lock:
             tally = run.tally(kind)

@@ -10,12 +10,11 @@ import torch
 
 from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
-from .estimate.arithmetic import arithmetic, dtype_of
 from .estimate.chart import draw_largest
 from .estimate.figures import Host, figures
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.largest import Largest, Size, axes_of, find_largest, largest_decode, size_now, sizes_of
-from .estimate.text import Subject, largest_text, text_of
+from .estimate.largest import Axis, Fit, axes_of, bisected, find_largest
+from .estimate.text import Subject, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .patches.ffn import budget_from
 from .reporting.picture import as_image
@@ -83,86 +82,54 @@ class PascalMemoryEstimate:
         unique_id: str | None = None,
     ) -> tuple[str, float, torch.Tensor]:
         """The estimate, the MiB that the patches save, and the picture ``[1, height, width, 3]`` of what fits."""
-        wanted = Latent.of(model, latent)
-        device = model.load_device
+        wanted, device = Latent.of(model, latent), model.load_device
         free, total = _host.free_and_total_bytes(device)
         copies = batch_copies(model, wanted, free) if guidance else 1
         tokens = text_tokens or (77 if _is_unet(model) else 256)
+        name = _host.name_of_model(model.model)
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
             followed = follow(model, wanted, conditioning, tokens, copies)
+            if isinstance(followed, str):
+                _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
+                return f"{name}: {followed}", 0.0, as_image(draw_largest((), f"{name}: no estimate"))
             host = Host(device, device_info(device), _own_attention(), budget_from(total))
-            taken = max(0, total - free - model.loaded_size())
-            largest = Fitting.of(model, wanted, conditioning, tokens, followed, host, total - taken, vae)
-        call, copies, how = followed
-        found = figures(call, host)
-        name = _host.name_of_model(model.model)
-        text = text_of(call, found, host, Subject(name, wanted.shapes, copies, how, model.model_size(), free, total))
-        if largest is not None:
-            text = f"{text}\n{largest.text()}"
-        picture = draw_largest(largest.found if largest else (), f"{name}: the largest that fits")
-        need = f"{found.total_without / MIB:.0f} MiB besides its weights, {found.total_with / MIB:.0f} with the patches"
-        _host.say(f"memory estimate: {name} needs {need}", unique_id, f"{name}: {need}")
+            available = min(total, free + model.loaded_size())
+            is_streamed = model.model_size() >= available
+            room = available if is_streamed else available - model.model_size()
+
+            def trace(shape: tuple[int, ...]) -> ModelCall:
+                if shape == tuple(wanted.shapes[0]):
+                    return followed.call
+                samples = torch.zeros(shape)
+                found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, followed.copies)
+                return found.call if isinstance(found, Followed) else ModelCall()
+
+            axes = axes_of_latent(model, wanted) if available else []
+            fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
+        found = figures(followed.call, host)
+        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total)
+        text = text_of(followed.call, found, host, subject)
+        fits = [(axis, ways) for axis, ways in fits if ways]
+        if axes:
+            decode = None if vae is None else _decoded_in_one_piece(vae, axes[0], available)
+            text += "\n" + largest_text(fits, room, is_streamed, decode)
+        picture = draw_largest(fits, f"{name}: the largest that fits")
+        _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
 
 
-class Fitting(NamedTuple):
-    """The largest that fits: along each axis, into so many bytes, with the weights streamed or beside them, and what
-    the VAE decodes in one piece."""
-
-    found: list[Largest]
-    room: int
-    is_streamed: bool
-    decode: Size | None
-    has_vae: bool
-
-    @staticmethod
-    def of(
-        model: Any,
-        latent: Latent,
-        conditioning: Conditioning | None,
-        tokens: int,
-        followed: Followed,
-        host: Host,
-        available: int,
-        vae: Any,
-    ) -> Fitting | None:
-        """None for latents of several streams, whose sizes depend on each other, and where the memory is not known."""
-        if len(latent.shapes) != 1 or len(latent.shapes[0]) not in (4, 5) or available <= 0:
-            return None
-        shape = tuple(int(size) for size in latent.shapes[0])
-        pixels, frames = _cell_of(model)
-        calls = {shape: followed.call}
-
-        def at(size: Size) -> ModelCall:
-            if size.shape not in calls:
-                samples = torch.zeros(size.shape)
-                found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, followed.copies)
-                calls[size.shape] = found.call
-            return calls[size.shape]
-
-        room = available - model.model_size()
-        is_streamed = room <= 0
-        room, found = available if is_streamed else room, []
-        for axis in axes_of(shape):
-            sizes = sizes_of(axis, shape, pixels, frames)
-            now = size_now(axis, shape, pixels, frames)
-            largest = find_largest(axis, sizes, now, at, host, room)
-            if largest is not None:
-                found.append(largest)
-        decode = None
-        if vae is not None:
-            sizes = sizes_of("resolution", shape, pixels, frames)
-            decode = largest_decode(sizes, lambda shape: int(vae.memory_used_decode(shape, vae.vae_dtype)), available)
-        return Fitting(found, room, is_streamed, decode, vae is not None)
-
-    def text(self) -> str:
-        return largest_text(self.found, self.room, self.is_streamed, self.decode, self.has_vae)
-
-
-def _cell_of(model: Any) -> tuple[int, int]:
-    """Pixels of a picture for each cell of the latent, and frames of a video for each but the first."""
+def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
+    """The axes along which the latent may grow; none for several streams, whose sizes depend on each other."""
+    if len(latent.shapes) != 1 or len(latent.shapes[0]) not in (4, 5):
+        return []
     form = getattr(model.model, "latent_format", None)
-    return getattr(form, "spacial_downscale_ratio", 8), getattr(form, "temporal_downscale_ratio", 4)
+    pixels = getattr(form, "spacial_downscale_ratio", 8)
+    frames = getattr(form, "temporal_downscale_ratio", 4)
+    return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
+
+
+def _decoded_in_one_piece(vae: Any, axis: Axis, available: int) -> Fit:
+    return bisected(axis.sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available)
 
 
 class Followed(NamedTuple):
@@ -173,8 +140,9 @@ class Followed(NamedTuple):
     how: str
 
 
-def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed:
-    """One call of the model with ``copies`` prompts in a batch, or one where the model takes no more."""
+def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed | str:
+    """One call of the model with ``copies`` prompts in a batch, or one where the model takes no more; or why it cannot
+    be traced."""
     reason = "nothing is known about the prompts that it takes"
     for number in dict.fromkeys((copies, 1)):
         for prompt in [conditioning] if conditioning else guessed_conditioning(model, tokens):
@@ -191,11 +159,8 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
                 how = f"Found by tracing one call of the model, with {whose}, without computing it."
                 return Followed(call, number, how)
             reason = "it does not offer its attention calls to patches"
-    config = getattr(getattr(model.model, "model_config", None), "unet_config", {})
-    shape = (latent.shapes[0][0] * copies, *latent.shapes[0][1:])
-    call = arithmetic(model.model.diffusion_model, config, shape, tokens, dtype_of(model.model))
-    how = f"A rough estimate from the model's configuration, since the model could not be traced ({reason})."
-    return Followed(call, copies, how if conditioning else f"{how} Connect the prompt's conditioning for a better one.")
+    advice = "" if conditioning else " Connect the prompt's conditioning."
+    return f"no estimate, since the model could not be traced ({reason}).{advice}"
 
 
 def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:

@@ -128,7 +128,7 @@ def _selftest(unique_id: str | None) -> Selftest:
 
 
 def _alarms_of(shown: Shown) -> list[str]:
-    """What a user must not miss and nobody has said yet; a run's own warnings are in the log since they came up."""
+    """Sentences that a user must not miss and that are in no log yet; a run's own warnings are there already."""
     run, found = shown.run, []
     if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
         found.append("no attention call reached the patch")

@@ -98,7 +98,7 @@ class PascalVAEAttention:
 
 
 class _Bands:
-    """Which methods of a VAE's network run in bands, and when."""
+    """The methods of a VAE's network that run in bands, and the mode that says when."""
 
     def __init__(self, vae: Any, mode: str):
         self.mode, self.wanted = mode, mode != AS_IT_IS
@@ -156,7 +156,7 @@ class _Sites:
 
 
 def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: list[str]) -> Make:
-    """All of a decoding or encoding: watched, and with a word of warning where another node took our place."""
+    """A whole decoding or encoding: watched, and with a word of warning where another node took our place."""
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not names and not engine.run.gains and engine.run.count() == 0:

@@ -65,7 +65,7 @@ def attention_map(
 
 
 class AttentionMap(Tensor):
-    """What :func:`attention_map` returns: a tensor with a ``plot`` method. Results computed from it are plain tensors.
+    """The result of :func:`attention_map`: a tensor with a ``plot`` method. Results computed from it are plain tensors.
 
     Attributes:
         rows: the query index of each row.

@@ -46,7 +46,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a forward pass returns, and what the gradients need of it besides the inputs.
+    """The results of a forward pass, as far as the gradients need them besides the inputs.
 
     out: ``[*batch, Hq, L, Dv]`` in the dtype of the query.
     lse: ``[*batch, Hq, L]`` in the dtype of the sums, or None.
@@ -61,7 +61,7 @@ class Results(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward pass is given, and which gradients it is to compute besides those of query, key and value.
+    """The gradients of a call's results, and which others to compute than those of query, key and value.
 
     grad_out: ``[*batch, Hq, L, Dv]``, or what expands to it; grad_lse: ``[*batch, Hq, L]``, or None for zeros.
     mask, sinks: the gradient of attn_mask, of the sinks.
@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
 
 @dataclass
 class DeviceShare:
-    """What one device did of a call that several share, or of many such calls.
+    """The work of one device in a call that several share, or in many such calls.
 
     Attributes:
         units, of: its key/value heads, and how many there were.
@@ -166,7 +166,7 @@ class AttentionCall:
 
     @cached_property
     def sums_dtype(self) -> torch.dtype:
-        """Of scores, row statistics and sums."""
+        """Dtype of scores, row statistics and sums."""
         return accumulate_dtype(self.query.dtype)
 
     @cached_property
@@ -219,7 +219,7 @@ class AttentionCall:
         attn_mask: Tensor | LazyMask | None,
         sinks: Tensor | None = None,
     ) -> AttentionCall:
-        """The same call on other tensors of the same shapes."""
+        """This call with other tensors of the same shapes."""
         other = object.__new__(AttentionCall)
         other.__dict__ |= self.__dict__  # much faster than dataclasses.replace, and what is cached comes along
         other.__dict__ |= {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}

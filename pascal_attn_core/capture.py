@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import AttentionCall
+from .call import AttentionCall, distinct
 from .lazy_mask import LazyMask
 from .patching.interception import PLAIN, bind_sdpa
 from .patching.patch import Patch
@@ -65,10 +65,10 @@ class CapturedCall:
     device: str = ""
 
     def to(self, device: torch.device | str) -> CapturedCall:
-        """The same call on another device, every tensor with its strides."""
+        """This call on another device, every tensor with its strides."""
 
         def move(tensor: Tensor) -> Tensor:
-            return _lay_out(_dense(tensor).to(device), _layout(tensor))
+            return _lay_out(distinct(tensor).to(device), _layout(tensor))
 
         mask = None if self.attn_mask is None else move(self.attn_mask)
         return replace(self, query=move(self.query), key=move(self.key), value=move(self.value), attn_mask=mask)
@@ -223,7 +223,7 @@ class _Recorder:
         self.see(tensors, {**options, "dropout_p": checked.dropout_p})
 
     def _keep(self, key: Any, call: CapturedCall, layouts: dict[str, Any], options: dict[str, Any]) -> None:
-        dense = {name: _dense(getattr(call, name).detach()) for name in layouts}
+        dense = {name: distinct(getattr(call, name).detach()) for name in layouts}
         size = sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
         if self.num_bytes + size > self.max_bytes:
             self.dropped += 1
@@ -328,16 +328,8 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "stride": list(tensor.stride()), "dtype": str(tensor.dtype)}
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """The tensor with its expanded dimensions, those of stride 0, cut to one element."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 def _lay_out(dense: Tensor, layout: dict[str, Any]) -> Tensor:
-    """The inverse of :func:`_dense`, in memory as it was."""
+    """The inverse of :func:`.call.distinct`, in memory as it was."""
     shape, stride = layout["shape"], layout["stride"]
     fits = all(d in (1, size) and step >= 0 for d, size, step in zip(dense.shape, shape, stride, strict=True))
     if str(dense.dtype) != layout["dtype"] or not fits:

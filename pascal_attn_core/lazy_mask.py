@@ -134,7 +134,7 @@ class LazyMask:
         return 4
 
     def on(self, device: torch.device) -> LazyMask:
-        """The same rule with its indices on another device."""
+        """This rule with its indices on another device."""
         return LazyMask(self.shape, self.rule, device=device, dtype=self._dtype, tensors=self.tensors)
 
     def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -297,12 +297,8 @@ class _Ring(torch.autograd.Function):
                 grad_key, grad_value = grads.own()
             return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-        return (
-            *in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value)),
-            None,
-            None,
-            None,
-        )
+        grads = in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
+        return *grads, None, None, None
 
 
 def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

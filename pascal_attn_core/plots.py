@@ -73,7 +73,7 @@ def tile_states(
     q_block: int = 128,
     kv_block: int = 128,
 ) -> Tensor:
-    """What happens to each tile: ``[tiles of queries, tiles of keys]``, 0 = skipped, 1 = computed, 2 = computed and
+    """The state of each tile: ``[tiles of queries, tiles of keys]``, 0 = skipped, 1 = computed, 2 = computed and
     partly masked.
 
     Args:
@@ -150,8 +150,8 @@ def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = Non
 
 
 def softmax_states(scores: Tensor, *, kv_block: int = 128) -> Tensor:
-    """What an online softmax knows of a row after each block of its keys: ``[blocks, 2]`` float64, the running maximum
-    m, and the running sum of exp(score - m). A block with a larger maximum rescales the sum before it:
+    """The statistics of an online softmax after each block of a row's keys: ``[blocks, 2]`` float64, the running
+    maximum m, and the running sum of exp(score - m). A block with a larger maximum rescales the sum before it:
     FlashAttention-2, Algorithm 1, line 9.
 
     Args:

@@ -95,7 +95,8 @@ def _options(variant: Variant) -> list[str]:
 
 
 def code_hash(variant: Variant) -> str:
-    """Of all that its machine code depends on: what the preprocessor leaves of its source, and clang's options."""
+    """Hash of all that a variant's machine code depends on: what the preprocessor leaves of its source, and clang's
+    options."""
     preprocessed = _run_clang(variant, source(variant.kind, variant.arch), ("-E", "-P")).decode().split()
     options = [option for option in _options(variant) if not option.startswith("-D")]
     return hashlib.sha256(" ".join([*options, *preprocessed]).encode()).hexdigest()
@@ -136,7 +137,7 @@ def facts(code: bytes) -> list[Facts]:
 
 
 def waves(arch: str, vector: int, shared: int, threads: int) -> int:
-    """Waves that a SIMD holds of a kernel with so many vector registers, shared bytes and threads of a block; 0 = its
+    """Waves that a SIMD holds of a kernel with this many vector registers, shared bytes and threads of a block; 0 = its
     block does not fit. GCN: a compute unit of four SIMDs with 256 registers per lane and 64 KiB; RDNA: a workgroup
     processor of four with 1,024 and 128 KiB (AMD's ISA documents, "Vega" and "RDNA 2")."""
     of_block = -(-threads // wave_size(arch))
@@ -163,7 +164,7 @@ def cell(variant: Variant, found: list[Facts]) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """What :func:`cell` writes. functions: (vector registers, bytes of scratch) of each."""
+    """The figures of a cell, see :func:`cell`. functions: (vector registers, bytes of scratch) of each."""
 
     functions: list[tuple[int, int]]
     scalar: int
@@ -178,8 +179,8 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[Variant]:
-    """What the table has of an architecture: what ships, and of every kind, at some head_dims, the variant that takes
-    the most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
+    """The variants of an architecture in the table: what ships, and of every kind, at some head_dims, the variant that
+    takes the most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
     hardest = [
         variant
         for variant in amd_variants(arch)
@@ -219,7 +220,7 @@ def read_table() -> dict[str, dict[str, str]]:
 
 
 def row_name(variant: Variant) -> str:
-    """Its name without the architecture."""
+    """Name of a variant without the architecture."""
     return variant.name.removesuffix(f"-{variant.arch}")
 
 
@@ -267,7 +268,7 @@ def write_prebuilt(workers: int) -> None:
 
 
 def with_scratch(archs: Iterable[str], workers: int | None) -> Iterator[tuple[Variant, list[Facts]]]:
-    """Of all variants, those that have scratch."""
+    """The variants that have scratch, among all."""
     variants = [variant for arch in archs for variant in amd_variants(arch)]
     with ProcessPoolExecutor(workers) as pool:
         for variant, found in zip(variants, pool.map(_facts_of, variants, chunksize=4)):
@@ -280,7 +281,7 @@ def _facts_of(variant: Variant) -> list[Facts]:
 
 
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
-    """What ships, as HIPRTC makes it."""
+    """The variants that ship, as HIPRTC compiles them."""
     from pascal_attn_core.fused.gpu import hiprtc
 
     library = hiprtc.find() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")

@@ -1,4 +1,4 @@
-"""What attention is of one denoising step: the multiplications of real models, counted on tensors without data.
+"""Share of attention in one denoising step: the multiplications of real models, counted on tensors without data.
 
     python tools/attention_share.py
 

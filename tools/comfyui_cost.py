@@ -1,4 +1,4 @@
-"""What an attention call costs beside the attention itself when it goes through the ComfyUI pack's override.
+"""Cost of an attention call beside the attention itself when it goes through the ComfyUI pack's override.
 
     python tools/comfyui_cost.py [--tokens 8 --keys 8] [--baseline FOLDER]
     COMFYUI_PATH=... TINY_MODELS=... $COMFYUI_PYTHON tools/comfyui_cost.py --models krea2,wan_t2v [--baseline FOLDER]
@@ -56,7 +56,7 @@ def load(folder: Path, name: str) -> Any:
 
 
 def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **_: Any) -> Tensor:
-    """As ``attention_pytorch`` computes it."""
+    """Attention as ``attention_pytorch`` computes it."""
     batch, _, width = q.shape
     q, k, v = (t.view(batch, -1, heads, width // heads).transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)

@@ -1,4 +1,4 @@
-"""What our code adds to one attention module of diffusers at 16 tokens, in CPU time of the thread: stock against ours.
+"""The CPU time that our code adds to one attention module of diffusers at 16 tokens: stock against ours.
 
 python tools/diffusers_cost.py [--calls N] [names]        one thread; medians and minima of interleaved calls
 """

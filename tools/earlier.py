@@ -1,4 +1,4 @@
-"""What a commit holds of the fused kernels: its table and its cubins are still right for every variant whose code has
+"""The fused kernels of an earlier commit: its table and its cubins are still right for every variant whose code has
 not changed since, down to the last token behind the preprocessor."""
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Earlier:
 
 
 def _sources(fused: Path) -> ModuleType:
-    """Its ``source.py``, in whichever folder it was then, and what that imports, as a package of their own."""
+    """The ``source.py`` of a commit, in whichever folder it was then, and what it imports, as a package of their
+    own."""
     package = ModuleType("earlier_fused")
     package.__path__ = [str(fused)]
     for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:

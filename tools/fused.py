@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from earlier import Earlier, checked_out, code_hash
-from linear_share import linear_share
-from share import BACKWARD_PRODUCTS, KERNELS, backward_share, share
-
-from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import ALL_KINDS, Variant, all_variants, digest, linear_variants, source
-from pascal_attn_core.fused.gpu import nvrtc as _nvrtc
-from pascal_attn_core.fused.gpu.nvrtc import usage
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from earlier import Earlier, checked_out, code_hash  # noqa: E402
+
+from pascal_attn_core.fused.code import prebuilt  # noqa: E402
+from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
+from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant, all_variants, digest, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
+from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
+from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, linear_share, share  # noqa: E402
+
 BUILD = ROOT / "build" / "fused"
 TABLE = ROOT / "docs" / "fused-static.txt"
 ARCHS = (50, 60, 61, 70, 75, 80, 90)
@@ -41,14 +43,15 @@ _HEAD = """\
 
 
 def every_variant() -> Iterator[Compilation]:
-    """Of attention, then of linear layers."""
+    """Every variant of attention, then of linear layers."""
     yield from all_variants()
     yield from linear_variants()
 
 
 def archs_of(variant: Compilation) -> list[int]:
-    """Those that it is for. Newer cards take the kernels on tensor cores by name only, compiled when they do; scores
-    with a cap, and sinks, are looked at on one architecture, since they leave the products as they are."""
+    """The architectures that a variant is for. Newer cards take the kernels on tensor cores by name only, compiled when
+    they do; scores with a cap, and sinks, are looked at on one architecture, since they leave the products as they
+    are."""
     if variant.kind.startswith("capped"):
         return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]

@@ -1,4 +1,4 @@
-"""What a fused call costs in Python before its first launch, without a GPU: ``python tools/fused_cost.py``.
+"""Cost of a fused call in Python before its first launch, without a GPU: ``python tools/fused_cost.py``.
 
 The CPU takes the place of a GTX 1080 Ti whose driver launches nothing. Per kind of call it prints the least CPU time
 of many calls, from the call to the first launch, and how many of our Python functions ran, in how many files.

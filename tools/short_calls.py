@@ -1,4 +1,4 @@
-"""What a short call costs beyond torch's own function: sdpa, the switch, and code within ``with patch_sdpa()``.
+"""Cost of a short call beyond torch's own function: sdpa, the switch, and code within ``with patch_sdpa()``.
 
 python tools/short_calls.py [--rounds N]        one thread, CPU time; interleaved with torch's function in one process
 """

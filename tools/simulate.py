@@ -7,8 +7,9 @@ simulator's own allocation of registers: what ptxas would reorder is not seen. D
 is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
-``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11, and needs no GPU and
-no nvcc: ``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
+``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11 (the wheel
+nvidia-cuda-runtime-cu11, and cudaProfiler.h, which that wheel lacks, from any CUDA), and needs no GPU and no nvcc:
+``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
 For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
 with ``YY`` and the comments.
 """
@@ -35,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fused as tool  # noqa: E402
-from share import KERNELS  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
 from pascal_attn_core.fused.code.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
@@ -45,6 +45,7 @@ from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Plan, variants_of  # noqa: E402
 from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
+from tools.models.shares import KERNELS  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"

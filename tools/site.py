@@ -1,4 +1,4 @@
-"""What mkdocs is told of the docs site beyond docs/: pages made of files elsewhere, the API reference, and links.
+"""Tells mkdocs of the docs site what is not in docs/: pages made of files elsewhere, the API reference, and links.
 
 mkdocs calls the functions whose names begin with ``on_`` (mkdocs.yml, ``hooks``). Links in the Markdown files are those
 of the repository; here they become those of the site, and a link to a file that is no page becomes its text.
@@ -39,14 +39,15 @@ def sources() -> dict[str, str]:
 
 def public_names(module: str) -> dict[str, str]:
     """Public names of a module of the package ("" = the package) and where each is defined, read from the source:
-    ``{"sdpa": "pascal_attn_core.attention.sdpa"}``. Without ``__all__``, its public functions and classes."""
+    ``{"sdpa": "pascal_attn_core.attention.sdpa"}``, those under ``if TYPE_CHECKING`` too. Without ``__all__``, its
+    public functions and classes."""
     dotted = ".".join(filter(None, ["pascal_attn_core", module]))
     path = ROOT / dotted.replace(".", "/")
     is_package = path.is_dir()
     tree = ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text(encoding="utf-8"))
     here = dotted if is_package else dotted.rpartition(".")[0]
-    imported, defined, exported = {}, {}, None
-    for node in tree.body:
+    imported, defined, assigned, exported = {}, {}, {}, None
+    for node in (inner for outer in tree.body for inner in (outer.body if isinstance(outer, ast.If) else [outer])):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = ".".join([*here.split(".")[: len(here.split(".")) + 1 - node.level], *filter(None, [node.module])])
             imported.update({alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names})
@@ -54,9 +55,11 @@ def public_names(module: str) -> dict[str, str]:
             defined[node.name] = f"{dotted}.{node.name}"
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             exported = [name for name in ast.literal_eval(node.value) if not name.startswith("_")]
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned[node.targets[0].id] = f"{dotted}.{node.targets[0].id}"
     if exported is None:
         exported = [name for name in defined if not name.startswith("_")]
-    return {name: {**imported, **defined}[name] for name in exported}
+    return {name: {**imported, **defined, **assigned}[name] for name in exported}
 
 
 def api_page(module: str, names: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What decoding in bands costs and saves: real channel counts, random weights, one thread.
+"""Costs and savings of decoding in bands: real channel counts, random weights, one thread.
 
 python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--rounds N] [--exact] [--plan]
 

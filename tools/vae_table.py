@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
-from pascal_attn_core.vae.banded import Banded
-from pascal_attn_core.vae.calls import with_numbers
+from pascal_attn_core.vae.banded import Banded, finish
 from pascal_attn_core.vae.run import Run
 from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 
@@ -80,7 +79,7 @@ def calls(family: Family, vae: nn.Module) -> Iterator[tuple[str, Tensor, dict[st
 
 
 def rows(family: Family) -> Iterator[Row]:
-    """What a family does, each method."""
+    """One row for each method of a family."""
     vae = family.build().eval().requires_grad_(False)
     exact = copy.deepcopy(vae).double()
     for method, given, options in calls(family, vae):
@@ -99,7 +98,8 @@ def rows(family: Family) -> Iterator[Row]:
         difference = float("nan")
         if call.state == "in bands":
             run = Run(given.device, 1 << 40, rows=3)
-            found = with_numbers(called(vae, method, Banded(run.known(given), run, given.device), options), run)
+            found = called(vae, method, Banded(run.known(given), run, given.device), options)
+            finish(run)
             difference = float((numbers(found) - wanted).abs().max()) / scale
         whole = ", ".join(sorted(call.figures.whole)) if call.figures else ""
         why = call.why or (f"{whole} whole" if whole else "")

@@ -316,7 +316,7 @@ def cast_on_every_call(network: Any) -> None:
 
 @dataclass
 class Row:
-    """What came out for one method of one family."""
+    """Result of one method of one family."""
 
     family: str
     method: str
@@ -340,7 +340,7 @@ class Row:
 
 
 def measured(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and the MiB that it had at most."""
+    """Result of a call, and the MiB that it had at most."""
     from pascal_attn_core.observe.memory import PeakMemory
 
     with PeakMemory("cpu") as peak:
@@ -398,7 +398,7 @@ def compare(found: Family, method: str, dtype: Any, *, casts: bool, budget_mib: 
 
 
 def _exact(network: Any, method: str, given: Any, dtype: Any) -> Any:
-    """In a wider format; None where the class does not do that."""
+    """The result in a wider format; None where the class does not compute in it."""
     import copy
 
     import torch

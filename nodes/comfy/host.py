@@ -1,4 +1,4 @@
-"""What the nodes ask of ComfyUI itself. Everything newer than ComfyUI 0.3.60 is looked for before it is used."""
+"""Questions of the nodes to ComfyUI itself. Everything newer than ComfyUI 0.3.60 is looked for before it is used."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def exact_attention(function: Any, *, plain: bool) -> tuple[Any, str]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether this is ComfyUI's exception for Cancel, which nobody may keep to himself."""
+    """Whether this is ComfyUI's exception for Cancel, which must not be swallowed."""
     management = sys.modules.get("comfy.model_management")
     kind = getattr(management, "InterruptProcessingException", None)
     return not isinstance(error, Exception) or (kind is not None and isinstance(error, kind))

@@ -36,5 +36,5 @@ def nan_guard() -> tuple[str, dict[str, Any]]:
 
 
 def config(route: str, budget_mib: int, tile_size: int = 0) -> AttentionConfig:
-    """What these inputs mean to the core; 0 = chosen there."""
+    """The core's configuration for these inputs; 0 = chosen there."""
     return AttentionConfig(route=route, budget_mib=budget_mib or None, kv_block=tile_size or None)

@@ -139,7 +139,7 @@ def _take(value: Any) -> Any:
 
 
 def signature(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What reading and routing a call depend on, to be compared and hashed: shapes, strides and number formats of its
+    """A key of everything that reading and routing a call depend on: shapes, strides and number formats of its
     tensors, and its other arguments, but not the numbers in the tensors."""
     marks: list[Any] = []
     for value in args:

@@ -1,4 +1,4 @@
-"""What a prompt's graph says of a node before it has run."""
+"""Facts about a node in a prompt's graph before it has run."""
 
 from __future__ import annotations
 

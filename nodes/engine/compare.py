@@ -23,7 +23,7 @@ from ..comfy.layout import NAMES, bound, is_container
 ROWS = 16
 _WHOLE_BYTES = 32 << 20  # float32 copies of key and value up to this size: with all heads; beyond, the last head alone
 _MOST_BYTES = 256 << 20  # and beyond this not at all
-_WHOLE_TOKENS = 512  # calls whose queries cannot be taken apart are compared whole up to so many
+_WHOLE_TOKENS = 512  # calls whose queries cannot be taken apart are compared whole up to this many
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sum
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """What a node was set to.
+    """The settings of a node that patches attention.
 
     Attributes:
         config: route, budget and tiles for every call.
@@ -77,7 +77,7 @@ class PatchSettings:
 
 @dataclass(eq=False)
 class _Decision:
-    """What is done with calls of one kind from one place in the model.
+    """The decision on calls of one kind from one place in the model.
 
     Attributes:
         kind: how they are counted.
@@ -113,8 +113,8 @@ class Engine:
         self._handled = 0  # id of the exception that was being handled when the run began
 
     def share(self, devices: tuple[str, ...], least_tokens: int) -> None:
-        """Share calls of at least so many queries and keys out over devices, the first of which has the model; () = on
-        none but their own. Kinds of calls are decided anew, since what kept one on its device may be over."""
+        """Share calls of at least ``least_tokens`` queries and keys out over devices, the first of which has the model;
+        () = on none but their own. All kinds of calls are decided again: the reason against sharing may be gone."""
         config = replace(self.settings.config, devices=devices, share_from_tokens=least_tokens)
         with self._lock:
             if devices or config != self.settings.config:
@@ -130,13 +130,13 @@ class Engine:
             if self._depth == 1:
                 self._handled = id(sys.exc_info()[1])
             stray = self._run if self._depth == 1 else None
-            if stray is not None:  # from calls of the model outside of a sampling: nobody said when they were over
+            if stray is not None:  # from calls of the model outside of a sampling: nothing said when they were over
                 self._run = None
                 stray.finish()
             return self.run
 
     def end(self) -> Run | None:
-        """It is over, also after an error. Returns the run if it was the outermost, else None."""
+        """The sampling, decoding or encoding is over, also after an error: the outermost one's run, or None."""
         with self._lock:
             self._depth = max(0, self._depth - 1)
             run = self._run
@@ -319,7 +319,7 @@ class Engine:
         self.leave(place, why)
 
     def _count(self, decision: _Decision) -> CallTally:
-        """One more call of this kind."""
+        """Count one more call of this kind."""
         run = self._run or self.run
         if decision.run is not run:
             decision.tally, decision.run = run.tally(decision.kind), run
@@ -502,4 +502,4 @@ def _taken(place: Place, choice: Choice, call: AttentionCall) -> CallKind:
 def _kind(place: Place, outcome: str, route: str, why: str, call: AttentionCall) -> CallKind:
     mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
     shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
-    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, place.via)
+    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, via=place.via)

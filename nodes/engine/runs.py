@@ -1,4 +1,4 @@
-"""What attention did while one model ran: one Run per sampling, decoding or encoding, kept for the report."""
+"""The record of attention while one model ran: one Run per sampling, decoding or encoding, kept for the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
-_PENDING = 512  # after so many pairs of CUDA events those that are over are read
+_PENDING = 512  # after this many pairs of CUDA events those that are over are read
 
 
 class Place(NamedTuple):
@@ -59,7 +59,7 @@ class CallKind:
 
     @property
     def math_bytes(self) -> int:
-        """What torch's math attention stores for one such call at least: its score matrix, in bytes."""
+        """Size of the score matrix, which torch's math attention stores at least for one such call, in bytes."""
         if not self.query or not self.key:
             return 0
         size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
@@ -260,7 +260,7 @@ class Run:
 
     @property
     def shares(self) -> dict[str, DeviceShare]:
-        """What each device did of the calls that several shared; {} if none were."""
+        """Each device's part of the calls that several shared; {} if none were."""
         sums: dict[str, DeviceShare] = {}
         for tally in list(self.tallies.values()):
             add_shares(sums, tally.shares)
@@ -268,7 +268,7 @@ class Run:
 
     @property
     def math_bytes(self) -> int:
-        """What torch's math attention would have stored for the largest call, at least: its score matrix."""
+        """Size of the largest call's score matrix, which torch's math attention would have stored at least."""
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
     def line(self) -> str:
@@ -303,16 +303,6 @@ def remember(run: Run) -> None:
         _recent.append(run)
 
 
-def recent(prompt: str = "") -> list[Run]:
-    """The runs of a prompt, or of the newest prompt that had any; oldest first."""
-    with _lock:
-        runs = list(_recent)
-    if not runs:
-        return []
-    wanted = prompt if any(run.prompt_id == prompt for run in runs) else runs[-1].prompt_id
-    return [run for run in runs if run.prompt_id == wanted]
-
-
 def remembered() -> list[Run]:
     """All runs that are still known, oldest first."""
     with _lock:
@@ -326,7 +316,7 @@ def forget() -> None:
 
 
 def block_name(options: dict[str, Any] | None) -> str:
-    """Where in the model a call is, by what the host writes into ``transformer_options``; "" where it says nothing.
+    """The block of the model that a call is in, as the host writes it into ``transformer_options``; "" where it is not.
 
     UNets write ``block = ("input", 4)`` and the index of the transformer block inside, ``"input 4.0"``; transformers
     write ``block_type`` and ``block_index``, ``"double 3"``.

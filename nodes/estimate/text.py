@@ -5,82 +5,108 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...pascal_attn_core.machine.device import MIB
+from ..reporting.words import size_text
 from ..tiles.choice import name_of
 from .figures import Figures, Host
-from .largest import WAYS, Largest, Size
+from .largest import WAYS, Axis, Fit
 from .trace import AttentionShape, FfnShape, ModelCall
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is estimated: the model's name, the shapes of the latent, prompts per batch, how the calls were found, and
-    bytes of weights, of free and of all memory."""
+    """What is estimated.
+
+    Attributes:
+        name: of the model.
+        latent: the shape of each stream of the latent.
+        copies: prompts in one batch.
+        how: how the calls were found, as a sentence.
+        weight_bytes: all weights of the model.
+        available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
+        total_bytes: all memory of the card.
+    """
 
     name: str
     latent: Sequence[Sequence[int]]
     copies: int
     how: str
     weight_bytes: int
-    free_bytes: int
+    available_bytes: int
     total_bytes: int
 
 
 def text_of(call: ModelCall, found: Figures, host: Host, subject: Subject) -> str:
-    """All of it, a line per fact."""
+    """The verdict, then a line per fact."""
     latents = " and ".join(" x ".join(map(str, shape)) for shape in subject.latent)
     batch = "prompt and negative prompt in one batch" if subject.copies == 2 else "one prompt at a time"
     lines = [
-        f"Memory estimate: {subject.name}, latent {latents}, {batch}, on {host.info.name or host.device}.",
+        f"{subject.name}: {verdict(found, subject)}",
+        f"Latent {latents}, {batch}, on {host.info.name or host.device}.",
         *_attention(call, found),
         *_ffn(call, found, host),
-        f"Other tensors of the model: {_mib(call.other_bytes)} at most. The patches do not change them.",
-        f"Peak besides the weights: {_mib(found.total_without)} without the patches, {_mib(found.total_with)} with "
-        "both.",
-        *_fit(found, subject),
+        f"Other tensors of the model: {size_text(call.other_bytes)} at most. The patches do not change them.",
+        f"Peak besides the weights: {size_text(found.total_without)} without the patches, "
+        f"{size_text(found.total_with)} with both.",
         subject.how,
         "Counted: the tensors of one model evaluation, and the temporary memory of attention and feed-forward layers. "
-        "Not counted: weights and copies of weights in transit, workspace of individual kernels, ControlNets, VAE, "
-        "text encoder, previews, other programs, and memory lost to fragmentation.",
+        "Not counted: copies of weights in transit, workspace of individual kernels, ControlNets, VAE, text encoder, "
+        "previews, other programs, and memory lost to fragmentation.",
     ]
     return "\n".join(lines)
 
 
-def largest_text(found: Sequence[Largest], room: int, streamed: bool, decode: Size | None, asked_decode: bool) -> str:
+def verdict(found: Figures, subject: Subject) -> str:
+    """Whether it fits, with and without the patches."""
+    if not subject.available_bytes:
+        return f"{need_text(found)}; how much memory there is is not known."
+    without, patched = (_fit(need, subject) for need in (found.total_without, found.total_with))
+    memory = f"{size_text(subject.available_bytes)} of {size_text(subject.total_bytes)} are available"
+    if found.total_with >= found.total_without:
+        return f"{without}; {memory}. The patches save nothing here."
+    return f"{without} without the patches, {patched} with both; {memory}."
+
+
+def need_text(found: Figures) -> str:
+    """What is needed besides the weights."""
+    saved = f", {size_text(found.total_with)} with the patches" if found.total_with < found.total_without else ""
+    return f"needs {size_text(found.total_without)} besides its weights{saved}"
+
+
+def _fit(need: int, subject: Subject) -> str:
+    available, weights = subject.available_bytes, subject.weight_bytes
+    if need > available:
+        return f"does not fit ({size_text(need - available)} too much even with no weights on the card)"
+    if need + weights > available:
+        return f"fits with {size_text(available - need)} of {size_text(weights)} weights on the card, the rest streamed"
+    return f"fits ({size_text(need + weights)} with its weights)"
+
+
+def largest_text(found: Sequence[tuple[Axis, Sequence[Fit]]], room: int, streamed: bool, decode: Fit | None) -> str:
     """What fits, a line for each axis.
 
     Args:
-        room: bytes besides what else is loaded, and besides the weights unless they are ``streamed``.
-        decode: the largest picture that the VAE decodes in one piece; None = none, where ``asked_decode``.
+        room: bytes that are available, without the weights unless they are ``streamed``.
+        decode: the largest picture that the VAE decodes in one piece; None = no VAE was given.
     """
     beside = "with the weights streamed from system memory" if streamed else "beside all weights of the model"
-    lines = [f"The largest size that fits into {_mib(max(0, room))} {beside}, along one axis at a time:"]
-    for axis in found:
-        words = "; ".join(
-            f"{way} {_size(size, bounded)}" for (way, *_), size, bounded in zip(WAYS, axis.fits, axis.is_bounded)
-        )
-        lines.append(f"  {axis.axis} (now {axis.now.words}): {words}")
-    if asked_decode:
-        lines.append(f"  decoding in one piece, by ComfyUI's own estimate of its VAE: {_size(decode, True)}")
+    lines = [f"The largest size that fits into {size_text(max(0, room))} {beside}, along one axis at a time:"]
+    for axis, fits in found:
+        ways = "; ".join(f"{way} {fit.words}" for (way, *_), fit in zip(WAYS, fits))
+        lines.append(f"  {axis.name} (now {axis.now.words}): {ways}")
+    if decode is not None:
+        lines.append(f"  decoding in one piece, by ComfyUI's own estimate of its VAE: {decode.words}")
     return "\n".join(lines)
-
-
-def _size(size: Size | None, is_bounded: bool) -> str:
-    return "nothing" if size is None else f"{size.words}{'' if is_bounded else ' or more'}"
 
 
 def _attention(call: ModelCall, found: Figures) -> list[str]:
     if found.attention is None:
         return ["Attention: no call found."]
     counted = f"{len(call.attention)} calls, {len(set(call.attention))} different; the largest "
-    counted = "the largest call about " if call.is_rough else counted
-    without = f"at least {_mib(found.attention_without)}" if found.attention_without else "no score matrix"
+    without = f"at least {size_text(found.attention_without)}" if found.attention_without else "no score matrix"
     lines = [
-        f"Attention: {counted}{_words(found.attention)}. Its score matrix is {_mib(found.attention.score_bytes)}.",
+        f"Attention: {counted}{_words(found.attention)}. Its score matrix is {size_text(found.attention.score_bytes)}.",
         f"  without the patch: {without} ({found.why})",
-        f"  with Pascal Attention Patch: {_mib(found.attention_with)} at most",
+        f"  with Pascal Attention Patch: {size_text(found.attention_with)} at most",
     ]
     if call.unread:
         lines.append(f"  {len(call.unread)} more calls could not be read ({call.unread[0]})")
@@ -90,31 +116,11 @@ def _attention(call: ModelCall, found: Figures) -> list[str]:
 def _ffn(call: ModelCall, found: Figures, host: Host) -> list[str]:
     if found.ffn is None:
         return ["Feed-forward: no layer found that could be chunked."]
-    counted = "the largest call about " if call.is_rough else f"{len(call.ffn)} calls; the largest "
     return [
-        f"Feed-forward: {counted}{_ffn_words(found.ffn)}.",
-        f"  without the patch: {_mib(found.ffn_without)}",
-        f"  with Pascal FFN Chunking (budget {host.ffn_budget_mib} MiB): {_mib(found.ffn_with)}",
+        f"Feed-forward: {len(call.ffn)} calls; the largest {_ffn_words(found.ffn)}.",
+        f"  without the patch: {size_text(found.ffn_without)}",
+        f"  with Pascal FFN Chunking (budget {host.ffn_budget_mib} MiB): {size_text(found.ffn_with)}",
     ]
-
-
-def _fit(found: Figures, subject: Subject) -> list[str]:
-    if not subject.total_bytes:
-        return []
-    weights = subject.weight_bytes
-    lines = [
-        f"Memory: {subject.total_bytes / GIB:.1f} GiB, of which {subject.free_bytes / GIB:.1f} GiB are free now; the "
-        f"model's weights take {weights / GIB:.1f} GiB."
-    ]
-    for words, need in (("Without the patches", found.total_without), ("With both", found.total_with)):
-        left = subject.total_bytes - need
-        if left < 0:
-            lines.append(f"  {words}: does not fit; {_mib(-left)} too much even without any weights on the card.")
-        elif left < weights:
-            lines.append(f"  {words}: {left / GIB:.1f} GiB remain for weights; ComfyUI streams the rest.")
-        else:
-            lines.append(f"  {words}: fits with all weights on the card, {_mib(left - weights)} to spare.")
-    return lines
 
 
 def _words(shape: AttentionShape) -> str:
@@ -127,7 +133,3 @@ def _words(shape: AttentionShape) -> str:
 
 def _ffn_words(shape: FfnShape) -> str:
     return f"{shape.name} ({shape.kind}) on {' x '.join(map(str, shape.shape))} in {name_of(shape.dtype)}"
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.1f} MiB" if count < 100 * MIB else f"{count / MIB:.0f} MiB"

@@ -3,28 +3,21 @@ own tensors take."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...pascal_attn_core.ffn.find import find_ffn
+from ...pascal_attn_core.observe.memory import is_uncounted, uncounted
+from ...pascal_attn_core.observe.without_data import WithoutData
 from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..comfy.layout import HostCall, NotOurs, empty_containers
 from .inputs import Latent, arguments
 from .shadow import Shadow
-
-_LARGE_BYTES = 32 << 20  # a fresh tensor from here on has no memory either
 
 
 @dataclass(frozen=True)
@@ -67,72 +60,30 @@ class ModelCall:
         attention, ffn: its calls in order.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
-        is_rough: not traced but estimated: only the largest calls, approximately.
     """
 
     attention: list[AttentionShape] = field(default_factory=list)
     ffn: list[FfnShape] = field(default_factory=list)
     other_bytes: int = 0
     unread: list[str] = field(default_factory=list)
-    is_rough: bool = False
 
 
-class Tracer(TorchDispatchMode):
-    """Runs operators on the shadow's weights without data, and the few others (positions, schedules) normally: so that
-    values which a model reads exist, and no tensor without data gets into a cache."""
+class Tracer(WithoutData):
+    """Notes the attention and feed-forward calls of a shadow, and how much memory its tensors would take."""
 
-    def __init__(self, mode: FakeTensorMode):
+    def __init__(self) -> None:
         super().__init__()
-        self.fake, self.found = mode, ModelCall()
-        self.live = self.peak = self.peak_outside = 0
+        self.found = ModelCall()
+        self.peak_outside = 0
         self._is_inside = False
-        self._storages: dict[int, weakref.ref] = {}
-        self._weights: set[int] = set()  # storages of weights, and of what was made of weights alone
 
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether it depends on no input, only on weights."""
-        return isinstance(tensor, FakeTensor) and (
-            isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in self._weights
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        without_data = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and _is_composite(func):
-            with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
-        if not without_data and not tensors:
-            without_data = _is_large(args)
-        if not without_data:
-            return func(*args, **kwargs)
-        with self.fake:
-            out = func(*args, **kwargs)
-        of_weights = bool(tensors) and all(map(self.is_weight, tensors))
-        for result in tree_leaves(out):
-            if isinstance(result, FakeTensor):
-                self._count(result, of_weights)
-        return out
-
-    def _count(self, tensor: Tensor, of_weights: bool) -> None:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._storages:
+    def made(self, out: Any, inputs: Sequence[Tensor]) -> None:
+        """Count what an operator returned, unless it was made of weights alone: a cast of a weight, say."""
+        if inputs and all(isinstance(tensor, nn.Parameter) or is_uncounted(tensor) for tensor in inputs):
+            with uncounted():
+                super().made(out, inputs)
             return
-        nbytes = 0 if of_weights else storage.nbytes()
-        if of_weights:
-            self._weights.add(address)
-
-        def freed(_: Any) -> None:
-            self._storages.pop(address, None)
-            self._weights.discard(address)
-            self.live -= nbytes
-
-        self._storages[address] = weakref.ref(storage, freed)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        super().made(out, inputs)
         if not self._is_inside:
             self.peak_outside = max(self.peak_outside, self.live)
 
@@ -201,34 +152,15 @@ def _four_dimensions(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor[None] if tensor.dim() == 3 else tensor
 
 
-def _is_large(args: Iterable[Any]) -> bool:
-    """Whether an operator that creates a tensor from sizes alone creates a large one."""
-    sizes = next((arg for arg in args if isinstance(arg, (list, tuple)) and arg), ())
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel * 4 > _LARGE_BYTES
-
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-def _is_composite(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
 def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: int) -> ModelCall:
     """One call of the patcher's model as the sampler would make it, with ``copies`` prompts in one batch.
 
     Raises:
         Exception: whatever the model raises where it cannot be followed.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model: Any = Shadow(mode).of(patcher.model)
+    tracer = Tracer()
+    model: Any = Shadow(tracer.shapes).of(patcher.model)
     model.current_patcher = None
-    tracer = Tracer(mode)
     tracer.watch(model.diffusion_model)
     options = {
         # a closure, for hosts that look for attributes of an override
@@ -242,16 +174,4 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         x, sigma, given = arguments(model, latent, prompt, copies)
         model.apply_model(x, sigma, transformer_options=options, **given)
 
-    with _quiet():
-        return tracer.run(call)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs a traceback for shapes that do not fit; here they only mean that another prompt is tried."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return tracer.run(call)

@@ -27,7 +27,7 @@ Estimate = Callable[[tuple[int, ...], torch.dtype], float]
 
 
 def estimate_of(vae: Any, method: str) -> Estimate | None:
-    """What ComfyUI reckons that a call of this method takes, in bytes."""
+    """ComfyUI's own estimate of the memory of a call of this method, in bytes; None where it has none."""
     return getattr(vae, f"memory_used_{method}", None)
 
 
@@ -102,8 +102,8 @@ class _Method:
                 _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
 
     def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ComfyUI calls it. A network that writes into ComfyUI's buffer must not do so for a proof on a small input,
-        nor where there are no numbers."""
+        """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write
+        into ComfyUI's buffer."""
         now = self.now
         assert now.given is not None
         is_rehearsal = isinstance(tensor, Banded) and tensor.run.is_rehearsal
@@ -123,7 +123,7 @@ def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
-    """What was done, for the report; and why not, where it was wanted."""
+    """Record what was done for the report, or why it was not, where it was wanted."""
     if call.state == "refused":
         engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
     elif call.figures is not None:

@@ -1,4 +1,4 @@
-"""What one node puts into a model's modules: in while the model is loaded, and what became of it in each run."""
+"""One node's changes to a model's modules: put in while the model is loaded, and described after each run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..engine.runs import Run
 
 
 class Injection:
-    """Of one node, for the clones of its model: two loaded at once on two devices have each their own modules, and one
-    that is thrown away while it is loaded takes what is in its modules with it.
+    """The changes of one node, for the clones of its model: two that are loaded at once on two devices each have their
+    own modules, and one that is thrown away while it is loaded takes what is in its modules with it.
 
     Attributes:
-        key: of the injections and callbacks on the clones.
-        part: of the runs, for the report.
+        key: the key of the injections and callbacks on the clones.
+        part: the part that its runs have in the report.
         binding: has ``detach(model)``.
     """
 
@@ -38,7 +38,7 @@ class Injection:
         """A run starts: forget the last one."""
 
     def describe(self, run: Run, patcher: Any) -> None:
-        """Write into ``run`` what became of it; the first note is the line on the node."""
+        """Write into ``run`` what was done; its first gain, or else its first note, is the line on the node."""
         raise NotImplementedError
 
     # ---- injection ----
@@ -48,7 +48,7 @@ class Injection:
         model = network_of(patcher)
         self.attach(patcher)
         self._forget(patcher)
-        # ComfyUI ejects what it knows of; a clone that is collected while it is loaded, nobody knows of.
+        # ComfyUI ejects what it knows of; it does not know of a clone that is collected while it is loaded.
         finalizer = weakref.finalize(patcher, _detach, self.binding, weakref.ref(model))
         finalizer.atexit = False
         self._finalizers[patcher] = finalizer

@@ -110,7 +110,7 @@ def in_host_layout(
     except NotOurs as reason:
         engine.leave(place, str(reason), kind)
         return None
-    except Exception as error:  # a call that nobody has thought of is the host's, whatever is wrong with it
+    except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
         engine.leave_unread(place, error)
         return None
     out = engine.attend(
@@ -150,11 +150,11 @@ def _pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args
 
 
 def engine_of(override: Any) -> Engine | None:
-    """The engine behind an override of ours, None for anybody else's."""
+    """The engine behind an override of ours, None for any other."""
     owner, engine, _ = getattr(override, "pascal_attn", (None, None, None))
     return engine if owner is override else None
 
 
 def previous_of(override: Any) -> Any:
-    """What an override of ours passes calls to; anybody else's is returned as it is."""
+    """The override to which one of ours passes calls; any other is returned as it is."""
     return override if engine_of(override) is None else override.pascal_attn[2]

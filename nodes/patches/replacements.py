@@ -28,7 +28,7 @@ Attention = Callable[..., Any]
 
 
 def status(engine: Engine, blocks: int, name: str) -> str:
-    """What a node says of itself when it has patched ``blocks`` modules of ``name``, "VAE" or "text encoder"."""
+    """The status of a node that has patched ``blocks`` modules of ``name``, "VAE" or "text encoder"."""
     if not blocks:
         return f"this {name} ({engine.subject}) has no attention: nothing to patch"
     plural = "" if blocks == 1 else "s"

@@ -1,4 +1,4 @@
-"""Which runs a report is about, and what it has to say where there is none."""
+"""The runs that a report is about, and its remarks where there is none."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from .exactness import Exactness
 from .rows import together
 from .words import title_of
 
+#: nodes whose runs are reported: their titles, and the part of their runs (two workflows may number nodes alike)
 PATCHES = {
-    "PascalAttentionPatch": "Pascal Attention Patch",
-    "PascalVAEAttention": "Pascal VAE Attention",
-    "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
-    "PascalFFNChunking": "Pascal FFN Chunking",
-    "PascalInt8Linear": "Pascal Int8 Linear",
-}
-# Of their runs: a node of another workflow may have the same number.
-_PARTS = {
-    "PascalAttentionPatch": "diffusion model",
-    "PascalVAEAttention": "VAE",
-    "PascalTextEncoderAttention": "text encoder",
-    "PascalFFNChunking": "feed-forward",
-    "PascalInt8Linear": "int8",
+    "PascalAttentionPatch": ("Pascal Attention Patch", "diffusion model"),
+    "PascalVAEAttention": ("Pascal VAE Attention", "VAE"),
+    "PascalTextEncoderAttention": ("Pascal Text Encoder Attention", "text encoder"),
+    "PascalFFNChunking": ("Pascal FFN Chunking", "feed-forward"),
+    "PascalInt8Linear": ("Pascal Int8 Linear", "int8"),
 }
 Prompt = Mapping[str, Mapping[str, Any]]
 
@@ -107,14 +100,15 @@ def choose_runs(
     for node, kind in patches.items():
         if node in seen:
             continue
+        title, part = PATCHES[kind]
         why = _without_effect(prompt, node, report_id)
         if not why:
-            own = (run for run in reversed(known) if (run.unique_id, run.part) == (node, _PARTS[kind]))
+            own = (run for run in reversed(known) if (run.unique_id, run.part) == (node, part))
             last = next((run for run in own if run.prompt_id != prompt_id), None)
             if last is not None:
                 earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
             why = _why_absent(prompt, node, report_id, last)
-        remarks.append(f"{PATCHES[kind]} (node {node}) {why}")
+        remarks.append(f"{title} (node {node}) {why}")
     if not patches and not shown:
         remarks.append(_nothing(known))
     if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):

@@ -1,4 +1,4 @@
-"""What a user gained by a run, or why there was nothing to gain: the report's first line, and the line on a node.
+"""The gain of a run, or why there was nothing to gain: the report's first line, and the line on a node.
 
 Nothing is estimated. MiB are those of one call: what torch's own function would have stored, its score matrix, less
 what the call took here; seconds are those of calls whose route was timed on this machine against torch's kernel. What
@@ -14,18 +14,18 @@ from ..engine.runs import MIB, CallKind, CallTally, Run
 from .words import duration_text, plural
 
 SDPA = "attention_pytorch"  # ComfyUI's name of its function that calls torch's
-_LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # below, nobody would notice
+_LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Of one run.
+    """The gain of one run.
 
     Attributes:
-        torch_bytes, our_bytes: of the call in which the difference is largest: its score matrix in torch's function,
-            and its extra memory here; 0, 0 if no call differs. ``our_bytes`` is None where it was not measured.
-        seconds: of all calls that were timed against torch's kernel.
-        repaired: outputs that were not finite and were computed again.
+        torch_bytes, our_bytes: score matrix in torch's function, and extra memory here, of the call in which the two
+            differ most; 0, 0 if no call differs. ``our_bytes`` is None where it was not measured.
+        seconds: seconds saved in all calls that were timed against torch's kernel.
+        repaired: number of outputs that were not finite and were computed again.
     """
 
     torch_bytes: int = 0
@@ -39,7 +39,7 @@ class Gain:
 
     def text(self) -> str:
         """``"1,670 MiB less memory in the largest call (64 instead of 1,734 MiB), 41 s less in attention (timed on this
-        machine)"``; "" if there is nothing that anybody would notice."""
+        machine)"``; "" if there is nothing worth telling."""
         parts = []
         if self.saved_bytes >= _LEAST_BYTES and self.our_bytes is None:
             parts.append(f"{mib(self.torch_bytes)} MiB of scores not stored in the largest call")
@@ -62,7 +62,7 @@ def mib(num_bytes: float) -> str:
 
 
 def gain_of(run: Run, attention: str) -> Gain:
-    """What a run gained over ComfyUI's own function ``attention``."""
+    """The gain of a run over ComfyUI's own function ``attention``."""
     taken = [(kind, tally) for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
     repaired = sum(tally.repaired for _, tally in taken)
     if attention != SDPA:

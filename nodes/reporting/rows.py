@@ -1,4 +1,4 @@
-"""The calls of a run by block of the model, and by kind whatever the block."""
+"""The calls of a run by block of the model, and by kind in all blocks together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine.runs import CallKind, CallTally, Run
 
 @dataclass(frozen=True)
 class BlockRow:
-    """What happened in one block.
+    """The calls of one block.
 
     Attributes:
         name: ``"double 3"``.
@@ -36,7 +36,7 @@ class BlockRow:
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """What stands before the number, the number (``"4.0"`` in ``"input 4.0"``), and what stands after it."""
+        """The name in three: up to the number, the number (``"4.0"`` in ``"input 4.0"``), and the rest."""
         if " " in self.name:
             before, space, number = self.name.rpartition(" ")
             return before + space, number, ""

@@ -58,7 +58,7 @@ def _attention(findings: Findings) -> str:
 
 
 def gained(findings: Findings) -> str:
-    """What the user gained, or why nothing was to be gained: one sentence."""
+    """One sentence: the user's gain, or the reason why there was nothing to gain."""
     return gain_line([shown.run for shown in findings.shown], _attention(findings))
 
 

@@ -55,5 +55,5 @@ def title_of(run: Run) -> str:
 
 
 def peak_label(run: Run) -> str:
-    """What ``run.peak_bytes`` counts: see ``meter.peak_of_run``."""
+    """The name of the figure in ``run.peak_bytes``, see ``meter.peak_of_run``."""
     return "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"

@@ -77,7 +77,7 @@ class Card:
 
 
 def plan_for(card: Card, shape: Shape) -> TilePlan:
-    """What the tiled route would choose for the call.
+    """The tiles that the tiled route would choose for the call.
 
     Raises:
         ValueError: not even the smallest tile fits the budget.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +24,15 @@ from .choice import Card, Shape, name_of
 AUTO = 0  # the tiled route decides for each call
 _WORTH = 0.97  # a fixed tile must take at most this part of the time that the route's own choice takes
 _SECONDS = 4.0
-_RUNS = 5  # of each size, about
 _CANDIDATES = (256, 512, 1024, 2048, 4096)
-_MOST_SCORES = {True: 1 << 31, False: 1 << 25}  # of the timed call, on a GPU and on a CPU
+_MOST_SCORES = {
+    True: 1 << 30,
+    False: 1 << 24,
+}  # of the timed call, on a GPU and on a CPU
 
 
 class Workload(NamedTuple):
-    """What is remembered by: a :class:`Shape` as plain values."""
+    """The key of a stored measurement: a :class:`Shape` as plain values."""
 
     dtype: str
     tokens: int
@@ -46,7 +46,7 @@ class Workload(NamedTuple):
 
 
 class TileSize(NamedTuple):
-    """What a measurement has found.
+    """The result of a measurement.
 
     Attributes:
         keys: of the fastest tile; AUTO where no fixed one is clearly faster than the route's own choice.
@@ -67,7 +67,7 @@ class TileSizes(TimingTable[Workload, TileSize]):
 
     def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
         clock = clock or functools.partial(median_times, seconds=_SECONDS)
-        # Whoever asks for a measurement gets one, whatever the environment says of those that nobody asks for.
+        # The user asks for this measurement: the variable that turns automatic ones off does not apply.
         given = {"folder": lambda: Path(host.user_directory()), "is_on": True, **options}
         super().__init__(runtime, clock=clock, **given)
 
@@ -128,36 +128,20 @@ def measure(card: Card, shape: Shape, planned: int, device: torch.device, clock:
     """Time the call, or one with fewer heads and tokens if it is too large.
 
     Args:
-        planned: what the plan says, always among the candidates.
+        planned: keys per tile by the plan, always among the candidates.
     Raises:
         CannotMeasure: no room, or no time.
     """
     shape = within_limits(card, shape)
     sizes = [AUTO, *sorted({size for size in (*_CANDIDATES, planned) if size < shape.tokens or size == planned})]
     try:
-        tensors, shape = _warmed_up(shape, device, _SECONDS / (len(sizes) * _RUNS))
+        tensors = _numbers(shape, device, 0), _numbers(shape, device, 1), _numbers(shape, device, 2)
         times = clock([functools.partial(_attend, shape.config, size, tensors) for size in sizes], device)
     except torch.OutOfMemoryError as error:
         raise CannotMeasure(f"the card ran out of memory: {str(error).splitlines()[0]}") from error
     if float("inf") in times:
         raise CannotMeasure(f"the call takes too long to be timed in {_SECONDS:g} seconds")
     return Timing(dict(zip(sizes, times)), shape)
-
-
-class _TakesLong(Exception):
-    pass
-
-
-def _warmed_up(shape: Shape, device: torch.device, most_seconds: float) -> tuple[tuple[Tensor, Tensor, Tensor], Shape]:
-    """Tensors of a call that takes ``most_seconds`` at most, and its shape."""
-    while True:
-        tensors = _numbers(shape, device, 0), _numbers(shape, device, 1), _numbers(shape, device, 2)
-        taken = float("inf")
-        with contextlib.suppress(_TakesLong):
-            taken = min(_seconds(shape.config, tensors, _SECONDS / 2) for _ in range(2))
-        if taken <= most_seconds or not shape.can_shrink:
-            return tensors, shape
-        shape = shape.smaller()
 
 
 def within_limits(card: Card, shape: Shape) -> Shape:
@@ -179,38 +163,14 @@ def _bytes(shape: Shape) -> int:
 
 
 def _numbers(shape: Shape, device: torch.device, seed: int) -> Tensor:
-    """Not from the global generator: the seed of the user's picture is his."""
+    """Numbers for one tensor, not from the global generator: the user's seed must not change."""
     tensor = shape.tensor(device)
     wave = torch.arange(shape.tokens * shape.head_dim, device=device, dtype=torch.float32).mul_(0.618 + seed).sin_()
     tensor.copy_(wave.view(1, 1, shape.tokens, shape.head_dim))
     return tensor
 
 
-def _seconds(config: AttentionConfig, tensors: tuple[Tensor, Tensor, Tensor], most: float) -> float:
-    """Of one call; it ends with _TakesLong after ``most``."""
-    _finished(tensors[0])
-    start = time.perf_counter()
-    _finished(_attend(config, AUTO, tensors, start + most))
-    return time.perf_counter() - start
-
-
-def _attend(
-    config: AttentionConfig, size: int, tensors: tuple[Tensor, Tensor, Tensor], deadline: float = float("inf")
-) -> Tensor:
+def _attend(config: AttentionConfig, size: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     host.throw_if_interrupted()
-    with between_blocks(_checkpoint(deadline)):
+    with between_blocks(lambda done, total: host.throw_if_interrupted()):
         return sdpa(*tensors, config=replace(config, kv_block=size or None))
-
-
-def _checkpoint(deadline: float) -> Callable[[int, int], None]:
-    def checkpoint(done: int, total: int) -> None:
-        host.throw_if_interrupted()
-        if time.perf_counter() > deadline and done < total:
-            raise _TakesLong
-
-    return checkpoint
-
-
-def _finished(tensor: Tensor) -> None:
-    """Wait for the device, of whatever kind: a number can be read when it is there."""
-    tensor[0, 0, 0, 0].item()

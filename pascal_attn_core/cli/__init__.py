@@ -16,7 +16,7 @@ from ..version import __version__
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
     "selftest": "check and time every route and kernel on this machine; prints one block to paste",
-    "bench": "time every route, torch's own kernels and installed peers on typical shapes",
+    "bench": "time every route and torch's own kernels on typical shapes",
     "run": "run a program with its attention computed by this package, and report when it ends",
     "replay": "run captured attention calls through every route",
     "second-card": "what a second card would gain, per model and pair of cards: calculated, not measured",

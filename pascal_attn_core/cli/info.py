@@ -130,7 +130,7 @@ def describe(info: Info) -> str:
 
 
 def _together_lines(info: Info) -> list[str]:
-    """Of machines with several cards."""
+    """The lines about cards that work together."""
     machine = info.machine
     lines = together_lines(machine)
     if not lines:
@@ -185,7 +185,7 @@ def _route_lines(info: Info) -> list[str]:
 
 
 def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> list[str]:
-    """What a route takes, and what it refuses, grouped by reason."""
+    """The lines about a route: the calls that it takes, and those that it refuses, grouped by reason."""
     none = [kind for group in refused.values() for kind in group]
     if not none:
         return [f"{route:6s} takes all of them"]

@@ -27,7 +27,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table as aligned text."""
+    """A table as aligned text."""
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows)]
     lines = [title]
     for row in (columns, *rows):

@@ -104,11 +104,11 @@ class BoundSite(Site):
         return True
 
     def enter(self, sliced: SlicedForward) -> None:
-        """Note that ``sliced`` uses it now. A proof holds only for the forward that it was made for."""
+        """Note that ``sliced`` uses it now. A refusal holds only for the forward that was tried."""
+        self.plans.clear()  # nothing has compared the module's state in between; what trials found is shared
         self._sliced, inner = weakref.ref(sliced), sliced.inner
         is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
         if not is_same:
-            self.plans.clear()
             self.used.clear()
             self.refusals.clear()
         self._is_plain, self._inner = inner is None, _nothing if inner is None else _reference(inner)

@@ -17,7 +17,8 @@ from .hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
-from .trial import hooked_children, structure_of
+from .state import State
+from .trial import hooked_children
 
 _MAX_PLANS = 256
 _proof_lock = threading.RLock()
@@ -27,7 +28,7 @@ class SlicedForward:
     """Replaces a module's ``forward``. It has slots, so that hooks that wrap it copy no attributes from it."""
 
     __slots__ = (
-        "__weakref__", "_defined", "inner", "module", "recheck", "sites", "whole",
+        "__weakref__", "_defined", "inner", "module", "recheck", "sites", "state", "whole",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
@@ -36,6 +37,7 @@ class SlicedForward:
         self.whole = inner or types.MethodType(self._defined, module)  # the module's forward without us
         self.sites: list[Site] = []
         self.recheck = Recheck()
+        self.state: State | None = None  # what the module's code referred to when it was tried
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -72,16 +74,19 @@ class SlicedForward:
         plan = site.plans.get(key)
         if torch.compiler.is_compiling():
             return plan or WHOLE
-        has_changed = plan is not None and plan.structure is not None and plan.structure != structure_of(self.module)
-        if has_changed:
-            self.recheck = Recheck()
-        if plan is None or has_changed:
+        if self.state is not None and self.state.has_changed():
+            self._forget()
+            plan = None
+        if plan is None:
             hooked = hooked_children(self.module) if site.settings.verify else []
             if hooked:  # until it is taken off
                 plan = site.used[key] = Plan((), f"a hook on {hooked[0]} would see slices of its tokens", refused=True)
                 return plan
             with _proof_lock:
                 plan = make_plan(self.whole, self.module, site, args, kwargs, is_own=self.inner is None)
+                is_tried = site.settings.verify and plan is not WHOLE and not plan.refused
+                if is_tried and (self.state is None or self.state.has_changed()):
+                    self.state = State(self.module, self.whole)  # also if the trial has filled caches
             if len(site.plans) >= _MAX_PLANS:
                 site.plans.clear()
                 site.used.clear()
@@ -90,6 +95,12 @@ class SlicedForward:
         if plan is not WHOLE:
             site.used[key] = plan
         return plan
+
+    def _forget(self) -> None:
+        """Discard what was decided: the module's code refers to other things than it did in the trial."""
+        self.state, self.recheck = None, Recheck()
+        for site in self.sites:
+            site.plans.clear()
 
     def __deepcopy__(self, memo: dict) -> SlicedForward:
         copied = SlicedForward.__new__(SlicedForward)

@@ -56,6 +56,11 @@ def register(*additions: WeightHooks | CastingLayers) -> None:
             raise TypeError(f"expected WeightHooks or CastingLayers, got {type(addition).__name__}")
 
 
+def hook_names() -> set[str]:
+    """The attributes that hosts' hooks set on a module."""
+    return {name for hooks in _hooks for name in hooks.names}
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether a host has put a hook on this very module."""
     return any(name in module.__dict__ for hooks in _hooks for name in hooks.names)

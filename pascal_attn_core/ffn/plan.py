@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from .hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
-from .trial import Trial, structure_of, tried
+from .state import State
+from .trial import Trial, tried
 
 MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
@@ -78,7 +79,6 @@ class Plan(NamedTuple):
     Attributes:
         sizes: tokens of each slice; empty = whole.
         why: one sentence for the report.
-        structure: of the module when it was tried (:func:`.trial.structure_of`); it must still be the same.
         recompute: each slice is checkpointed.
         refused: the module does not work token by token, or was not proven to.
         relative: how far results may be apart in a re-check, relative to the largest; None = not proven, not checked.
@@ -86,7 +86,6 @@ class Plan(NamedTuple):
 
     sizes: tuple[int, ...]
     why: str
-    structure: tuple | None = None
     recompute: bool = False
     refused: bool = False
     relative: float | None = None
@@ -158,16 +157,14 @@ def make_plan(
         return Plan((), "gradients are needed and checkpoint=False")
     if _cannot_decide_now(inputs.x, site.settings):
         return WHOLE
-    structure = structure_of(module)
     try:
-        trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, structure, mode))
-        plan = _decide(site.settings, inputs, trial, wants_grad)
+        trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, *mode))
+        return _decide(site.settings, inputs, trial, wants_grad)
     except torch.OutOfMemoryError:
         return WHOLE
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
-    return plan._replace(structure=structure)
 
 
 def _trial(
@@ -181,7 +178,9 @@ def _trial(
     if not settings.verify and settings.slices(inputs.x.shape[-2]) is not None:
         return None
     is_shared = mode[0] and not any(map(is_hooked, module.modules()))
-    key = *mode, wants_grad, inputs.x.shape[:-2], inputs.x.shape[-1], inputs.x.device
+    sizes = *inputs.x.shape[:-2], inputs.x.shape[-1]
+    state = State(module, fn).key() if is_shared and settings.verify else ()
+    key = *mode, wants_grad, sizes, inputs.x.device, state
     found = settings.shared.get(key) if is_shared else None
     if found is None:
         found = tried(fn, module, inputs, verify=settings.verify, wants_grad=wants_grad, passing=settings.passing)

@@ -1,5 +1,5 @@
-"""Whether a module works token by token, f(concat(a, b)) == concat(f(a), f(b)), tried on a few of its own tokens; and
-how much memory a token takes.
+"""Whether a module works token by token, f(concat(a, b)) == concat(f(a), f(b)): tried on a few of its own tokens, and
+compared with the operators that it would run on all of them; and how much memory a token takes.
 
 The trial sees what the module does to these tokens. What it does only to others, or only later, is found by
 :mod:`.recheck`.
@@ -8,28 +8,25 @@ The trial sees what the module does to these tokens. What it does only to others
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..machine.own_thread import made_up_inputs
-from ..observe.memory import PeakMemory
+from ..observe.without_data import WithoutData
 from .hosts import casts_weights
 from .probe import probe, probe_gradients
 from .run import Inputs, NotTokenwise, slice_of
+from .state import State
 
 _TOKENS = 24
-_RANDOM = "the random state"
-_SMALL = 1 << 16  # elements of a buffer that is restored
-_PLAIN = (bool, int, float, str)
 
 
 class Trial(NamedTuple):
@@ -60,27 +57,17 @@ def tried(
     wants_grad: bool = False,
     passing: tuple[type[BaseException], ...] = (),
 ) -> Trial:
-    """Run ``fn`` on a few tokens of ``inputs``.
+    """Run ``fn`` on a few tokens of ``inputs``, and on tensors without data of their full length.
 
     Args:
-        verify: False = only the memory is measured.
+        verify: False = only the memory is measured, without any data.
         passing: exceptions that say nothing about the module (a host's interrupt): raised as they are.
     Raises:
         NotTokenwise: what keeps the module from being run in slices.
     """
-    count = min(_TOKENS, inputs.x.shape[-2])
     try:
-        with _undisturbed(module), uncompiled(module):
-            with torch.no_grad():
-                few, many = (_measured(fn, inputs, tokens, verify) for tokens in (count // 2, count))
-                dtypes = many.dtypes
-                if verify and few.operators != many.operators:
-                    raise NotTokenwise(f"runs different operators on {count} tokens than on {count // 2}")
-                relative = probe(fn, inputs, count, dtypes) if verify else 0.0
-            if verify and wants_grad:
-                # A surrounding checkpoint counts what is saved for the backward pass.
-                with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                    probe_gradients(fn, module, inputs, count, relative)
+        with _undisturbed(module, fn) as settled, uncompiled(module), made_up_inputs():
+            return _tried(fn, module, inputs, verify, wants_grad, settled)
     except (NotTokenwise, torch.OutOfMemoryError):
         raise
     except passing:
@@ -88,103 +75,163 @@ def tried(
     except Exception as error:  # whatever foreign code raises during a trial becomes the reason
         traceback.clear_frames(error.__traceback__)  # they hold the trial's tensors
         raise NotTokenwise(f"cannot be tried on a few of its tokens: {_one_line(error)}") from error
-    token_bytes = (many.peak_bytes - few.peak_bytes) / (count - count // 2)
-    out_bytes = many.out.numel() * many.out.element_size() / count
-    return Trial(token_bytes, many.peak_bytes - token_bytes * count, out_bytes, relative)
 
 
-class _Measured(NamedTuple):
-    out: Tensor
-    operators: list[str]
+def _tried(
+    fn: Callable[..., Any],
+    module: nn.Module,
+    inputs: Inputs,
+    verify: bool,
+    wants_grad: bool,
+    settled: Callable[[], None],
+) -> Trial:
+    tokens = inputs.x.shape[-2]
+    count = min(_TOKENS, tokens)
+    few = count // 2
+    with torch.no_grad():
+        if verify:
+            _followed(fn, inputs, count, with_data=True)  # fills caches
+            settled()
+        some = _followed(fn, inputs, count, with_data=True) if verify else None
+        few_of_them, all_of_them = _followed(fn, inputs, few), _followed(fn, inputs, tokens)
+        relative = 0.0
+        if some is not None:
+            if not some.operators == few_of_them.operators == all_of_them.operators:
+                raise NotTokenwise(f"runs different operators on {tokens} tokens than on a few")
+            relative = probe(fn, inputs, count, some.dtypes)
+    if verify and wants_grad:
+        # A surrounding checkpoint counts what is saved for the backward pass.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            probe_gradients(fn, module, inputs, count, relative)
+    token_bytes = (all_of_them.peak_bytes - few_of_them.peak_bytes) / (tokens - few)
+    constant_bytes = few_of_them.peak_bytes - token_bytes * few
+    return Trial(token_bytes, constant_bytes, all_of_them.out_bytes / tokens, relative)
+
+
+class _Run(NamedTuple):
+    """The operators of one run with the numbers they were given, the dtypes of their results, and the memory."""
+
+    operators: list[tuple]
     dtypes: set[torch.dtype]
     peak_bytes: int
+    out_bytes: int
 
 
-class _Operators(TorchDispatchMode):
-    """The names of the operators that run, and the dtypes of what they return."""
+class _Followed(WithoutData):
+    """Notes the operators that run, and refuses those that write to a tensor from before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_data: bool = False):
         super().__init__()
-        self.names: list[str] = []
+        self.with_data = with_data
+        self.operators: list[tuple] = []
         self.dtypes: set[torch.dtype] = set()
+        self._made: dict[int, weakref.ref] = {}  # storages, by address
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
+    def run_operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not _in_casting_layer():
+            raise NotTokenwise("reads values of a tensor, on which its path may depend")
+        if any(self._is_from_before(tensor) for tensor in _written(func, args, kwargs)) and not _in_casting_layer():
+            raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
+        out = func(*args, **kwargs) if self.with_data else super().run_operator(func, args, kwargs)
+        self.operators.append((str(func), *(arg for arg in args if isinstance(arg, (bool, int, float)))))
+        given = {storage._cdata for storage in _storages((args, kwargs))} if "lift" not in str(func) else ()
+        for storage in _storages(out):
+            if storage._cdata not in given:
+                self._note(storage)
         self.dtypes |= {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
         return out
 
+    def _note(self, storage: Any) -> None:
+        address = storage._cdata
+        self._made[address] = weakref.ref(storage, lambda _: self._made.pop(address, None))
 
-def _measured(fn: Callable[..., Any], inputs: Inputs, count: int, verify: bool) -> _Measured:
-    """Run ``fn`` on the first ``count`` tokens, of which it must leave the numbers alone."""
-    given = [slice_of(tensor.detach(), 0, count).clone() for tensor in inputs.tokens.values()]
-    inputs.call(fn, [tensor.clone() for tensor in given])  # fills caches
-    with _Operators() as operators:
+    def _is_from_before(self, tensor: Tensor) -> bool:
+        return any(storage._cdata not in self._made for storage in _storages(tensor))
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return []
+    given = {**dict(zip((argument.name for argument in schema.arguments), args)), **kwargs}
+    written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+    if "batch_norm" in schema.name and any(arg is True for arg in args):  # in training; the schema does not say it
+        written += [given.get("running_mean"), given.get("running_var")]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _storages(tree: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
+                yield leaf.untyped_storage()
+
+
+def _in_casting_layer() -> bool:
+    """Whether this is called below the forward of a layer that brings its weights: where to is its host's business."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and casts_weights(owner):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _followed(fn: Callable[..., Any], inputs: Inputs, count: int, *, with_data: bool = False) -> _Run:
+    """Run ``fn`` on the first ``count`` tokens, or without data on ``count`` tokens."""
+    mode = _Followed(with_data=with_data)
+    tensors = inputs.tokens.values()
+    if with_data:
+        given = [slice_of(tensor.detach(), 0, count).clone() for tensor in tensors]
+    else:
+        given = [mode.like(tensor, (*tensor.shape[:-2], count, tensor.shape[-1])) for tensor in tensors]
+    with mode:
         out = inputs.call(fn, given)
     if not isinstance(out, Tensor):
         raise NotTokenwise(f"returns a {type(out).__name__}, not one tensor")
     if out.dim() != given[0].dim() or out.shape[:-1] != given[0].shape[:-1]:
         raise NotTokenwise(f"turns tokens {list(given[0].shape)} into {list(out.shape)}, not one output per token")
-    before = (slice_of(tensor.detach(), 0, count) for tensor in inputs.tokens.values())
-    if verify and not all(
-        torch.equal(one.view(torch.uint8), two.contiguous().view(torch.uint8)) for one, two in zip(given, before)
-    ):
-        raise NotTokenwise("writes to its input")
     if any(out.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in given):
         raise NotTokenwise("returns its input")
-    with PeakMemory(inputs.x.device) as peak:
-        inputs.call(fn, given)
-    return _Measured(out, operators.names, operators.dtypes, peak.peak_bytes)
+    return _Run(mode.operators, mode.dtypes, mode.peak, out.numel() * out.element_size())
 
 
 @contextlib.contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """
+def _undisturbed(module: nn.Module, fn: Callable[..., Any]) -> Iterator[Callable[[], None]]:
+    """Puts back what the block changes of the state that ``fn`` refers to, and of random numbers.
+
+    Yields:
+        A function after whose call nothing must change: what has been cached by then may stay.
     Raises:
-        NotTokenwise: the block draws random numbers, or changes the module's state: both are undone first.
+        NotTokenwise: the block changes the state, or draws random numbers; both are undone first.
     """
+    states = [State(module, fn)]
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    own = [child for child in module.modules() if not casts_weights(child)]
-    kept = [(child, _plain_state(child), dict(child._buffers)) for child in own]
-    buffers = [buffer for child in own for buffer in child.buffers(recurse=False) if type(buffer) is Tensor]
-    numbers = [(buffer, buffer.detach().clone(), buffer.data) for buffer in buffers if buffer.numel() <= _SMALL]
-    changed: list[str] = []
-    with torch.random.fork_rng(devices), made_up_inputs():
-        before, numpy = (torch.get_rng_state(), random.getstate()), sys.modules.get("numpy")
-        draws = numpy.random.get_state(legacy=False) if numpy else None
-        try:
-            yield
-        finally:
-            if not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]:
-                changed.append(_RANDOM)
-            random.setstate(before[1])
-            if numpy and str(numpy.random.get_state(legacy=False)) != str(draws):
-                numpy.random.set_state(draws)
-                changed.append(_RANDOM)
-            for child, state, buffers in kept:
-                now = _plain_state(child)
-                changed += [key for key in {**state, **now} if state.get(key, kept) != now.get(key, kept)]
-                changed += [key for key, buffer in buffers.items() if child._buffers.get(key) is not buffer]
-                child.__dict__.update(copy.deepcopy(state))
-                child._buffers.update(buffers)
-            for buffer, values, data in numbers:
-                buffer.data = data
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
-                    changed.append("a buffer")
-    if _RANDOM in changed:
-        raise NotTokenwise("draws random numbers")
-    if changed:
-        raise NotTokenwise(f"changes its own state: {', '.join(changed[:3])}")
-
-
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers, words, or lists of them."""
-
-    def is_plain(value: Any) -> bool:
-        return isinstance(value, _PLAIN) or (isinstance(value, list) and all(map(is_plain, value)))
-
-    return {key: copy.deepcopy(value) for key, value in module.__dict__.items() if is_plain(value)}
+    numpy, caches_casts = sys.modules.get("numpy"), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast that is found in the cache does not appear among the operators
+    try:
+        with torch.random.fork_rng(devices):
+            draws = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
+            try:
+                yield lambda: states.append(State(module, fn))
+            finally:
+                has_drawn = not torch.equal(torch.get_rng_state(), draws[0]) or random.getstate() != draws[1]
+                random.setstate(draws[1])
+                if numpy:
+                    has_drawn |= str(numpy.random.get_state(legacy=False)) != str(draws[2])
+                    numpy.random.set_state(draws[2])
+        changes = states[-1].changes()
+        if has_drawn or changes:
+            raise NotTokenwise(
+                "draws random numbers" if has_drawn else f"changes its own state: {', '.join(changes[:3])}"
+            )
+    except BaseException:
+        states[0].put_back()
+        raise
+    finally:
+        torch.set_autocast_cache_enabled(caches_casts)
 
 
 @contextlib.contextmanager
@@ -202,24 +249,6 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
         raise NotTokenwise("holds a module compiled by torch.compile; torch 2.6 could run it uncompiled in a trial")
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def structure_of(module: nn.Module) -> tuple:
-    """Equal for modules that are built alike; another one than before where layers, hooks, modes or plain settings have
-    been exchanged."""
-    return tuple(
-        (
-            type(child), child.training, len(child._forward_hooks), len(child._forward_pre_hooks),
-            None if child is module else id(child.__dict__.get("forward")),
-            *((name, p.shape, p.dtype, p.requires_grad) for name, p in child._parameters.items() if p is not None),
-            *(() if casts_weights(child) else _plain_items(child)),
-        )
-        for child in module.modules()
-    )  # fmt: skip
-
-
-def _plain_items(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in module.__dict__.items() if isinstance(value, _PLAIN))
 
 
 def hooked_children(module: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ def linear_digest() -> str:
 
 
 class LinearTrials(Trials):
-    """Of the kernels for linear layers: a verdict of their own, which leaves attention as it is."""
+    """Trials of the kernels for linear layers: their verdict leaves attention as it is."""
 
     file, words = "trial-linear", "the int8 linear kernel"
 

@@ -1,4 +1,4 @@
-"""What a card of AMD's is by the system, whatever the environment makes the runtime take it for; and its clocks.
+"""AMD's cards as the system knows them, whatever the environment makes the runtime take them for; and their clocks.
 
 ``HSA_OVERRIDE_GFX_VERSION=10.3.0`` makes ROCm take every card for a gfx1030, which is how most RX 5000 cards run
 torch's wheels. They lack some of that architecture's instructions, and one of those ends the process. The kernel driver
@@ -7,6 +7,7 @@ knows better: ``gfx_target_version`` in the topology that it shows (Linux kernel
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +31,10 @@ class Node(NamedTuple):
 
 def nodes(folder: Path = _NODES) -> list[Node]:
     """The GPUs that the kernel driver lists; [] where there is no such list."""
-    try:
-        files = sorted(folder.glob("*/properties"), key=lambda file: (len(file.parent.name), file.parent.name))
-        found = [_node(file.read_text(encoding="utf-8")) for file in files]
-    except OSError:
-        return []
+    found: list[Node | None] = []
+    for file in sorted(folder.glob("*/properties"), key=lambda file: (len(file.parent.name), file.parent.name)):
+        with contextlib.suppress(OSError):  # a container may read the files of its own cards only
+            found.append(_node(file.read_text(encoding="utf-8")))
     return [node for node in found if node is not None]
 
 
@@ -76,8 +76,8 @@ def _reading(file: Path, unit: float) -> float | None:
 
 
 def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:
-    """What a card is, ``"gfx1010"``, where the environment makes it another one, or :data:`UNKNOWN`; "" where it is
-    left as it is.
+    """The architecture of a card, ``"gfx1010"``, where the environment makes it another one, or :data:`UNKNOWN`; ""
+    where it is left as it is.
 
     Args:
         place: of the card.

@@ -63,7 +63,7 @@ class DeviceInfo:
 
     @property
     def known_arch(self) -> str | None:
-        """What a card of AMD's is; None where that is not known."""
+        """The real architecture of a card of AMD's; None where that is not known."""
         return None if self.true_arch == UNKNOWN else self.true_arch or self.arch
 
     @property
@@ -157,12 +157,12 @@ def _place(props: Any) -> Place:
 
 
 def _wave_size(arch: str) -> int:
-    """Of an architecture where torch does not say it: AMD's instruction set guides."""
+    """Threads of a wave of an architecture where torch does not say it: AMD's instruction set guides."""
     return 32 if arch.startswith(("sm_", "gfx10", "gfx11", "gfx12")) else 64 if arch.startswith("gfx9") else 0
 
 
 def cpu_name() -> str:
-    """What the processor is called; "CPU" where nobody says."""
+    """The name of the processor; "CPU" where the system does not say."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as file:
         return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     return platform.processor() or platform.machine() or "CPU"
@@ -214,7 +214,7 @@ def core_l2_bytes(caches: list[Cache]) -> int:
 
 
 def smi_id(device: torch.device) -> str:
-    """What ``nvidia-smi --id`` knows a CUDA device by. It counts as the driver does, torch as CUDA_VISIBLE_DEVICES
+    """The name of a CUDA device for ``nvidia-smi --id``, which counts as the driver does, torch as CUDA_VISIBLE_DEVICES
     says; only the identifier is common to both. The index where this torch does not tell the identifier."""
     index = torch.cuda.current_device() if device.index is None else device.index
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

@@ -114,7 +114,7 @@ def look_around(*, asks_devices: bool = True) -> Machine:
 
 
 def device_names() -> list[str]:
-    """What torch calls the devices it can use: every GPU, or else the CPU."""
+    """The names of the devices that torch can use: every GPU, or else the CPU."""
     if torch.cuda.is_available():
         return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if torch.xpu.is_available():
@@ -145,7 +145,7 @@ def ask_driver() -> str:
 
 
 class Clocks(NamedTuple):
-    """What the driver reports about a card at one moment: multiprocessor and memory clock in MHz, temperature in
+    """A card at one moment, as its driver reports it: multiprocessor and memory clock in MHz, temperature in
     degrees Celsius, power in watts; None where it does not say."""
 
     sm_mhz: float | None
@@ -343,7 +343,7 @@ def device_lines(machine: Machine, number: int) -> list[str]:
 
 
 def together_lines(machine: Machine) -> list[str]:
-    """What several cards could do together; nothing for one card."""
+    """The links of several cards; nothing for one card."""
     lines: list[str] = []
     for number, link in enumerate(machine.links):
         text = "PCIe link unknown" if link is None else link.text

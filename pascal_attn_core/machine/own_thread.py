@@ -22,7 +22,7 @@ _local = _Local()
 
 @contextmanager
 def made_up_inputs() -> Iterator[None]:
-    """The user's modules run below on inputs of ours: whoever learns from inputs must not learn from these."""
+    """The user's modules run below on inputs of ours: what learns from inputs must not learn from these."""
     before, _local.is_made_up = _local.is_made_up, True
     try:
         yield
@@ -36,7 +36,7 @@ def inputs_are_made_up() -> bool:
 
 
 def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
-    """What ``work()`` returns, run in a new thread that has ended when this returns.
+    """Return ``work()``, run in a new thread that has ended when this returns.
 
     Nothing that belongs to the caller's thread holds there: saved-tensor hooks (those of gradient checkpointing, say),
     dispatch and function modes, dispatch keys (the body of a custom operator lies below autograd), grad and inference

@@ -1,4 +1,5 @@
-"""What this process knows of one device: the owner of all that is loaded, verified, timed, planned or capped there.
+"""The knowledge of this process about one device: the owner of all that is loaded, verified, timed, planned or capped
+there.
 
 A part of it is an object of a class of its own (:class:`..routes.tiled.Walks`,
 :class:`..fused.trust.kernels.Kernels` ...) and is made when it is first needed. For other facts about a device, or
@@ -70,7 +71,7 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def runtimes() -> list[Runtime]:
-    """Those that exist."""
+    """All runtimes that exist."""
     with _lock:
         return list(_runtimes.values())
 

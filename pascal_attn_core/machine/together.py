@@ -1,4 +1,4 @@
-"""What several cards of one machine could do together: whether one reads the other's memory, and their PCIe links."""
+"""Several cards of one machine: whether one reads the other's memory, and their PCIe links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Link(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """What copies from and to pinned memory may reach each way; 0 where the generation is not known."""
+        """The rate that copies from and to pinned memory may reach each way; 0 where the generation is not known."""
         return REACHED * self.width * _LANE_BYTES.get(self.generation, 0.0)
 
     @property

@@ -85,7 +85,7 @@ def _install(index: str) -> str:
 
 
 def wheel_for(capability: tuple[int, int]) -> str:
-    """What to install for a CUDA card: a pip command, or a sentence if no wheel has code for it."""
+    """The wheel to install for a CUDA card: a pip command, or a sentence if no wheel has code for it."""
     major, minor = capability
     if capability < _CUDA_FIRST:
         return (
@@ -102,7 +102,7 @@ def has_rocm_wheel(arch: str) -> bool:
 
 
 def rocm_wheel_for(arch: str) -> str:
-    """What to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
+    """The wheel to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
     if arch in _ROCM_GFX9 + _ROCM_RDNA:
         index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
         return _install(index)

@@ -67,6 +67,11 @@ def uncounted() -> Iterator[None]:
         _leaving.on = before
 
 
+def is_uncounted(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` was allocated, or first seen, within :func:`uncounted`."""
+    return tensor.untyped_storage()._cdata in _left_out
+
+
 class Measurement(NamedTuple):
     """The result of :func:`measure`.
 
@@ -114,7 +119,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
         self.device = torch.device(device)
-        self._follower = _Follower(self.device.type)
+        self._follower = Follower(self.device.type)
         self._is_cuda = self.device.type == "cuda"
         if not (follow or self._is_cuda):
             raise ValueError(
@@ -223,7 +228,7 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
 
 
 def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What remains under each limit of this process's control group and of its parents; page cache counts as free."""
+    """Bytes left under each limit of this process's control group and its parents; page cache counts as free."""
     try:
         paths = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -257,7 +262,7 @@ class _Storage:
         self.ref, self.nbytes, self.is_new = ref, nbytes, is_new
 
 
-class _Follower(TorchDispatchMode):
+class Follower(TorchDispatchMode):
     """Follows storages by their address; a weak reference reports when one dies, before its address is reused."""
 
     supports_higher_order_operators = True
@@ -377,7 +382,7 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
 def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
     operators. Called as usual, their inside would not be seen."""
-    if _has_kernel(func, "CompositeImplicitAutograd"):
+    if is_composite(func):
         return _DispatchKey.CompositeImplicitAutograd
     backend = _BACKENDS.get(device_type, "")
     has_own_meta = func._schema.name == "aten::_safe_softmax"  # for shapes only: it hides a mask of the input's size
@@ -388,6 +393,11 @@ def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
     if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
         return _DispatchKey.CompositeExplicitAutograd
     return None
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Whether an operator is made of others and has no kernel of its own: in inference mode it arrives whole."""
+    return _has_kernel(func, "CompositeImplicitAutograd")
 
 
 def _has_kernel(func: OpOverload, key: str) -> bool:

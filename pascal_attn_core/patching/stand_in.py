@@ -126,7 +126,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         self._loaded[name] = module
 
     def _members(self, source: str) -> dict[str, Any]:
-        """The members that ``"module: a b c=d"`` names, by the names that programs find."""
+        """The objects that ``"module: a b c=d"`` names, by the names that programs find."""
         where, _, names = source.partition(": ")
         ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
         pairs = (member.partition("=") for member in names.split())

@@ -177,7 +177,7 @@ class FusedRoute(Route):
 
 
 class Int8Route(Route):
-    """The same kernel with Q and K in 8 bits: only where it is asked for by name."""
+    """Our kernel with Q and K in 8 bits: only where it is asked for by name."""
 
     name = "fused-int8"
     is_opt_in = True
@@ -233,10 +233,10 @@ def find_plan(
         packed=packed,
         arch=kernels.variant_arch,
     )
-    if plan.last is not None:
-        exceeds = budget_bytes is not None and plan.last.part_bytes(call) > budget_bytes
-        if exceeds or kernels.reasons((plan.last.variant,)):
-            plan = plan._replace(last=None)
+    if plan.tail is not None:
+        exceeds = budget_bytes is not None and plan.tail.part_bytes(call) > budget_bytes
+        if exceeds or kernels.reasons((plan.tail.variant,)):
+            plan = plan._replace(tail=None)
     if config.atomic_gradients and plan.gradients:
         plan = _with_atomic_gradients(call, config, plan, kernels, budget_bytes)
     reasons = kernels.reasons(plan.variants)
@@ -283,12 +283,12 @@ def why_untried(call: AttentionCall, plan: Plan) -> str:
 def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
     """The plan, without a kernel for the last rows that cannot be had here or gives wrong answers: that of the other
     rows computes them as well."""
-    if plan.last is None:
+    if plan.tail is None:
         return plan
     try:
-        kernels.ensure((plan.last.variant,))
+        kernels.ensure((plan.tail.variant,))
     except RouteUnavailable:
-        return plan._replace(last=None)
+        return plan._replace(tail=None)
     return plan
 
 

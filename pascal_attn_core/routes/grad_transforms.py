@@ -2,7 +2,7 @@
 
 ``create_graph=True`` asks for gradients that can be differentiated. The routes that compute theirs by hand have no
 formula for that, but many programs ask and never differentiate: they get the gradients, attached to a node that raises
-when somebody does.
+when their gradient is asked for.
 
 ``is_grads_batched=True`` (``jacobian(vectorize=True)``, ``gradcheck(check_batched_grad=True)``, ``torch.func.vmap``
 around ``torch.autograd.grad``) calls a backward once with a tensor that stands for many. Buffers, ``out=`` and launches
@@ -34,7 +34,7 @@ def in_any_transform(
 
     Args:
         compute: at most 5 gradients or None; it is called without a graph, once per element of a batch.
-        route: for the error that whoever differentiates the gradients gets.
+        route: its name, for the error of differentiating the gradients.
         inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
     """
     if torch.is_grad_enabled():

@@ -73,9 +73,8 @@ def call(
     if isinstance(attn_mask, LazyMask):
         if not isinstance(attn_mask.rule, MaskRule) and not _has_no_numbers(query):
             _check_that_a_graph_may_break(attn_mask, query)
-            from .outside_graphs import sdpa_with_an_unregistered_mask_rule as run_outside
-
-            out, lse = run_outside(query, key, value, attn_mask, options, config, with_lse)
+            outside = (query, key, value, attn_mask, options, config, with_lse)
+            out, lse = sdpa_with_an_unregistered_mask_rule(*outside)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
     is_traced = torch._C._get_tracing_state() is not None
@@ -92,6 +91,22 @@ def call(
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
     return AttentionOutput(out, lse)
+
+
+@torch.compiler.disable
+def sdpa_with_an_unregistered_mask_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: LazyMask,
+    options: Options,
+    config: AttentionConfig | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
+    rule is not registered by :func:`~pascal_attn_core.lazy_mask.mask_rule`."""
+    call = check_call(query, key, value, attn_mask, options)
+    return run(call, default_config() if config is None else config, with_lse=with_lse)
 
 
 def _with_window(options: Options, sides: Sequence[int]) -> Options:
@@ -234,7 +249,7 @@ def _sdpa(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _empty_results(call: AttentionCall, *, with_lse: bool, for_grad: bool) -> tuple[Tensor, ...]:
-    """What the operator returns, as far as shapes, dtypes and strides go."""
+    """Results of the operator without values: their shapes, dtypes and strides."""
     out, like, dtype = empty_output(call), call.query, call.sums_dtype
     lse = like.new_empty(out.shape[:-1] if with_lse or for_grad else (0,), dtype=dtype)
     log_sum = like.new_empty(out.shape[:-1] if for_grad and call.has_bias else (0,), dtype=dtype)

@@ -1,7 +1,7 @@
-"""What a route is, and how one becomes part of autograd's graph.
+"""The interface of a route, and how one becomes part of autograd's graph.
 
 A route is an object: ``plan`` says how it would take a call, or why it cannot; ``claim`` whether it wants the call when
-nobody names a route; ``forward`` and ``backward`` compute. The list of them is :data:`.run.ROUTES`.
+no route is named; ``forward`` and ``backward`` compute. The list of them is :data:`.run.ROUTES`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Request:
         return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)
 
     def plan(self, route: Route) -> Any:
-        """What ``route.plan`` answers, asked once."""
+        """The answer of ``route.plan``, asked once."""
         if route not in self._plans:
             self._plans[route] = route.plan(self)
         return self._plans[route]
@@ -107,12 +107,12 @@ class Route:
 
     def claims_gradients(self, request: Request) -> bool:
         """Whether the route wants to go back from results that are given, whatever computed them, if none that comes
-        earlier in the list does and nobody names a route."""
+        earlier in the list does and no route is named."""
         return False
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
-        """What parts of a call (some of its key/value heads) must know so that each row comes out with the bits that it
-        has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
+        """The facts that parts of a call (some of its key/value heads) must know so that each row comes out with the
+        bits that it has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
 
         Args:
             plan: of the whole call.

@@ -119,7 +119,7 @@ def choose(
 
 
 def _with_remark(choice: Choice) -> Choice:
-    """What became of a wish for the kernels, behind the sentence that says why the route was chosen."""
+    """The choice with the plan's remark about the kernels added to its sentence."""
     if isinstance(choice.plan, Plan) and choice.plan.remark:
         return replace(choice, why=f"{choice.why}; {choice.plan.remark}")
     return choice
@@ -251,7 +251,7 @@ def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None
 
 
 def is_watched() -> bool:
-    """Whether anybody observes or records calls. It never changes what runs."""
+    """Whether calls are observed or recorded. It never changes what runs."""
     return bool(_observers or report.active)
 
 

@@ -40,7 +40,7 @@ from ..machine.device import MIB, device_info
 from ..machine.runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
-from .short import AsItIs
+from .short import TorchAsIs
 from .timing_table import TimingTable
 
 log = logging.getLogger("pascal_attn")
@@ -360,7 +360,7 @@ def _shared(request: Request, alone: Choice) -> Shared | str:
     why = _why_alone(call, request, devices)
     if why:
         return why
-    if isinstance(alone.by, (AsItIs, MathRoute)):
+    if isinstance(alone.by, (TorchAsIs, MathRoute)):
         return "its score matrix is small"
     shared = alone.by.for_parts(call, config, alone.plan)
     if isinstance(shared, list):

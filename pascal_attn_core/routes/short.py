@@ -24,7 +24,7 @@ _EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 _MANY_KEYS = 1 << 21
 
 
-class AsItIs(Route):
+class TorchAsIs(Route):
     """Torch's function on the arguments as they came; named after the kernel that it will take."""
 
     is_differentiable = True
@@ -43,7 +43,7 @@ class ShortCalls(Route):
     """Claims the short calls. Of these only the name is open: which kernel torch's function will take."""
 
     def __init__(self) -> None:
-        self.by_kernel, self.by_math = AsItIs("torch"), AsItIs("math")
+        self.by_kernel, self.by_math = TorchAsIs("torch"), TorchAsIs("math")
 
     def claim(self, request: Request) -> Choice | None:
         call, config = request.call, request.config

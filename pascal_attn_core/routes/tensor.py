@@ -74,7 +74,7 @@ class TensorRoute(FusedRoute):
         return times is not None and times.are_longer(with_torch=False, with_plain=plain_takes_it)
 
     def times(self, request: Request) -> Times | None:
-        """What others take for calls like this one, in units of this route's time: see :meth:`.Timings.over_tensor`."""
+        """Times of other kernels for such calls, in units of this route's: see :meth:`.Timings.over_tensor`."""
         timings = request.runtime.part(Timings)
         return timings.over_tensor(self, self.plain, request.call, request.budget_bytes, with_barrier)
 

@@ -87,7 +87,7 @@ class TileKind(NamedTuple):
 
 
 class TileTiming(NamedTuple):
-    """What the times of a kind mean.
+    """The conclusion from the times of a kind.
 
     Attributes:
         ratio: the chosen tiles' time in units of that of torch's kernel; None where torch has no kernel.
@@ -121,7 +121,7 @@ class TileTimings(Contest[TileKind]):
         self._spent: dict[TileKind, int] = {}
 
     def of(self, ours: Route, request: Request) -> TileTiming | None:
-        """What is known of calls of this kind, timed now if the request allows that and it is worth it.
+        """The timing of calls of this kind, made now if the request allows that and it is worth it.
 
         Args:
             ours: the tiled route.
@@ -141,8 +141,8 @@ class TileTimings(Contest[TileKind]):
         return found
 
     def _mask_key(self, mask: Tensor) -> tuple:
-        """What the kind of a call depends on besides its sizes. The layers of a model share a mask: it is looked at
-        once."""
+        """The properties of a mask that the kind of a call depends on. The layers of a model share a mask, so it is
+        looked at once."""
         if self._last_mask is not None and self._last_mask[0]() is mask:
             return self._last_mask[1]
         key = mask.dtype, mask.shape, _kept(mask)
@@ -171,14 +171,14 @@ class TileTimings(Contest[TileKind]):
         return found
 
     def _bases(self, sample: AttentionCall) -> list[Basis]:
-        """Those that make different tiles for a call."""
+        """The bases that make different tiles for a call."""
         plans: dict[TilePlan, Basis] = {}
         for basis in cpu_bases(self.info):
             plans.setdefault(plan_call(sample, self.info, _CONFIG, basis=basis), basis)
         return list(plans.values())
 
     def verdict(self, times: Mapping[str, float] | None) -> TileTiming | None:
-        """What the times of a kind mean; None where there are none."""
+        """The conclusion from the times of a kind; None where there are none."""
         bases = {_basis_name(basis): basis for basis in cpu_bases(self.info)}
         names = [name for name in times or () if name in bases]
         if times is None or not names:
@@ -314,7 +314,7 @@ def _sizes(call: AttentionCall) -> tuple[int, int, int, int]:
 
 
 def _unit_cost(call: AttentionCall, queries: int, keys: int) -> int:
-    """Of one key/value head and its query heads, in multiply-adds."""
+    """Cost of one key/value head and its query heads, in multiply-adds."""
     products = call.groups * queries * keys // (1 + call.is_causal)
     return (products + _READ_COST * keys) * (call.head_dim + call.head_dim_v)
 

@@ -87,7 +87,7 @@ class TiledRoute(Route):
         return shared
 
     def timing(self, request: Request) -> TileTiming | None:
-        """What is known of tiles for calls of this kind on the call's device; nothing of short ones."""
+        """The timing of tiles for calls of this kind on the call's device; None for short calls."""
         call = request.call
         if call.num_heads * call.seq_len_q * call.seq_len_kv <= _SHORT_SCORES and call.seq_len_q > 1:
             return None
@@ -162,7 +162,7 @@ def _is_padding_of_several(mask: Tensor) -> bool:
 
 
 class FirstTiles(TiledRoute):
-    """The same route, before torch's kernel, for the kinds of calls for which a timing on this CPU says that tiles are
+    """Tiles before torch's kernel, for the kinds of calls for which a timing on this CPU says that tiles are
     faster."""
 
     def claim(self, request: Request) -> Choice | None:
@@ -260,7 +260,7 @@ def _kind(
 
 @dataclass(slots=True)
 class _Cap:
-    """What calls of a shape may use after the device ran out of memory with more.
+    """The memory that calls of a shape may use after the device ran out of it with more.
 
     Attributes:
         most_bytes: of extra memory.
@@ -292,7 +292,7 @@ class MemoryCaps:
             self._caps.clear()
 
     def most_bytes(self, key: tuple) -> int | None:
-        """What calls of this shape may use, None = the whole budget."""
+        """Bytes that calls of this shape may use; None = the whole budget."""
         with self._lock:
             cap = self._caps.get(key)
             if cap is not None and time.monotonic() - cap.used > _PAUSE:
@@ -326,7 +326,7 @@ class MemoryCaps:
 
 
 def forget_halvings() -> None:
-    """Plan every shape with the full budget again: for whoever knows that a new run begins. Without it the budget of a
+    """Plan every shape with the full budget again, because a new run begins. Without it the budget of a
     shape comes back step by step, and at once after a minute without a call of that shape."""
     for runtime in runtimes():
         runtime.part(MemoryCaps).clear()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, check_call
-from ..config import AttentionConfig
+from ..checks import is_out_of_memory
+from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import kernels_digest
 from ..fused.launch.plan import variants_of
 from ..fused.trust.kernels import Kernels
@@ -22,7 +23,7 @@ from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
-from .timing_table import Attempt, Contest, log, power_of_two
+from .timing_table import Attempt, Contest, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -105,7 +106,7 @@ class Times(NamedTuple):
 
     @property
     def best(self) -> float:
-        """Of the two kernels on tensor cores."""
+        """Time of the faster of the two kernels on tensor cores."""
         return min(1.0, self.barrier or 1.0)
 
     def are_longer(self, *, with_torch: bool = True, with_plain: bool = True) -> bool:
@@ -192,7 +193,7 @@ class Timings(Contest[Kind]):
         return Times(*(found[name] / found["tensor"] if name in found else None for name in Times._fields))
 
     def ratios(self, against: str) -> dict[str, float]:
-        """What is known of :meth:`fused_over_torch`, or ``"plain"``, in words."""
+        """The known answers of :meth:`fused_over_torch`, or ``"plain"``, by the kind in words."""
         found = {str(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
         return {words: ratio for words, ratio in found.items() if ratio is not None}
 
@@ -208,11 +209,7 @@ class Timings(Contest[Kind]):
         self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
     ) -> dict[str, float] | None:
         with torch.set_grad_enabled(kind.gradients):
-            try:
-                return self.timed(kind, attempts(sample_call(call, kind)))
-            except _TorchFailed as failure:
-                log.info("torch's math fails on %s for %s: %s", self.device, kind, failure.__cause__)
-                return None
+            return self.timed(kind, attempts(sample_call(call, kind)))
 
     def conditions(self) -> dict[str, str]:
         arch = self.runtime.part(Kernels).variant_arch
@@ -230,20 +227,14 @@ def _if_all(**attempts: Attempt | None) -> dict[str, Attempt]:
     return found if len(found) == len(attempts) else {}
 
 
-class _TorchFailed(Exception):
-    """torch could not compute a call that was to be timed; its error is the cause."""
-
-
 def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """An attempt of torch's, whose errors are not ours; a lack of memory is what it was."""
+    """An attempt of torch's, without which there is no answer."""
 
     def run() -> Any:
         try:
             return attempt()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise _TorchFailed from error
+            raise error if is_out_of_memory(error) else RouteUnavailable(f"torch's math fails: {error}") from error
 
     return run
 
@@ -306,7 +297,7 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
 
 
 def _without_numbers(call: AttentionCall) -> AttentionCall:
-    """What :func:`sample_call` needs of a call, which can be kept."""
+    """The call without its values, which can be kept for :func:`sample_call`."""
     mask = call.attn_mask
     query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
     return call.with_tensors(query, key, value, mask.new_empty(0) if isinstance(mask, Tensor) else mask)

@@ -1,4 +1,4 @@
-"""What has been timed on one device, and kept on disk: asked for by kind of call, found out once."""
+"""Tables of timings on one device, kept on disk: one answer per kind of call, found out once."""
 
 from __future__ import annotations
 
@@ -106,12 +106,13 @@ class TimingTable(Generic[Kind, Found]):
     def _found(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
         try:
             return in_own_thread(measure, self.device)
-        except (RouteUnavailable, torch.cuda.OutOfMemoryError):
+        except (RouteUnavailable, torch.cuda.OutOfMemoryError) as reason:
+            log.info("not timed on %s for %s: %s", self.device, kind, reason)
             self._again[kind] = time.monotonic() + RETRY_SECONDS
             return None
 
     def forget(self, kind: Kind) -> None:
-        """Find the answer for a kind out anew when it is asked for next."""
+        """Drop the answer for a kind: the next question finds it out again."""
         with self._lock:
             if self.known.pop(kind, None) is not None:
                 self._write(self.known)
@@ -174,8 +175,7 @@ class TimingTable(Generic[Kind, Found]):
 
 
 class Contest(TimingTable[Kind, dict[str, float]]):
-    """What each of some attempts at the same small work takes, in milliseconds by the attempt's name, for each kind of
-    call.
+    """Milliseconds of several attempts at the same small work, by the attempt's name, for each kind of call.
 
     Attributes:
         kind_type: the class of the kinds.
@@ -219,7 +219,7 @@ def least_times(attempts: list[Attempt], device: torch.device, *, rounds: int, s
 
 
 def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: float | None) -> list[list[float]]:
-    """Milliseconds of each attempt in each round; no run begins after so many seconds, None = without an end."""
+    """Milliseconds of each attempt in each round; no run begins after ``seconds``, None = no limit."""
     times: list[list[float]] = [[] for _ in attempts]
     spent = 0.0
     for _ in range(rounds):
@@ -232,7 +232,7 @@ def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: 
 
 
 def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> float:
-    """Mean milliseconds of one of so many calls in a row.
+    """Mean milliseconds of one of several calls in a row.
 
     On CUDA it is the time between two events of the device's stream. On a CPU with one thread it is that thread's own
     time, which other processes disturb least; else wall time, between two synchronisations.

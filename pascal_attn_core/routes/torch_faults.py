@@ -124,7 +124,7 @@ def _try(fault: Fault, kind: Kind) -> bool | None:
 
 
 class BrokenPromises:
-    """What torch's kernels have raised on one device for calls that torch has a kernel for, by kind of call."""
+    """Errors that torch's kernels have raised on one device for calls they were promised for, by kind of call."""
 
     def __init__(self, runtime: Runtime):
         self.reasons: dict[tuple, str] = {}

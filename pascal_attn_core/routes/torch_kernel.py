@@ -67,7 +67,7 @@ class TorchForm:
         return True if self.fold or self.upcast else None if self.q_step else False
 
     def words(self) -> str:
-        """What was done to the call, for a reader."""
+        """The rewriting of the call, in words."""
         parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
         extra = ["bfloat16 in float32"] if self.upcast else []
         if self.q_step:
@@ -311,7 +311,7 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
         folded = _call_torch(call, rows, form.key, form.value, form.attn_mask)
         return folded.reshape(call.out_shape)
     out = empty_output(call)
-    four = out.view(form.query.shape[0], *out.shape[-3:]) if out.dim() != 4 else out
+    four = out if out.dim() == 4 else out.view(form.query.shape[0], call.num_heads, *out.shape[-2:])
     heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q
     firsts = [(b, h) for b in range(four.shape[0]) for h in range(0, call.num_kv_heads, heads_step)]
     checkpoint, done = this_thread.checkpoint, 0

@@ -24,7 +24,7 @@ _MOST_PROBLEMS = 12
 
 @dataclasses.dataclass
 class Selftest:
-    """What was found.
+    """The findings.
 
     Attributes:
         facts: of the machine, one line each; complaints: what should be installed instead.
@@ -51,7 +51,7 @@ class Selftest:
 
     @property
     def problems(self) -> list[str]:
-        """What was wrong, one line each."""
+        """All that was wrong, one line each."""
         wrong = [kernel.text for kernel in self.kernels if not kernel.is_right]
         wrong += [check.text for check in self.checks if not check.is_right]
         return wrong + [f"timing {entry['text']}: {entry['failed']}" for entry in self.speed if entry["failed"]]

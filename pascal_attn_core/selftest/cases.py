@@ -71,7 +71,7 @@ CASES = (
 
 
 class Check(NamedTuple):
-    """What became of one call.
+    """The result of one call.
 
     Attributes:
         error: largest difference to float64, relative to the largest value; None where nothing was computed.
@@ -215,7 +215,7 @@ def _varlen(tensors: _Tensors) -> Tensor:
 
 
 def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
-    """The same numbers on every machine: drawn on the CPU."""
+    """The tensors of a case, drawn on the CPU: every machine gets the same numbers."""
     generator = torch.Generator().manual_seed(len(case.name))
     kind = getattr(torch, dtype)
 
@@ -245,7 +245,7 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same view of the same memory on another device; moving the view itself would pack it."""
+    """A view like this one of its whole memory on another device; moving the view itself would pack it."""
     base = tensor if tensor._base is None else tensor._base
     return torch.as_strided(base.to(device), tensor.shape, tensor.stride(), tensor.storage_offset())
 

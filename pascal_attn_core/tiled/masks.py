@@ -69,7 +69,7 @@ def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device
 
 
 class TileState(Enum):
-    """What a mask does to one tile."""
+    """The effect of a mask on one tile."""
 
     EMPTY = 0  # no query of the tile may look at any of its keys
     FULL = 1  # the mask changes nothing here
@@ -107,7 +107,7 @@ class MaskTiles:
         return self._keys(u0, u1)[:2]
 
     def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
-        """What the mask does to one tile of keys within :meth:`key_range`; MIXED where it is not looked at."""
+        """The effect of the mask on one tile of keys within :meth:`key_range`; MIXED where it is not looked at."""
         if self._look_at_keys:
             return TileState.FULL if self._keys(u0, u1)[2] else TileState.MIXED
         if not self._look_at_tiles:
@@ -135,7 +135,7 @@ class MaskTiles:
 
 
 def _key_range(rows: Tensor) -> tuple[int, int, bool]:
-    """Of a mask ``[N, S]``: first and one-past-last key that any row takes, and whether all rows take all between."""
+    """First and one-past-last key that any row of a mask ``[N, S]`` takes, and whether all rows take all between."""
     is_bool = rows.dtype == torch.bool
     allowed = (rows if is_bool else rows != -torch.inf).any(dim=0).view(torch.uint8)
     first, last = int(allowed.argmax()), len(allowed) - int(allowed.flip(0).argmax())
@@ -180,7 +180,7 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
 
 
 class Rule(NamedTuple):
-    """What restricts one tile.
+    """The restrictions of one tile.
 
     upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
     ``[u, G, tokens, keys]``, bool or float. None = nothing.
@@ -247,7 +247,7 @@ class Rules:
         return first, last
 
     def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
-        """What restricts this tile, or None if nobody may look at any of its keys."""
+        """The restrictions of this tile, or None if no query may look at any of its keys."""
         upper, lower = self.band.diagonals(q0, q1, j0, j1)
         if self.lazy is not None:
             tile = self.lazy.tile(u0, u1, q0, q1, j0, j1)

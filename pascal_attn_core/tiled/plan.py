@@ -73,7 +73,7 @@ def plan_call(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Walk:
-    """What a pass over a call in tiles needs to know that follows from its sizes, strides, dtypes and tile shape alone:
+    """The part of a pass over a call in tiles that follows from its sizes, strides, dtypes and tile shape alone:
     one serves all calls of a kind. It holds no tensor.
 
     Attributes:

@@ -132,7 +132,7 @@ class TileProducts:
         2^score * value can overflow. 0 = no row qualifies; inf = all of its rows do.
 
         Args:
-            key_ranges: per span, the keys that anybody may look at.
+            key_ranges: per span, the keys that any query may look at.
         On a GPU, where each look at a value waits for the device, the queries themselves are included and the answer is
         inf or 0, from one look for all spans.
         """

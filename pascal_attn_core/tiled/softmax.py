@@ -109,7 +109,7 @@ class OnlineSoftmax(Softmax):
         self.row_max.copy_(shift)
 
     def lse(self, log_sum: Tensor) -> Tensor:
-        """m + log l, in the place of log l."""
+        """m + log l, written over log l."""
         return log_sum.add_(self.row_max, alpha=1.0 if self.tile.unit == 1.0 else LN_2)
 
     def clear(self) -> None:
@@ -117,7 +117,7 @@ class OnlineSoftmax(Softmax):
         self.row_max.fill_(-math.inf)
 
     def part(self, first: int, last: int) -> OnlineSoftmax:
-        """Some of the rows."""
+        """The state of some of the rows."""
         return OnlineSoftmax(self.tile, *self._rows(first, last), row_max=self.row_max[:, first:last])
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from ..patching.patch import Patch, PatchGroup
 from ..patching.targets import autoencoder_of
 from .calls import METHODS, Settings, Site, bound
+from .lazy import NotInBands
 from .report import VaeReport
-from .room import KEEP
-from .run import NotInBands
+from .store import KEEP
 
 __all__ = ["NotInBands", "VaePatch", "VaeReport", "patch_vae"]
 
@@ -67,8 +67,8 @@ def patch_vae(
         raise ValueError(f"keep must be one of {', '.join(KEEP)}, got {keep!r}")
     if when not in ("always", "needed"):
         raise ValueError(f"when must be 'always' or 'needed', got {when!r}")
-    if budget_mib is not None and not budget_mib > 0:
-        raise ValueError(f"budget_mib must be a positive number of MiB, got {budget_mib}")
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+        raise TypeError(f"methods must be a tuple of names, got {methods!r}")
     found = [name for name in methods if callable(getattr(vae, name, None))]
     if not found:
         raise ValueError(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")

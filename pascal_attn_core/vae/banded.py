@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..attention import sdpa
 from . import operators
-from .lazy import Filled, Known, Lazy, aten
-from .run import NotInBands, Run
+from .lazy import Filled, Known, Lazy, NotInBands, aten
+from .run import Run
 from .trees import leaves, mapped
 
 _SMALLER = 16  # a result of an operator that ran whole, so many times smaller than its input, is an ordinary tensor
@@ -41,6 +41,7 @@ class Banded(Tensor):
 
     def __init__(self, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None):
         self.node, self.run = node, run
+        run.tensors[id(self)] = self
         self.family = weakref.WeakSet() if parent is None else parent.family
         self.family.add(self)
         self.origin: tuple[Banded, int, int, int] | None = None
@@ -74,7 +75,18 @@ _ATTENTION = {nn.functional.scaled_dot_product_attention, sdpa}
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _dispatch(aten.linear.default, (input, weight, bias), {})
+    return _dispatch(aten.linear.default, _autocast(input, weight, bias), {})
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The arguments of an operator as autocast casts them. Of the others torch has done that before they come here."""
+    kind = _first(tensors).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors
+    )
 
 
 def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: float | None = None) -> Any:
@@ -105,7 +117,7 @@ def _attention(
 ) -> Banded:
     first = _first((query, key, value, attn_mask))
     options |= {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    q, k, v, mask = _nodes((query, key, value, attn_mask))
+    q, k, v, mask = _nodes(_autocast(query, key, value, attn_mask))
     node = operators.attention(first.run, q, k, v, mask, options)
     return Banded(node, first.run, first.device)
 
@@ -222,13 +234,14 @@ def _whole(first: Banded, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any
     if run.is_rehearsal:
         kwargs = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
     given, named = mapped(real, (args, kwargs))
-    found = run.patiently(lambda: func(*given, **named))
+    with run.as_recorded():
+        found = run.patiently(lambda: func(*given, **named))
     largest = max(leaf.numel() for leaf in leaves((args, kwargs)) if isinstance(leaf, Banded))
 
     def kept(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (leaf.numel() * _SMALLER <= largest and not run.is_rehearsal):
             return leaf
-        return Banded(Known(leaf.to("meta"), run.room.home(leaf)), run, first.device)
+        return Banded(Known(leaf.to("meta"), run.store.on_device(leaf)), run, first.device)
 
     return mapped(kept, found)
 
@@ -238,3 +251,23 @@ def ordinary(tensor: Banded) -> Tensor:
     if tensor.run.is_rehearsal:
         raise NotInBands("a shape-only run has no numbers")
     return tensor.run.whole(tensor.node)
+
+
+def finish(run: Run) -> None:
+    """The tensors of a run that are still in use become ordinary ones, wherever they are held: in its result, in
+    attributes of the model, in a hook's list. In a rehearsal they are on ``meta``."""
+    _let_go_of_origins(run)
+    survivors = list(run.tensors.values())
+    run.tensors.clear()  # a tensor with weak references cannot be swapped
+    for tensor in survivors:
+        tensor.family.clear()
+    for tensor in reversed(survivors):  # a view holds what it is a view of, which was there before
+        made = torch.empty_like(tensor.node.like) if run.is_rehearsal else ordinary(tensor).detach()
+        torch.utils.swap_tensors(tensor, made)
+        del made
+
+
+def _let_go_of_origins(run: Run) -> None:
+    """Slices hold what they are slices of, which nobody else may need any more."""
+    for tensor in list(run.tensors.values()):
+        tensor.origin = None

@@ -10,20 +10,23 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from ..checks import is_out_of_memory
 from ..machine.device import MIB
 from ..observe.memory import available_bytes
-from .banded import Banded, ordinary
+from .banded import Banded, finish
+from .lazy import NotInBands
 from .proof import differs
 from .report import VaeCall
-from .run import Figures, NotInBands, Run, is_out_of_memory, same_random_numbers
+from .run import Figures, Run, same_random_numbers
+from .state import hooked_weights, is_compiled, snapshot
 
 log = logging.getLogger("pascal_attn")
 METHODS = ("decode", "encode")
@@ -48,18 +51,32 @@ class Settings:
     expected_bytes: Callable[..., int] | None
     enabled: bool = True
 
+    def __post_init__(self) -> None:
+        if self.budget_mib is not None:
+            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
+                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
+            if not 0 < self.budget_mib < float("inf"):
+                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"verify must be a bool, got {self.verify!r}")
+        for name in ("progress", "expected_bytes"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function or None, got {getattr(self, name)!r}")
+
 
 class Site:
     """One method of one VAE; an attribute of the VAE in the place of the method.
 
     Attributes:
         own: the method as it was.
+        had: what the VAE's attribute of that name was; None = it had none, the method is the class's.
         calls: the last ones.
     """
 
     def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: Settings):
         functools.update_wrapper(self, own)
         self.vae, self.name, self.own, self.settings = vae, name, own, settings
+        self.had = vars(vae).get(name)
         self.calls: deque[VaeCall] = deque(maxlen=_REMEMBERED)
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
@@ -73,47 +90,48 @@ class Site:
         return _same, (self.own,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place, given = _input(args, kwargs)
-        if not self._is_ours(given):
-            return self.own(*args, **kwargs)
+        given = _Given(args, kwargs)
+        if not self._is_ours(given.tensor):
+            return given.to(self.own)
         start = time.perf_counter()
 
         def note(state: str, why: str, figures: Figures | None = None) -> None:
-            self.calls.append(VaeCall(self.name, tuple(given.shape), state, why, time.perf_counter() - start, figures))
+            shape, seconds = tuple(given.tensor.shape), time.perf_counter() - start
+            self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
-        if self._needs_gradients(given):
+        if self._needs_gradients(given.tensor):
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("%s.%s does not run in bands while gradients are on: call it under torch.no_grad()",
                             type(self.vae).__name__, self.name)  # fmt: skip
             note("as it is", "gradients are on; call it under torch.no_grad()")
-            return self.own(*args, **kwargs)
-        reason = ""
-        if self.settings.when_needed:
-            reason = self._does_not_fit(given)
-            if not reason:
-                try:
-                    out = self.own(*args, **kwargs)
-                except RuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    reason = "it ran out of memory without bands"
-                else:
-                    note("as it is", "it fits")
-                    return out
-                if given.device.type == "cuda":
-                    torch.cuda.empty_cache()
-        refused = self._refusal(given, place, args, kwargs)
-        if refused:
-            note("refused", refused)
-            return self.own(*args, **kwargs)
-        try:
-            out, figures = self._in_bands(given, place, args, kwargs)
-        except NotInBands as error:
-            note("refused", str(error))
-            return self.own(*args, **kwargs)
-        note("in bands", reason, figures)
-        return out
+            return given.to(self.own)
+        why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
+        if self.settings.when_needed and not why_bands:
+            put_back = snapshot(self.vae)
+            try:
+                out = given.to(self.own)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                note("as it is", "it fits")
+                return out
+            put_back()
+            why_bands = "it ran out of memory without bands"
+            if given.tensor.device.type == "cuda":
+                torch.cuda.empty_cache()
+        refused = self._refusal(given)
+        if not refused:
+            try:
+                out, figures = self._in_bands(given)
+            except NotInBands as error:
+                refused = str(error)
+            else:
+                note("in bands", why_bands, figures)
+                return out
+        note("refused", refused)
+        return given.to(self.own)
 
     def _is_ours(self, given: Any) -> bool:
         """Whether a call could run in bands; others are passed on and not reported."""
@@ -138,41 +156,57 @@ class Site:
         free = None if device.type == "cpu" else available_bytes(device)
         return _CPU_BUDGET if free is None else int(0.7 * free)
 
-    def _refusal(self, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _refusal(self, given: _Given) -> str:
         """Why this kind of call must not run in bands; "" = it may."""
+        if is_compiled(self.vae):
+            return "it is compiled by torch.compile"
         if not self.settings.verify:
             return ""
-        key = (given.dtype, given.device, given.dim(), given.shape[1], tuple(sorted(kwargs)), len(args))
+        tensor, kind = given.tensor, given.tensor.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        shape = tensor.dtype, tensor.device, tensor.dim(), tensor.shape[1]
+        key = (*shape, autocast, tuple(sorted(given.kwargs)), len(given.args))
         with self._lock:
             if key not in self._proofs:
 
                 def whole(sample: Tensor) -> Any:
-                    given_args, given_kwargs = _replaced(args, kwargs, place, sample)
-                    with _without_tiles(self.vae), same_random_numbers((args, kwargs), sample.device):
-                        return self.own(*given_args, **given_kwargs)
+                    with self._trial(given), _without_tiles(self.vae):
+                        return given.replaced(sample).to(self.own)
 
                 def banded(sample: Tensor) -> Any:
                     run = Run(sample.device, 1 << 62, least_bands=3)
-                    with same_random_numbers((args, kwargs), sample.device):
-                        return self._call(run, sample, place, args, kwargs)
+                    with self._trial(given):
+                        return self._call(run, given.replaced(sample))
 
                 # frames in the place of the batch: their number is another argument
-                counts = {leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is int and leaf > 1}
-                batch = given.shape[0] if any(given.shape[0] % count == 0 for count in counts) else 1
+                counts = {leaf for leaf in tree_leaves(given) if type(leaf) is int and leaf > 1}
+                batch = tensor.shape[0] if any(tensor.shape[0] % count == 0 for count in counts) else 1
                 is_picture = self.name.startswith("encode")
-                with _in_bands_now(is_trial=True):
-                    self._proofs[key] = differs(whole, banded, given, is_picture=is_picture, batch=batch)
+                self._proofs[key] = differs(whole, banded, tensor, is_picture=is_picture, batch=batch)
             return self._proofs[key]
 
-    def _in_bands(self, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Figures]:
-        budget, keep = self._budget(given.device), self.settings.keep
-        expected = self._rehearsal(given, place, args, kwargs, budget) if self._needs_plan(given) else None
+    @contextmanager
+    def _trial(self, given: _Given) -> Iterator[None]:
+        """The block leaves the VAE and the random numbers as they were."""
+        with ExitStack() as stack:
+            stack.callback(snapshot(self.vae))
+            stack.enter_context(_in_bands_now(is_trial=True))
+            stack.enter_context(same_random_numbers(given, given.tensor.device))
+            yield
+
+    def _in_bands(self, given: _Given) -> tuple[Any, Figures]:
+        """
+        Raises:
+            NotInBands: the VAE is as it was.
+        """
+        budget = self._budget(given.tensor.device)
+        expected = self._rehearsal(given, budget) if self._needs_plan(given.tensor) else None
         if expected is not None:
             free = available_bytes("cpu")
             if free is not None and expected.host_bytes > free:
                 raise MemoryError(
-                    f"{self.name} of {list(given.shape)} in bands needs {expected.host_bytes / MIB:.0f} MiB of host "
-                    f"memory for the activations between its layers, {free / MIB:.0f} are free"
+                    f"{self.name} of {list(given.tensor.shape)} in bands needs {expected.host_bytes / MIB:.0f} MiB of "
+                    f"host memory for the activations between its layers, {free / MIB:.0f} are free"
                 )
         progress, done = self.settings.progress, 0
 
@@ -182,46 +216,75 @@ class Site:
             if progress is not None:
                 progress(0.0 if expected is None else min(1.0, done / max(expected.bands, 1)))
 
-        run = Run(given.device, budget, keep=keep, on_band=on_band)
-        with _in_bands_now():
-            out = self._call(run, given, place, args, kwargs)
+        run = Run(given.tensor.device, budget, keep=self.settings.keep, on_band=on_band)
+        with ExitStack() as stack:
+            stack.callback(snapshot(self.vae))
+            with _in_bands_now():
+                out = self._call(run, given)
+            stack.pop_all()  # what the VAE remembers of this call stays
         return out, run.figures
 
     def _needs_plan(self, given: Tensor) -> bool:
         is_on_host = self.settings.keep == "host" or (self.settings.keep == "auto" and given.device.type == "cuda")
         return is_on_host or self.settings.progress is not None
 
-    def _rehearsal(self, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any], budget: int) -> Figures | None:
+    def _rehearsal(self, given: _Given, budget: int) -> Figures | None:
         """What the call will take, from shapes alone; None where that cannot be told."""
-        run = Run(given.device, budget, keep=self.settings.keep, is_rehearsal=True)
+        run = Run(given.tensor.device, budget, keep=self.settings.keep, is_rehearsal=True)
         try:
-            with _in_bands_now(is_trial=True), same_random_numbers((args, kwargs), given.device):
-                self._call(run, given, place, args, kwargs)
+            with self._trial(given):
+                self._call(run, given)
         except (NotInBands, RuntimeError, NotImplementedError, TypeError, ValueError):
             return None
         return run.figures
 
-    def _call(self, run: Run, given: Tensor, place: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, run: Run, given: _Given) -> Any:
+        run.unsteady = hooked_weights(self.vae)
         with torch.no_grad(), _without_tiles(self.vae):
-            tensor = Banded(run.known(given), run, given.device)
-            args, kwargs = _replaced(args, kwargs, place, tensor)
-            return with_numbers(self.own(*args, **kwargs), run)
+            out = given.replaced(Banded(run.known(given.tensor), run, given.tensor.device)).to(self.own)
+            finish(run)
+            return out
+
+
+class _Given(NamedTuple):
+    """The arguments of a call, the first of which is the latent or picture."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def tensor(self) -> Any:
+        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+    def replaced(self, tensor: Any) -> _Given:
+        """The same with another latent or picture."""
+        if self.args:
+            return _Given((tensor, *self.args[1:]), self.kwargs)
+        return _Given((), {**self.kwargs, next(iter(self.kwargs)): tensor})
+
+    def to(self, function: Callable[..., Any]) -> Any:
+        """Call a function with them."""
+        return function(*self.args, **self.kwargs)
 
 
 def bound(site: Site) -> Callable[[], list[str] | None]:
     """Put a site in the place of its method; returns how to undo that."""
     vae, name = site.vae, site.name
-    had = vars(vae).get(name)
     object.__setattr__(vae, name, site)
 
     def undo() -> list[str] | None:
         site.settings.enabled = False
-        if vars(vae).get(name) is not site:
-            return [f"{name} has been replaced since; the replacement stays"]
-        if had is None:
+        found = vars(vae).get(name)
+        if found is site and site.had is None:
             object.__delattr__(vae, name)
+        elif found is site:
+            object.__setattr__(vae, name, site.had)
         else:
-            object.__setattr__(vae, name, had)
+            while isinstance(found, Site) and found.had is not site:
+                found = found.had
+            if not isinstance(found, Site):
+                return [f"{name} has been replaced since; the replacement stays"]
+            found.own, found.had = site.own, site.had  # a later patch, which goes on without this one
         return None
 
     return undo
@@ -235,17 +298,6 @@ def _rebound(own: Callable[..., Any], vae: nn.Module, other: nn.Module) -> Calla
 
 def _same(own: Callable[..., Any]) -> Callable[..., Any]:
     return own
-
-
-def _input(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """(place, value) of the first argument."""
-    if args:
-        return 0, args[0]
-    return next(iter(kwargs.items()), (None, None))
-
-
-def _replaced(args: tuple, kwargs: dict[str, Any], place: Any, value: Any) -> tuple[tuple, dict[str, Any]]:
-    return ((value, *args[1:]), kwargs) if place == 0 else (args, {**kwargs, place: value})
 
 
 @contextmanager
@@ -274,20 +326,3 @@ def _without_tiles(vae: nn.Module) -> Iterator[None]:
     finally:
         if had:
             vae.use_tiling = had
-
-
-def with_numbers(found: Any, run: Run) -> Any:
-    """A result with ordinary tensors; those of objects are put in their place."""
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, Banded):
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if run.is_rehearsal else ordinary(leaf)
-        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type))
-        return with_numbers(leaf, run) if is_object else leaf
-
-    if isinstance(found, (Tensor, tuple, list, dict)):
-        return tree_map(real, found)
-    for name, value in list(getattr(found, "__dict__", {}).items()):
-        if any(isinstance(leaf, Banded) for leaf in tree_leaves(value)):
-            setattr(found, name, tree_map(real, value))
-    return found

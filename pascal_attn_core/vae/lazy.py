@@ -15,15 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .trees import mapped
 
 if TYPE_CHECKING:
-    from .room import Value
+    from .store import Value
 
 aten = torch.ops.aten
+_SMALL = 1 << 16  # elements of a tensor that is copied when it is recorded, since its memory may be used again
+Versions = tuple[tuple[Tensor, int], ...]
 Memo = dict[tuple[int, int, int, int], Tensor]
+
+
+class NotInBands(Exception):
+    """This model does something that cannot be followed in bands; the message says what."""
 
 
 class Want(NamedTuple):
@@ -41,7 +47,8 @@ class Lazy:
         like: its shape and dtype, a tensor on ``meta``.
         value: where it lies once it has been computed and kept.
         readers: how many others were made from it.
-        steps: how many nodes a reading goes through; each time anew for those that are read in several places.
+        steps: how many nodes a reading goes through, those that are read in several places several times.
+        given: ordinary tensors that it is computed from, and their versions.
     """
 
     #: it costs more than to read it again: to be computed once
@@ -52,6 +59,7 @@ class Lazy:
     may_alias = False
     #: attributes that are needed only until it has been computed
     arguments: tuple[str, ...] = ()
+    given: Versions = ()
 
     def __init__(self, like: Tensor, inputs: Sequence[Lazy] = ()):
         self.like = like
@@ -139,9 +147,20 @@ class Lazy:
     def keep(self, value: Value) -> None:
         """It has been computed: from now on it is read from there."""
         self.value = value
-        self.inputs = ()
+        self.inputs = self.given = ()
         for name in self.arguments:
             setattr(self, name, None)
+
+    def check_given(self) -> None:
+        """
+        Raises:
+            NotInBands: a tensor that a reading of it needs has been written to since the model used it.
+        """
+        if self.value is None:
+            if any(tensor._version != version for tensor, version in self.given):
+                raise NotInBands("a weight or another tensor is changed in place while the VAE runs")
+            for node in self.inputs:
+                node.check_given()
 
     @property
     def is_pending(self) -> bool:
@@ -202,6 +221,24 @@ def nodes_in(args: Any) -> list[Lazy]:
     return found
 
 
+def captured(args: Any) -> tuple[Any, Versions]:
+    """(the arguments as they are now, for an operator that is computed later; the versions of the tensors among them
+    that are not copied). Of weights and large tensors the memory is kept: a host may give a parameter another one as
+    soon as the layer has been called."""
+    versions = []
+
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.numel() <= _SMALL and not isinstance(leaf, nn.Parameter):
+            return leaf.clone()
+        if not leaf.is_inference():  # those have no version
+            versions.append((leaf, leaf._version))
+        return leaf.detach()
+
+    return mapped(keep, args), tuple(versions)
+
+
 class Pointwise(Lazy):
     """An operator that computes each element from the elements at the same place, with broadcasting."""
 
@@ -209,7 +246,8 @@ class Pointwise(Lazy):
 
     def __init__(self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]):
         super().__init__(like, nodes_in((args, kwargs)))
-        self.func, self.args, self.kwargs = func, args, kwargs
+        self.func = func
+        (self.args, self.kwargs), self.given = captured((args, kwargs))
         self.in_place = _in_place(func)
 
     def _dim_of(self, tensor: Any, dim: int) -> int | None:
@@ -273,7 +311,8 @@ class Rowwise(Lazy):
         heavy: bool = False,
     ):
         super().__init__(like, nodes_in((args, kwargs)))
-        self.func, self.args, self.kwargs, self.dims, self.is_heavy = func, args, kwargs, dims, heavy
+        self.func, self.dims, self.is_heavy = func, dims, heavy
+        (self.args, self.kwargs), self.given = captured((args, kwargs))
 
     def own_granule(self, dim: int) -> int:
         own = self.dims[dim]

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from .attention import Attention
 from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
-from .trees import mapped
+from .trees import leaves, mapped
 from .windows import Convolution, Moments, Normalised, Padded, Resized
 
 Handler = Callable[..., Any]
 HANDLERS: dict[Any, Handler] = {}
 _MOST_STEPS = 64  # of element by element work that is done at once
-_SMALL = 1 << 16  # elements of a tensor that is copied when it is noted, since its memory may be used anew
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -45,20 +44,11 @@ def likes(args: Any) -> Any:
     )
 
 
-def captured(args: Any) -> Any:
-    """The arguments as they are now: small tensors that are no parameters may be overwritten before they are read."""
-
-    def keep(leaf: Any) -> Any:
-        is_own = not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.numel() > _SMALL
-        return leaf if is_own else leaf.clone()
-
-    return mapped(keep, args)
-
-
-def lasts(*tensors: Tensor | None) -> bool:
-    """Whether tensors hold the same numbers after the call that was given them: parameters, not copies that a host
-    makes for one call."""
-    return all(tensor is None or isinstance(tensor, nn.Parameter) for tensor in tensors)
+def _with_steady_weights(run: Run, node: Lazy, args: Any) -> Lazy:
+    """Compute a node at once where a hook may change its weights as soon as their layer has been called."""
+    if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, nn.Parameter))):
+        run.evaluate(node)
+    return node
 
 
 def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -67,14 +57,13 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     like = func(*like_args, **like_kwargs)
     if not isinstance(like, Tensor):
         return NotImplemented
-    args, kwargs = captured((args, kwargs))
     node = Pointwise(like, func, args, kwargs)
     for each in node.inputs:
         if each.is_pending and each.readers > 1:
             run.evaluate(each)
     if node.steps > _MOST_STEPS or (len(node.inputs) > 1 and node.leaf_bytes() > 3 * node.nbytes):
         run.evaluate(node)
-    return node
+    return _with_steady_weights(run, node, args)
 
 
 def rowwise(
@@ -86,13 +75,13 @@ def rowwise(
     dims: Sequence[int | None],
     *,
     heavy: bool = False,
-) -> Rowwise:
+) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
     like_args, like_kwargs = likes((args, kwargs))
     like = func(*like_args, **like_kwargs)
     found = Rowwise(like[0] if isinstance(like, tuple) else like, func, args, kwargs, dims, heavy=heavy)
-    return found
+    return _with_steady_weights(run, found, args)
 
 
 # ---- the same numbers under other shapes -----------------------------------------------------------------------------
@@ -290,7 +279,7 @@ def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: 
     run.settled(node)
     like = func(node.like, weight.to("meta"), None if bias is None else bias.to("meta"), *rest)
     found = Convolution(like, node, weight, bias, *rest)
-    if not lasts(weight, bias):
+    if not run.is_steady(weight, bias):
         run.evaluate(found)
     return found
 
@@ -394,8 +383,8 @@ def _group_norm(
         return NotImplemented
     moments = Moments(batch, groups)
     run.evaluate(node, moments)
-    weight, bias = captured((weight, bias))
-    return Normalised(node, moments, weight, bias, eps), None, None
+    found = Normalised(node, moments, weight, bias, eps)
+    return _with_steady_weights(run, found, (weight, bias)), None, None
 
 
 @handles("native_layer_norm", "_fused_rms_norm")
@@ -405,7 +394,7 @@ def _layer_norm(run: Run, func: Any, node: Any, shape: Sequence[int], *rest: Any
     kept = node.like.dim() - len(shape)
     dims = [dim if dim < kept else None for dim in range(node.like.dim())]
     results = len(func._schema.returns)
-    return (rowwise(run, node, func, (node, shape, *captured(rest)), {}, dims), *[None] * (results - 1))
+    return (rowwise(run, node, func, (node, shape, *rest), {}, dims), *[None] * (results - 1))
 
 
 @handles("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit_no_training")
@@ -415,7 +404,7 @@ def _batch_norm(run: Run, func: Any, node: Any, *rest: Any) -> Any:
         return NotImplemented
     dims = [None if dim == 1 else dim for dim in range(node.like.dim())]
     results = len(func._schema.returns)
-    return (rowwise(run, node, func, (node, *captured(rest)), {}, dims), *[None] * (results - 1))
+    return (rowwise(run, node, func, (node, *rest), {}, dims), *[None] * (results - 1))
 
 
 @handles("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "prod", "logsumexp")
@@ -444,7 +433,7 @@ def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any
     rank = node.like.dim()
     along = (dict(zip(names, (node, *args))) | kwargs).get("dim", -1) % rank
     dims = [None if dim == along else dim for dim in range(rank)]
-    return rowwise(run, node, func, (node, *captured(args)), kwargs, dims)
+    return rowwise(run, node, func, (node, *args), kwargs, dims)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -457,7 +446,7 @@ def linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any
         return NotImplemented
     rank = node.like.dim()
     found = rowwise(run, node, func, (node, weight, bias), {}, [*range(rank - 1), None], heavy=True)
-    if not lasts(weight, bias):
+    if not run.is_steady(weight, bias):
         run.evaluate(found)
     return found
 

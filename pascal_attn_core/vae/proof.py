@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..machine.own_thread import made_up_inputs
-from .run import NotInBands
+from .lazy import NotInBands
 
 # Rounding inside some sixty layers, against that of the input alone.
 _ALLOWED = 16.0

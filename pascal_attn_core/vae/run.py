@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..checks import is_out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
-from .room import Queues, Room, Value
+from .store import ActivationStore, Queues, Value
 from .trees import leaves
 from .windows import Moments
-
-
-class NotInBands(Exception):
-    """This model does something that cannot be followed in bands; the message says what."""
 
 
 @dataclass
@@ -50,12 +48,16 @@ class Run:
     Args:
         device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
-        keep: where values lie, see :class:`.room.Room`.
+        keep: where values lie, see :class:`.store.ActivationStore`.
         least_bands: cut everything that can be cut into so many, for proofs.
         rows: at most so many elements per band, for tests; None = as many as the budget allows.
         on_band: called after each band.
-        queues: see :class:`.room.Room`.
+        queues: see :class:`.store.ActivationStore`.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
+
+    Attributes:
+        tensors: those that the model has been given, and what it has made of them, by their ids, the oldest first.
+        unsteady: ids of weights that may change while the model runs.
     """
 
     def __init__(
@@ -74,14 +76,23 @@ class Run:
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
         self.least_bands = least_bands
         # a CPU has no other memory than the host's
-        self.room = Room(self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget, queues)
+        self.store = ActivationStore(
+            self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget, queues
+        )
         self.figures = Figures()
         self._last_try: Lazy | None = None
+        self.tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.unsteady: set[int] = set()
+
+    def is_steady(self, *tensors: Tensor | None) -> bool:
+        """Whether tensors are weights that hold the same numbers after the layer's call: not copies that a host makes
+        for one call, nor weights that a hook may write to."""
+        return all(t is None or (isinstance(t, nn.Parameter) and id(t) not in self.unsteady) for t in tensors)
 
     def known(self, tensor: Tensor) -> Known:
         """A tensor on the device as a node."""
         tensor = tensor.detach()
-        return Known(tensor.to("meta"), Value(tensor.to("meta") if self.is_rehearsal else tensor, self.room))
+        return Known(tensor.to("meta"), Value(tensor.to("meta") if self.is_rehearsal else tensor, self.store))
 
     def copied(self, node: Lazy) -> Lazy:
         """What a model copies in order to let go of the rest (frames for the next call): memory of its own."""
@@ -101,37 +112,53 @@ class Run:
             self.evaluate(node)
         return node
 
-    def evaluate(
-        self,
-        node: Lazy,
-        moments: Moments | None = None,
-        *,
-        at_home: bool = False,
-    ) -> Value:
+    def evaluate(self, node: Lazy, moments: Moments | None = None, *, on_device: bool = False) -> Value:
         """Compute a node and keep it.
 
         Args:
             moments: take in each piece, in order; a node that is kept already is read for them.
-            at_home: on the device whatever its size, since it is a result.
+            on_device: on the device whatever its size, since it is a result.
         """
         if node.value is not None and moments is None:
             return node.value
+        node.check_given()
         dim = self._dim(node, moments)
-        total = node.size(dim)
-        stays = at_home or self.room.stays(node.nbytes)
+        stays = on_device or self.store.stays(node.nbytes)
         count = self._count(node, dim, moments, node.nbytes if stays and node.value is None else 0)
-        target = node.value
         self.figures.layers += 1
-        low = bands = 0
         if self.is_rehearsal:
-            target = target or self.room.place_for(node.like, dim, on_host=not stays)
-            low, bands = total, -(-total // count)
+            target, bands = node.value, -(-node.size(dim) // count)
+        else:
+            with self.as_recorded():
+                target, bands = self._bands(node, dim, count, moments, stays)
+        self.store.settle()
+        self.figures.bands += bands
+        self.figures.most_bands = max(self.figures.most_bands, bands)
+        self.figures.host_bytes = self.store.host_peak
+        if target is None:
+            target = self.store.place_for(node.like, dim, on_host=not stays and bool(bands))
+        if node.value is None:
+            node.keep(target)
+        return target
+
+    def as_recorded(self) -> AbstractContextManager:
+        """What autocast does to an operator it has done before the operator is recorded: off for the computation."""
+        kind = self.device.type
+        is_on = kind != "meta" and torch.is_autocast_enabled(kind)
+        return torch.autocast(kind, enabled=False) if is_on else nullcontext()
+
+    def _bands(
+        self, node: Lazy, dim: int, count: int, moments: Moments | None, stays: bool
+    ) -> tuple[Value | None, int]:
+        """Compute a node in bands of ``count``: (where it lies, None if it is empty; the number of bands)."""
+        target, total = node.value, node.size(dim)
+        low = bands = 0
         while low < total:
             high = min(total, low + count)
             try:
                 if high < total:
                     self._read_ahead(node, dim, high, min(total, high + count))
-                target = self._band(node, dim, low, high, target, moments, stays)
+                target = self._band(node, dim, (low, high), target, moments, stays)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -140,35 +167,19 @@ class Run:
             low, bands = high, bands + 1
             if self.on_band is not None:
                 self.on_band()
-        self.room.settle()
-        self.figures.bands += bands
-        self.figures.most_bands = max(self.figures.most_bands, bands)
-        self.figures.host_bytes = self.room.host_peak
-        assert target is not None or total == 0
-        if target is None:
-            target = self.room.place_for(node.like, dim, on_host=False)
-        if node.value is None:
-            node.keep(target)
-        return target
+        return target, bands
 
     def _band(
-        self,
-        node: Lazy,
-        dim: int,
-        low: int,
-        high: int,
-        target: Value | None,
-        moments: Moments | None,
-        stays: bool,
+        self, node: Lazy, dim: int, part: tuple[int, int], target: Value | None, moments: Moments | None, stays: bool
     ) -> Value | None:
         """One range of a node. Whatever it has done when memory runs out may be done again."""
-        piece = node.read(dim, low, high, {})
+        piece = node.read(dim, *part, {})
         if node.value is None:
-            if stays and (low, high) == (0, node.size(dim)) and node.is_fresh and not node.may_alias:
-                target = self.room.home(piece)
+            if stays and part == (0, node.size(dim)) and node.is_fresh and not node.may_alias:
+                target = self.store.on_device(piece)
             else:
-                target = target or self.room.place_for(node.like, dim, on_host=not stays)
-                target.write(dim, low, piece)
+                target = target or self.store.place_for(node.like, dim, on_host=not stays)
+                target.write(dim, part[0], piece)
         if moments is not None:
             moments.add(piece)
         return target
@@ -183,13 +194,13 @@ class Run:
         unit = max(node.granule(dim), 1)
         if count > unit:
             return max(unit, count // 2 // unit * unit)
-        if self.room.make_room() or self._last_try is not node:
+        if self.store.make_room() or self._last_try is not node:
             self._last_try = node
             return count
         raise error
 
     def _read_ahead(self, node: Lazy, dim: int, low: int, high: int) -> None:
-        if self.room.queues is not None:
+        if self.store.queues is not None:
             for value, *where in node.leaves(dim, low, high):
                 value.read_ahead(*where)
 
@@ -207,7 +218,7 @@ class Run:
         return next((dim for dim in found if costs[dim] <= self._room_for_bands()), min(found, key=lambda d: costs[d]))
 
     def _room_for_bands(self, kept: int = 0) -> int:
-        return max(self.budget - self.room.held - kept, self.budget // 4)
+        return max(self.budget - self.store.held - kept, self.budget // 4)
 
     def _cost(self, node: Lazy, dim: int, count: int, moments: Moments | None) -> int:
         """Bytes on the device while so many elements are read, in the middle of the tensor."""
@@ -242,17 +253,17 @@ class Run:
                 low = max(1, min(low, self.rows // unit))
             bands = min(max(-(-steps // low), self.least_bands), steps)
             count = -(-steps // bands) * unit
-        expected = self.room.held + (kept if count < total else 0) + self._cost(node, dim, min(count, total), moments)
+        expected = self.store.held + (kept if count < total else 0) + self._cost(node, dim, min(count, total), moments)
         self.figures.expected_bytes = max(self.figures.expected_bytes, expected)
         return max(count, 1)
 
     def whole(self, node: Lazy) -> Tensor:
         """All of a node on the device, contiguous."""
         if node.value is None:
-            self.evaluate(node, at_home=True)
+            self.evaluate(node, on_device=True)
         value = node.value
         assert value is not None
-        return self.patiently(lambda: self.room.bring(value).contiguous())
+        return self.patiently(lambda: self.store.bring(value).contiguous())
 
     def patiently(self, work: Callable[[], Any]) -> Any:
         """What ``work`` returns; where it runs out of memory, it is done once more after room has been made."""
@@ -264,21 +275,13 @@ class Run:
             error.__traceback__ = None
         self.figures.retries += 1
         self._free()
-        self.room.make_room()
+        self.store.make_room()
         return work()
 
     def _free(self) -> None:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return "not enough memory" in text or "out of memory" in text or "can't allocate memory" in text
 
 
 @contextmanager

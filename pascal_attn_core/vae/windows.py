@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lazy import Lazy, Want, aten
+from .lazy import Lazy, Want, aten, captured
 
 
 def _has_onednn() -> bool:
@@ -41,7 +41,8 @@ class Convolution(Lazy):
         def each(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values) * spatial if len(values) == 1 else tuple(values)
 
-        self.weight, self.bias, self.groups, self.transposed = weight, bias, groups, transposed
+        self.groups, self.transposed = groups, transposed
+        (self.weight, self.bias), self.given = captured((weight, bias))
         self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
         self.output_padding = each(output_padding)
 
@@ -292,7 +293,8 @@ class Normalised(Lazy):
 
     def __init__(self, node: Lazy, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float):
         super().__init__(node.like, (node,))
-        self.moments, self.weight, self.bias, self.eps = moments, weight, bias, eps
+        self.moments, self.eps = moments, eps
+        (self.weight, self.bias), self.given = captured((weight, bias))
         self._numbers: tuple[Tensor | None, ...] | None = None
 
     def own_granule(self, dim: int) -> int:

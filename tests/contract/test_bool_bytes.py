@@ -12,7 +12,6 @@ from torch import Tensor
 import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, LazyMask, sdpa
 from pascal_attn_core.attention_map import attention_map
-from pascal_attn_core.tiled.masks import MaskTiles, TileState
 
 ROUTES = {
     "auto": AttentionConfig(),
@@ -88,18 +87,6 @@ def test_what_reads_masks_beside_the_routes() -> None:
     with switch.patch_sdpa():
         outs = [torch.nn.functional.scaled_dot_product_attention(query, query, query, m) for m in (mask, odd)]
     assert torch.equal(*outs)
-
-
-def test_the_state_of_a_tile() -> None:
-    mask = torch.zeros(1, 2, 8, 12, dtype=torch.bool)
-    mask[..., 4:8], mask[:, :, :2, 8:] = True, True
-    odd = _odd(mask)
-    for rows in (odd[:, :1], odd):
-        tiles = MaskTiles(rows.expand(1, 2, 8, 12) if rows.shape[1] == 1 else rows, readable=True, look_at_tiles=True)
-        tiles._look_at_tiles = True
-        states = [tiles.state(0, 1, 0, 8, j, j + 4) for j in (0, 4, 8)]
-        assert states == [TileState.EMPTY, TileState.FULL, TileState.MIXED]
-    assert MaskTiles(odd[:, :, 2:3], readable=True, look_at_tiles=True).key_range(0, 1) == (4, 8)
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.oracle import assert_close, assert_gradients_close
-from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.observe.memory import measure
@@ -64,15 +63,6 @@ def test_softcap_sinks_and_rules_give_the_answer_and_gradients_of_the_definition
             assert_gradients_close(grads, oracle_grads, plain_grads, lse, torch.float32, by=name)
 
 
-def test_lse_counts_the_sinks() -> None:
-    query, key, value = (torch.randn(1, 2, 70, 8) for _ in range(3))
-    sinks = torch.randn(2)
-    config = AttentionConfig(route="tiled")
-    lse = sdpa_with_lse(query, key, value, sinks=sinks, config=config).lse
-    without = sdpa_with_lse(query, key, value, config=config).lse
-    torch.testing.assert_close(lse, torch.logaddexp(without, sinks[:, None].expand_as(without)))
-
-
 def test_a_rule_is_never_stored_whole() -> None:
     tokens = 4096
     query, key, value = (torch.randn(1, 1, tokens, 8) for _ in range(3))
@@ -112,65 +102,3 @@ def test_without_keys_the_sinks_are_the_whole_denominator() -> None:
     result.lse.sum().backward()
     assert torch.equal(sinks.grad, torch.full((3,), 10.0))
     assert torch.equal(query.grad, torch.zeros_like(query))
-
-
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the definition, zeros and -inf in a row that nothing takes part in."""
-    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-    column = sinks.view(-1, 1) if query.dim() == 2 else sinks.view(-1, 1, 1)
-    scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
-    probs = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    lse = scores.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
-    return probs[..., :-1] @ value, lse
-
-
-@pytest.mark.parametrize("sink", [-torch.inf, 0.5, 500.0])
-@pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize("dims", [2, 4])
-@pytest.mark.parametrize(
-    "config",
-    [
-        AttentionConfig(),
-        AttentionConfig(route="tiled"),
-        AttentionConfig(route="tiled", q_block=16, kv_block=32),
-        AttentionConfig(route="math"),
-    ],
-    ids=lambda config: config.token or "auto",
-)
-def test_sinks_beside_rows_without_keys(config: AttentionConfig, dims: int, as_float: bool, sink: float) -> None:
-    heads = 1 if dims == 2 else 2
-    shape = (130, 8) if dims == 2 else (2, heads, 130, 8)
-    leaves = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-    sinks = torch.full((heads,), sink).requires_grad_()
-    allowed = torch.rand(130, 130) > 0.5
-    allowed[5:50] = False
-    mask = torch.zeros(130, 130).masked_fill(~allowed, -torch.inf) if as_float else allowed
-    wide = [t.detach().double().requires_grad_() for t in (*leaves, sinks)]
-    expected, expected_lse = _with_sinks(*wide[:3], allowed, wide[3])
-    out = sdpa(*leaves, mask, sinks=sinks, config=config)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-    grad_out = torch.randn(out.shape)
-    grads = torch.autograd.grad(out, [*leaves, sinks], grad_out)
-    wanted = torch.autograd.grad(expected, wide, grad_out.double(), retain_graph=True)
-    for actual, want in zip(grads, wanted):
-        torch.testing.assert_close(actual.double(), want, atol=1e-4, rtol=1e-4)
-    if config.route != "math":
-        lse = sdpa_with_lse(*leaves, mask, sinks=sinks, config=config).lse
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
-        finite = expected_lse.isfinite()
-        actual = torch.autograd.grad(lse[finite].sum(), [leaves[0], sinks])
-        want = torch.autograd.grad(expected_lse[finite].sum(), [wide[0], wide[3]])
-        for a, w in zip(actual, want):
-            torch.testing.assert_close(a.double(), w, atol=1e-4, rtol=1e-4)
-
-
-def test_sinks_over_scores_without_a_mask() -> None:
-    """-inf changes nothing, on 2-D inputs too."""
-    leaves = [torch.randn(600, 16, requires_grad=True) for _ in range(3)]
-    sinks = torch.full((1,), -torch.inf, requires_grad=True)
-    for config in (AttentionConfig(), AttentionConfig(route="tiled")):
-        out, plain = sdpa(*leaves, sinks=sinks, config=config), sdpa(*leaves, config=config)
-        torch.testing.assert_close(out, plain)
-        (grad,) = torch.autograd.grad(out.sum(), sinks)
-        assert grad.tolist() == [0.0]

@@ -111,6 +111,15 @@ ONCE_WRONG = [
         config={"route": "tiled"},
     ),
     Call(
+        22,
+        "float64",
+        (),
+        matrices=True,
+        rows=509,
+        keys=1030,
+        mask=Mask("-1e9 padding", dtype="float64", layout="every second column"),
+    ),
+    Call(
         21,
         batch=(2, 2),
         leads=("short", "full", "full"),

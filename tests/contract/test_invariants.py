@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain
 from attn_support.table import GROUPED, ROUTES, SHAPES, Case
 
-from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.reference import reference_sdpa
@@ -172,16 +170,6 @@ def test_float16_scores_of_ten_thousands_are_exact_work(route: str, sign: int) -
     assert_close(out, oracle, similar, "out", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("route", ["tiled", "online", "small_tiles"])
-@pytest.mark.parametrize("size", [1e15, 1e19, 1e20, 1e25, 1e30, 1e36])
-def test_large_values_do_not_overflow(route: str, size: float) -> None:
-    query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
-    value = torch.rand(1, 1, 100, 8) * size
-    out = sdpa(query, key, value, config=ROUTES[route])
-    oracle, similar = exact([query, key, value], {})[0], plain([query, key, value], {}, torch.float32)[0]
-    assert_close(out, oracle, similar, "out", dtype=torch.float32)
-
-
 @pytest.mark.xfail(strict=True, reason="sums are divided at the end: they overflow a factor S below the largest float")
 def test_values_at_the_largest_float_do_not_overflow() -> None:
     query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
@@ -232,25 +220,11 @@ def test_autocast_gives_the_dtype_and_answer_of_torch(route: str, mask_dtype: to
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_many_threads_may_call_at_once() -> None:
-    jobs = [(1 + i % 3, 2 * (1 + i % 2), 20 + 7 * i, 30 + 11 * i) for i in range(16)]
-    failures: list[str] = []
-
-    def work(batch: int, heads: int, length: int, keys: int) -> None:
-        generator = torch.Generator().manual_seed(length)
-        inputs = [torch.randn(batch, heads, n, 8, generator=generator) for n in (length, keys, keys)]
-        mask = torch.rand(length, keys, generator=generator) < 0.7
-        for _ in range(3):
-            out = sdpa(*inputs, mask, config=TILED)
-            expected = reference_sdpa(*inputs, mask)[0]
-            if (out - expected).abs().max() > 1e-5:
-                failures.append(f"{length} x {keys}")
-
-    with record() as report:
-        threads = [threading.Thread(target=work, args=job) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failures
-    assert report.total == 3 * len(jobs)
+@pytest.mark.parametrize("route", ["tiled", "online", "small_tiles"])
+@pytest.mark.parametrize("size", [1e15, 1e19, 1e20, 1e25, 1e30, 1e36])
+def test_large_values_do_not_overflow(route: str, size: float) -> None:
+    query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
+    value = torch.rand(1, 1, 100, 8) * size
+    out = sdpa(query, key, value, config=ROUTES[route])
+    oracle, similar = exact([query, key, value], {})[0], plain([query, key, value], {}, torch.float32)[0]
+    assert_close(out, oracle, similar, "out", dtype=torch.float32)

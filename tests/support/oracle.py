@@ -6,7 +6,7 @@ plain attention, plus some units in the last place (plain attention is exact by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,41 @@ def assert_close(
     if dtype == actual_dtype == torch.float64:
         allowed *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g} (plain attention: {plain_error:.3g})"
+
+
+def assert_attention(
+    out: Tensor, lse: Tensor, inputs: Sequence[Tensor | None], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Both are as close to the oracle as :func:`assert_close` asks."""
+    right, similar = exact(inputs, options), plain(inputs, options, plain_dtype(dtype))
+    for what, *three in zip(("out", "lse"), (out, lse), right, similar):
+        assert_close(*three, what, dtype=dtype)
+
+
+def assert_gradients(
+    backward: Callable[[Tensor, Tensor | None], Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    with_lse: bool = False,
+) -> None:
+    """``backward``, given a gradient of the output and (None: not ``with_lse``) one of lse, returns those of query, key
+    and value as close to the oracle as :func:`assert_gradients_close` asks."""
+    definitions = []
+    for own in (torch.float64, plain_dtype(dtype, as_torch=True)):
+        leaves = [cast(t, own) for t in inputs]
+        for leaf in leaves[:3]:
+            leaf.requires_grad_()  # type: ignore[union-attr]
+        definitions.append((leaves[:3], *reference_sdpa(*leaves, **options)))  # type: ignore[arg-type]
+    _, out, lse = definitions[0]
+    grad_out = torch.randn(out.shape, device=out.device).to(dtype)
+    answers = [
+        gradients(o, leaves, grad_out.to(o.dtype), s if with_lse else None)  # type: ignore[arg-type]
+        for leaves, o, s in definitions
+    ]
+    actual = backward(grad_out, lse.isfinite().float() if with_lse else None)
+    assert_gradients_close(actual, *answers, lse.detach(), dtype)
 
 
 def assert_gradients_close(

@@ -28,7 +28,7 @@ _HEAD = re.compile(r"(?P<model>\S+)(?: \((?P<variant>[^)]*)\))?(?: like (?P<base
 
 
 def value(node: ast.expr, draw: Draw | None = None) -> Any:
-    """What an expression of the table stands for."""
+    """Value of an expression of the table."""
     again: Callable[[ast.expr], Any] = partial(value, draw=draw)
     if isinstance(node, ast.Call):
         of = node.func

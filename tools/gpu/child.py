@@ -58,7 +58,7 @@ def run(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a command and wait for it, at most so many seconds; whatever ends the wait, an interrupt included, ends the
+    """Run a command and wait for it, at most this many seconds; whatever ends the wait, an interrupt included, ends the
     process and all that it has started.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is run, in which order, and how each outcome is judged."""
+"""The parts of a run, in their order, and how each outcome is judged."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TINY = Sizes(
 
 @dataclass
 class Job:
-    """What a part is given.
+    """The conditions under which a part runs.
 
     Attributes:
         python: the command that runs Python.
@@ -115,7 +115,7 @@ class Job:
         env: dict[str, str] | None = None,
         seconds: float | None = None,
     ) -> child.Ended:
-        """Run Python with these arguments, at most to the end of the part, or so many seconds."""
+        """Run Python with these arguments, at most to the end of the part, or this many seconds."""
         before = [Path(prefix[0]).name, *prefix[1:]] if prefix else []
         self.commands.append(shlex.join([*before, "python", *arguments]))
         limit = self.left if seconds is None else min(seconds, self.left)
@@ -168,7 +168,7 @@ def _tests(job: Job) -> Outcome:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """What the tests wrote; the last line may be cut."""
+    """Lines that the tests wrote; the last one may be cut."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -193,7 +193,7 @@ def _selftest(job: Job) -> Outcome:
 
 def _bench_figures(job: Job, arguments: tuple[str, ...]) -> tuple[child.Ended, dict[str, Any]]:
     path = job.scratch / "bench.json"
-    ended = job.run("-m", "pascal_attn_core", "bench", "--device", job.device, "--json", str(path), *arguments)
+    ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
     return ended, read(path)
 
 
@@ -264,7 +264,7 @@ def _sanitizer(job: Job) -> Outcome:
         ended = job.run(
             *("-m", "tools.gpu.sanitized", "--device", job.device, *job.sizes.sanitized),
             prefix=sanitizer.command(found.path, tool),
-            # One allocation for each tensor, so that what lies behind it belongs to nobody.
+            # One allocation for each tensor, so that what lies behind it belongs to no tensor.
             env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             seconds=job.left / (len(sanitizer.TOOLS) - number),
         )

@@ -24,7 +24,8 @@ def folder_for(card: str, out: Path) -> Path:
 
 
 def conditions(facts: dict[str, Any], made_from: Iterable[str], sizes: str, root: Path = ROOT) -> dict[str, str]:
-    """What a result holds for: card, versions, the content of the files that it depends on, and how large it was run.
+    """The conditions that a result holds for: card, versions, the content of the files that it depends on, and how
+    large it was run.
 
     Args:
         facts: of :mod:`.machine`.

@@ -43,7 +43,7 @@ def _folders(env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def command(path: str, tool: str) -> list[str]:
-    """What stands before the command that is to be checked."""
+    """Arguments before the command that is to be checked."""
     return [path, "--tool", tool, "--error-exitcode", str(ERRORS_STATUS), "--print-limit", "20"]
 
 

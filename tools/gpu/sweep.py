@@ -164,7 +164,7 @@ def _known() -> frozenset[Variant]:
 
 
 def all_jobs() -> list[Variant]:
-    """What is swept, the most used first."""
+    """The variants to sweep, the most used first."""
     found = [Variant("forward", dim, dtype) for dim in _COMMON for dtype in _DTYPES]
     found += [Variant(kind, dim, "float32") for dim in (64, 128) for kind in ("grad_query", "grad_key_value")]
     found += [Variant("grad_all", dim, "float32") for dim in (64, 128)]
@@ -230,7 +230,7 @@ class Work:
         self.grad_out = torch.ones_like(self.out)
 
     def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
-        """Those of the candidate's kernels, and those of delta, which the gradients' kernels read from."""
+        """Launches of the candidate's kernels, and of delta, which the gradients' kernels read from."""
         variants = variants_of(self.call)
         if not candidate.is_gradient:
             splits = 0
@@ -257,7 +257,7 @@ class Work:
         return [launch for launch in launches if launch.variant == candidate or launch.function in verify.DELTAS]
 
     def written(self) -> list[Tensor]:
-        """What the kernels of this kind write."""
+        """Tensors that the kernels of this kind write."""
         return self.grads[self.variant.gradients] if self.variant.is_gradient else [self.out]
 
 
@@ -282,7 +282,7 @@ def error_of(candidate: Candidate, kernels: Kernels) -> float:
 
 
 def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[[], Any]]:
-    """What torch's own kernels take for the same: the forward pass, or both gradients at once."""
+    """Times of torch's own kernels for the same work: the forward pass, or both gradients at once."""
     tensors, mask = (call.query, call.key, call.value), call.attn_mask
     assert mask is None or isinstance(mask, Tensor)
     is_grouped = call.num_heads != call.num_kv_heads
@@ -482,7 +482,7 @@ def giving(kernels: Kernels, candidate: Candidate, cubin: bytes) -> Iterator[Non
 
 
 def _row(lane: Lane) -> dict[str, Any]:
-    """What is known of it."""
+    """Figures of a candidate that are known."""
     return {name: _short(value) for name, value in asdict(lane).items() if value not in (None, [], "")}
 
 

@@ -1,4 +1,4 @@
-"""What a sweep found, as text."""
+"""The results of a sweep as text."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
 
 
 def look(browser: Browser, server: ComfyServer, sheets: list[Sheet], target: Path) -> None:
-    """What a user sees who opens the template on a laptop, in both themes."""
+    """The picture that a user sees who opens the template on a laptop, in both themes."""
     target.mkdir(parents=True, exist_ok=True)
     for theme, palette in THEMES.items():
         browser.resize(*SCREEN)

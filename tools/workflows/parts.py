@@ -1,4 +1,4 @@
-"""What the workflows have in common. Nodes of ours have their own defaults: only what differs is set."""
+"""Parts that the workflows have in common. Nodes of ours have their own defaults: only what differs is set."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def ffn_chunking(sheet: Sheet, model: Out) -> Out:
 
 
 def int8_linear(sheet: Sheet, model: Out) -> Out:
-    """Bypassed: it is not exact, and nobody should get it without asking for it."""
+    """Bypassed: it is not exact, and users get it only if they ask for it."""
     return sheet.add("int8", "PascalInt8Linear", size=(NARROW, 0), bypassed=True, model=model)
 
 
@@ -174,8 +174,9 @@ def frames(
     page: str = "models",
     not_exact: list[str] | None = None,
 ) -> None:
-    """The same columns in each workflow: models, and below them nodes of ours that are not exact; our others and the
-    prompt, which has a column of its own where the memory estimate stands below it; the sampler; what came out.
+    """Place the nodes in columns, alike in each workflow: models, and below them nodes of ours that are not exact; our
+    others and the prompt, which has a column of its own where the memory estimate stands below it; the sampler; what
+    came out.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
     page to read stands where there is room: below the ``"models"``, below the ``"sampler"``, or in a column ``"of its

@@ -66,7 +66,7 @@ def _fetched(server: ComfyServer, image: dict, path: Path) -> Path:
 
 
 def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
-    """What the nodes show when the only prompt has ended."""
+    """Texts that the nodes show when the only prompt has ended."""
     deadline = time.monotonic() + timeout_s
     while not (history := server.request("/history")):
         if time.monotonic() > deadline:

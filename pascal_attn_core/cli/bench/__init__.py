@@ -1,4 +1,4 @@
-"""``pascal-attn bench``: every route, torch's own kernels and installed peers on the shapes of real models."""
+"""``pascal-attn bench``: every route and torch's own kernels on the shapes of real models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     """Add ``bench`` to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="time every route, torch's own kernels and installed peers on typical shapes",
+        help="time every route and torch's own kernels on typical shapes",
         description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
         "function, unmodified; 'extra' the peak memory besides inputs and outputs; 'TFLOP/s' the operations that the "
         "call needs over its time (in float32 on a GPU also as a share of the peak of the card's float32 units); "
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Contest(NamedTuple):
-    """What a run times: kind of its works (a word of the file), the works, who runs each, and what they are compared
+    """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
     with, as the file and as the column say it."""
 
     kind: str
@@ -117,11 +117,9 @@ class _Contest(NamedTuple):
 
 def _calls(options: argparse.Namespace, device: torch.device) -> _Contest:
     """The shapes that were named."""
-    found, missing = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
+    found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
     shapes = _shapes(options, device)
-    for sentence in missing:
-        print(sentence)
 
     def race_shape(shape: Shape, *how: Any) -> list[Result]:
         return race(shape.make(device), candidates, *how)
@@ -200,7 +198,7 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings, bas
     info = device_info(clock.device)
     return {
         "command": options.command_line,
-        "versions": versions(),
+        "versions": versions("pascal-attn", "noflash-attention"),
         "machine": {
             "device": str(clock.device),
             "name": info.name,

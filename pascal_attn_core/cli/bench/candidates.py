@@ -1,10 +1,7 @@
-"""The candidates of ``pascal-attn bench``: torch, our routes, the peers that are installed."""
+"""The candidates of ``pascal-attn bench``: torch and our routes."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,20 +43,17 @@ class Candidate:
     extra_bytes: Callable[[CapturedCall], int] = lambda call: 0
 
 
-def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> tuple[list[Candidate], list[str]]:
-    """Everything that can run in this installation, and one sentence for each peer that cannot. On ``"cuda"`` each of
-    torch's kernels by name too: on a CPU its own function has no choice. No peer is imported before it runs."""
+#: what a program adds to the candidates, see tools/peers.py
+MORE: list[Candidate] = []
+
+
+def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> list[Candidate]:
+    """Everything that can run in this installation. On ``"cuda"`` each of torch's kernels by name too: on a CPU its own
+    function has no choice."""
     found = route_candidates(config)
     if device_type == "cuda":
         found += [Candidate(f"torch-{name}", _torch_backend(backend)) for name, backend in _BACKENDS.items()]
-    found.append(_ours("ours-tiled-online", replace(config, route="tiled", softmax="online")))
-    missing = []
-    for name, make in (("pascal_attn", _pascal_attn), ("noflash_attention", _noflash)):
-        if importlib.util.find_spec(name) is None:
-            missing.append(f"{name} is not installed: not compared")
-        else:
-            found += make()
-    return found, missing
+    return [*found, _ours("ours-tiled-online", replace(config, route="tiled", softmax="online")), *MORE]
 
 
 def route_candidates(config: AttentionConfig) -> list[Candidate]:
@@ -75,7 +69,8 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
-    """Those named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is always in.
+    """The candidates named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is
+    always in.
 
     Raises:
         ValueError: a pattern that matches no candidate.
@@ -131,62 +126,3 @@ def _score_bytes(call: CapturedCall) -> int:
 
 def _torch_bytes(call: CapturedCall) -> int:
     return _score_bytes(call) if torch_kernel(call) == "math" else 0
-
-
-def _pascal_attn() -> list[Candidate]:
-    def candidate(tile: int) -> Candidate:
-        def prepare(call: CapturedCall) -> Attend:
-            from pascal_attn import tiled_attention
-
-            mask = _additive_mask(call)
-            return lambda q, k, v: tiled_attention(q, k, v, call.scale, mask, tile).transpose(1, 2)
-
-        return Candidate(f"pascal-attn-{tile}", prepare)
-
-    return [candidate(tile) for tile in (64, 128, 256)]
-
-
-def _additive_mask(call: CapturedCall) -> Tensor | None:
-    """pascal-attn documents one kind of mask: float, added, of full size. Made before the clock starts."""
-    rows, keys = call.query.shape[-2], call.key.shape[-2]
-    allowed = call.attn_mask
-    if call.is_causal:
-        allowed = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=call.query.device).tril()
-    if allowed is None:
-        return None
-    if allowed.dtype == torch.bool:
-        mask = torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1e9)
-    else:
-        mask = allowed
-    return mask.expand(*mask.shape[:-2], rows, keys)
-
-
-def _noflash() -> list[Candidate]:
-    def candidate(tier: int) -> Candidate:
-        def prepare(call: CapturedCall) -> Attend:
-            patch = _import_noflash()
-            # The block sizes are those that its own dispatch picks for this shape.
-            batch, heads, keys = call.query.shape[0], call.query.shape[1], call.key.shape[2]
-            rows = patch._auto_block_m(batch, keys, heads, call.query.dtype, budget_factor=2 if tier == 1 else 1)
-            sizes = {"block_m": rows}
-            if tier == 2:
-                sizes["block_n"] = patch._auto_block_n(batch, rows, heads, call.query.dtype)
-            run = (patch.chunked_sdpa, patch.chunked_sdpa_online, patch.chunked_sdpa_inplace)[tier - 1]
-            options = {"attn_mask": call.attn_mask, "is_causal": call.is_causal, **sizes}
-            return lambda q, k, v: run(q, k, v, call.scale, **options)
-
-        return Candidate(f"noflash-{tier}", prepare, extra_bytes=lambda call: 3 << 30)
-
-    return [candidate(tier) for tier in (1, 2, 3)]
-
-
-def _import_noflash() -> Any:
-    """Importing noflash_attention replaces torch's function in the whole process: restore it at once."""
-    original = F.scaled_dot_product_attention
-    with contextlib.redirect_stdout(io.StringIO()):
-        from noflash_attention import disable, patch
-
-        disable()
-    if F.scaled_dot_product_attention is not original:
-        raise RuntimeError("noflash_attention left its own function in torch.nn.functional: exclude it from this run")
-    return patch

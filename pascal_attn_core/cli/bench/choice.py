@@ -1,4 +1,4 @@
-"""What the options of ``pascal-attn bench`` name: listed things by patterns, sizes of one's own."""
+"""Reads the options of ``pascal-attn bench`` that name something: listed things by patterns, sizes of one's own."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _ratio(times: list[float], others: list[float]) -> float | None:
 
 
 def _measured(result: Result, step: Callable[[], Any], device: torch.device) -> Any:
-    """What one more call returns; its memory and operators go into ``result``."""
+    """Call once more and return the result; its memory and operators go into ``result``."""
 
     def call(_: Tensor) -> Any:
         return step()

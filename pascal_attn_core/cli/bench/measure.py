@@ -13,7 +13,7 @@ from torch import Tensor
 from ...capture import CapturedCall
 from ...checks import gap
 from ...observe.memory import available_bytes
-from ..oracle import reference_gradients, reference_rows, spread_rows
+from ..oracle import reference, spread_rows
 from .candidates import BASELINE, Attend, Candidate, torch_kernel
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
@@ -68,7 +68,7 @@ class _Oracle:
         self.rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
         self.tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
         if not self.backward:
-            self.expected: tuple[Tensor, ...] = (reference_rows(call, self.rows.cpu()),)
+            self.expected = reference(call, self.rows)
             return
         self.tensors = tuple(t.detach().clone().requires_grad_() for t in self.tensors)
         generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ class _Oracle:
         # The output gradient is zero but in some rows: the same work for every candidate, far less for the reference.
         self.sparse_grad = torch.zeros_like(self.grad)
         self.sparse_grad[..., self.rows, :] = self.grad[..., self.rows, :]
-        self.expected = reference_gradients(call, self.rows.cpu(), self.grad[..., self.rows, :])
+        self.expected = reference(call, self.rows, self.grad[..., self.rows, :])
 
     def work(self, candidate: Candidate) -> Work:
         """The call by one candidate, with gradients of the whole output to time, of some rows to check."""

@@ -50,10 +50,10 @@ def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions of Python, torch, this package and the peers that are installed."""
+def versions(*others: str) -> dict[str, str]:
+    """The versions of Python, torch, this package and those of ``others`` that are installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("pascal-attention", "pascal-attn", "noflash-attention"):
+    for name in ("pascal-attention", *others):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import AttentionConfig, __version__, patch_ffn
+from ... import AttentionConfig, patch_ffn
 from ...checks import is_out_of_memory
 from ...machine.device import MIB, device_info
 from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
 from ..bench.clock import device_named
+from ..bench.report import versions
 from ..tables import print_table
 
 if TYPE_CHECKING:
@@ -205,13 +204,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _write(documents: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     report = {
         "command": args.command_line,
         "device": device_info(device).name,
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
-        "versions": {"pascal-attention": __version__, "python": platform.python_version(), **versions},
+        "versions": versions("diffusers", "transformers"),
         "cases": documents,
     }
     (args.out / "results.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What the kernels' loader, checks and packs need to know of one compilation, whatever it computes."""
+"""One compilation, whatever it computes, as the kernels' loader, checks and packs need it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Compilation(ABC):
     @property
     @abstractmethod
     def pack(self) -> str:
-        """Of the packs of an architecture, the one that it ships in."""
+        """The pack of an architecture that it ships in."""
 
     @property
     def dynamic_bytes(self) -> int:
@@ -65,4 +65,4 @@ class Compilation(ABC):
 
     @abstractmethod
     def macros(self) -> dict[str, object]:
-        """What the text is compiled with."""
+        """The macros that the text is compiled with."""

@@ -18,7 +18,7 @@ MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, f
 
 
 class LinearTile(NamedTuple):
-    """What a block of one of the products computes.
+    """The part of one of the products that a block computes.
 
     Attributes:
         rows: of x; cols: rows of the weight.

@@ -174,7 +174,7 @@ TABLES = {
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _tables("rdna")),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
-RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see last_rows.py
+RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see tail_rows.py
 RANGES_HEAD_DIMS = (40, 64, 80, 96, 128)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .tables import read_tables
+from .tensor import pitch
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class GradientGeometry:
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_gradient.cuh``."""
         chunks = head_dim // 8
-        passing = [self.rows * _pitch(min(8, kept)) if kept else 0 for kept in self.in_registers]
-        left = [self.rows * _pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
-        return max(4 * self.cols * _pitch(chunks), *passing) + sum(left)
+        passing = [self.rows * pitch(min(8, kept)) if kept else 0 for kept in self.in_registers]
+        left = [self.rows * pitch(chunks - kept) if kept < chunks else 0 for kept in self.in_registers]
+        return max(4 * self.cols * pitch(chunks), *passing) + sum(left)
 
     def own_bytes(self, kind: str, mask: str) -> int:
         """Shared memory besides the tiles: numbers of the moving queries, words of the mask, the block's place."""
@@ -56,11 +57,6 @@ class GradientGeometry:
             "PA_XXREG": self.in_registers[1],
             "PA_MINB": self.blocks,
         }
-
-
-def _pitch(pieces: int) -> int:
-    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
-    return 16 * pieces
 
 
 GRADIENT_TABLES = read_tables("gradient", GradientGeometry)

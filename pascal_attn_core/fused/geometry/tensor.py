@@ -48,8 +48,8 @@ class TensorGeometry:
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
         chunks, kept = head_dim // 8, self._kept(head_dim)
-        moving = max(4 * self.cols * _pitch(chunks), self.rows * _pitch(min(kept, 8)))
-        return moving + (self.rows * _pitch(chunks - kept) if kept < chunks else 0)
+        moving = max(4 * self.cols * pitch(chunks), self.rows * pitch(min(kept, 8)))
+        return moving + (self.rows * pitch(chunks - kept) if kept < chunks else 0)
 
     def macros(self, head_dim: int) -> dict[str, object]:
         return {
@@ -67,8 +67,8 @@ class TensorGeometry:
         return min(self.in_registers or head_dim // 8, head_dim // 8)
 
 
-def _pitch(pieces: int) -> int:
-    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of so many 16-byte pieces in shared memory."""
+def pitch(pieces: int) -> int:
+    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of this many 16-byte pieces in shared memory."""
     return 16 * pieces
 
 

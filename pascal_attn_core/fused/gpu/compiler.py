@@ -1,4 +1,4 @@
-"""What NVRTC and HIPRTC have in common: HIPRTC's functions are NVRTC's by other names."""
+"""A runtime compiler's library: HIPRTC's functions are NVRTC's by other names."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def runtime_candidates() -> list[str]:
 
 
 def compiler_candidates() -> list[str]:
-    """The same for HIPRTC: what lies beside the loaded runtime goes first, and the runtime itself, which held HIPRTC
-    before ROCm 6, comes last."""
+    """Files and names that may be HIPRTC: what lies beside the loaded runtime goes first, and the runtime itself, which
+    held HIPRTC before ROCm 6, comes last."""
     loaded = loaded_runtime()
     beside = [] if loaded is None else _files(Path(loaded).parent, COMPILER)
     return list(dict.fromkeys([*beside, *_candidates(COMPILER), *runtime_candidates()]))

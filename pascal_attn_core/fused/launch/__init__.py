@@ -1,4 +1,4 @@
-"""From a call to the launches that compute it."""
+"""Launches: how a call becomes kernels with grids and parameters."""
 
 from __future__ import annotations
 

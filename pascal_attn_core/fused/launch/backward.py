@@ -101,7 +101,7 @@ _KEYS_OF_BLOCK = 256  # the most of any geometry
 
 
 def _grids(call: AttentionCall, view: View, query: Variant, key: Variant) -> tuple[Grid, Grid, Grid]:
-    """Of delta, of the gradient of query, and of those of key and value."""
+    """Grids of the kernels of delta, of the gradient of query, and of those of key and value."""
     batches = view.query.shape[0]
     rows = batches * call.num_heads * call.seq_len_q
     return (

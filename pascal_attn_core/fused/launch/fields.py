@@ -20,7 +20,7 @@ _STRIDE = 1 << 26  # offsets within a staged chunk are 32-bit numbers
 
 
 def rows_are_readable(tensor: Tensor, elements: int = 4) -> bool:
-    """Whether the kernels can read a tensor as it lies, so many elements at a time."""
+    """Whether the kernels can read a tensor as it lies, ``elements`` at a time."""
     *strides, last = tensor.stride()
     if last != 1 or tensor.data_ptr() % (elements * tensor.element_size()):
         return False

@@ -21,11 +21,11 @@ def forward_launches(
     call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None, log_sum: Tensor | None = None
 ) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse and log_sum ``[*batch, Hq, L]``."""
-    if plan.last is not None:
-        first, plans = plan.last.first, (plan._replace(last=None), Plan(plan.last.variant, plan.last.ranges))
+    if plan.tail is not None:
+        first, plans = plan.tail.first, (plan._replace(tail=None), Plan(plan.tail.variant, plan.tail.ranges))
         return [
             launch
-            for part, rows, of_part in zip(plan.last.calls(call), (slice(first), slice(first, None)), plans)
+            for part, rows, of_part in zip(plan.tail.calls(call), (slice(first), slice(first, None)), plans)
             for launch in forward_launches(
                 part, of_part, out[..., rows, :], *(None if s is None else s[..., rows] for s in (lse, log_sum))
             )
@@ -106,9 +106,8 @@ def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -
 
 def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
     variant, geometry, batches = plan.forward, plan.forward.geometry, view.query.shape[0]
-    forward, *others = variant.functions
-    keep, work, splits = list(view.tensors), work_of(call, view), max(1, plan.splits)
-    fields |= {"splits": splits, **softcap_fields(call)}
+    forward, keep, work = variant.functions[0], list(view.tensors), work_of(call, view)
+    fields |= {"splits": max(1, plan.splits), **softcap_fields(call)}
     launches = []
     if view.mask is not None:
         key_tiles = -(-call.seq_len_kv // geometry.cols)
@@ -133,20 +132,29 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
         params = TensorForward(**fields)
         return [*launches, Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work)]
-    joined = splits + (call.sinks is not None)
-    if splits > 1:
-        parts, of_parts = part_fields(call, view, joined)
-        keep.append(parts)
-        fields |= of_parts | {"splits": splits}
-        if call.sinks is not None:
-            _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
-    params, rows = TensorForward(**fields), batches * call.num_heads * call.seq_len_q
+    return [*launches, *_small_launches(call, view, plan, fields, tuple(keep))]
+
+
+def _small_launches(
+    call: AttentionCall, view: View, plan: Plan, fields: dict, keep: tuple[Tensor, ...]
+) -> list[Launch]:
+    """The launches of the kernel for few query rows, of which a tile holds those of a group of heads."""
+    variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], max(1, plan.splits)
     grid = (-(-call.groups * call.seq_len_q // geometry.rows) * splits, call.num_kv_heads, batches)
-    launches.append(Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work))
-    if splits > 1:
-        params = TensorForward(**fields | {"splits": joined})
-        launches.append(Launch(variant, others[0], (-(-rows // 4), 1, 1), 128, params, tuple(keep)))
-    return launches
+    if splits == 1:
+        params = TensorForward(**fields)
+        return [Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))]
+    joined, rows = splits + (call.sinks is not None), batches * call.num_heads * call.seq_len_q
+    parts, of_parts = part_fields(call, view, joined)
+    keep, fields = (*keep, parts), fields | of_parts
+    if call.sinks is not None:
+        _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
+    params, to_join = TensorForward(**fields | {"splits": splits}), TensorForward(**fields | {"splits": joined})
+    forward, combine = variant.functions[:2]
+    return [
+        Launch(variant, forward, grid, geometry.threads, params, keep, work_of(call, view)),
+        Launch(variant, combine, (-(-rows // 4), 1, 1), 128, to_join, keep),
+    ]
 
 
 def _even_fields(

@@ -117,7 +117,7 @@ def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) 
 
 
 def _quantize(call: LinearCall, codes: Tensor, scales: Tensor) -> Launch:
-    """Of the rows of ``call.x`` into codes ``[rows, row_words]``, as words, and scales ``[rows]``."""
+    """The launch that rounds ``call.x`` to codes ``[rows, row_words]``, as words, and scales ``[rows]``."""
     x, (variant, _) = call.x, variants_of(call.x.dtype, call.out.dtype)
     rows, columns = x.shape
     row_stride = x.stride(0) if rows > 1 else 0
@@ -173,5 +173,5 @@ def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> 
 
 
 def _aligned(tensor: Tensor, count: int) -> bool:
-    """Whether it begins at a multiple of so many bytes."""
+    """Whether a tensor begins at a multiple of this many bytes."""
     return tensor.data_ptr() % count == 0

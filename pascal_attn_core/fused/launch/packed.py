@@ -36,6 +36,6 @@ def _packed(launch: Launch, packed: Packed) -> Launch:
 
 
 def _longest_of(launch: Launch, packed: Packed) -> int:
-    """Of the tokens whose tiles are the launch's blocks."""
+    """Length of the longest sequence of those tokens whose tiles are the launch's blocks."""
     has_keys = "grad_key_value" in launch.function or launch.function == "pa_grad_all"
     return packed.max_k if has_keys else packed.max_q

@@ -17,7 +17,7 @@ from ..geometry.gradient import gradient_head_dims
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .fields import rows_are_readable
 from .stream_k import Pieces, busiest, distribute
-from .tail_rows import LastRows, last_rows
+from .tail_rows import TailRows, tail_rows
 
 MAX_SPLITS = 64
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
@@ -76,8 +76,8 @@ class Plan(NamedTuple):
         gradients: the compilations for the gradients of query, and of key and value, where they will be wanted.
         packed: the sequences of the call, where it holds several.
         pieces: the blocks of a forward pass that lists them.
-        last: the last rows of every head, where another kernel computes them.
-        remark: for the sentence that says why the route was chosen: what became of a wish in the configuration.
+        tail: the last rows of every head, where another kernel computes them.
+        remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
     """
 
     forward: Variant
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
     gradients: tuple[Variant, ...] = ()
     packed: Packed | None = None
     pieces: Pieces | None = None
-    last: LastRows | None = None
+    tail: TailRows | None = None
     remark: str = ""
 
     @property
@@ -96,11 +96,11 @@ class Plan(NamedTuple):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All compilations that it takes."""
-        return (self.forward, *(() if self.last is None else (self.last.variant,)), *self.gradients)
+        return (self.forward, *(() if self.tail is None else (self.tail.variant,)), *self.gradients)
 
     @property
     def unlisted(self) -> Plan:
-        """The same by the kernel that has a block for each tile of rows."""
+        """This plan by the kernel that has a block for each tile of rows."""
         if self.pieces is None:
             return self
         return self._replace(forward=replace(self.forward, kind=self.forward.kind.removesuffix("_even")), pieces=None)
@@ -135,7 +135,7 @@ def plan_call(
         if splits:
             return Plan(split, splits, gradients)
         if arch:
-            return Plan(whole, 0, gradients, last=last_rows(call, whole, variants.ranges, num_sms))
+            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variants.ranges, num_sms))
     return Plan(whole, 0, gradients, packed)
 
 
@@ -159,7 +159,7 @@ def variants_of(call: AttentionCall, arch: str = "") -> Variants:
 
 
 def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:
-    """Of these those that compute the call's output: with one block per tile of rows, and with the keys in ranges."""
+    """The two variants for the call's output: with one block per tile of rows, and with the keys in ranges."""
     if call.softcap is None and call.sinks is None:
         return variants.forward, variants.split
     return variants.capped, variants.capped_split
@@ -234,7 +234,7 @@ def _fullness(rows: int, tile_rows: int) -> float:
 # twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
 # Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
-# python tools/tensor_model.py --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
+# python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
 _LISTED_SPEED = 0.94
 # What joining parts costs, in multiply-adds of a query row with a key.
 _JOINING = 1 << 16
@@ -293,8 +293,8 @@ def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packe
 
 
 class _Shape(NamedTuple):
-    """What of a call decides which kernel takes it: ``groups`` query heads for each key/value head, and the band, where
-    query i sees keys i + low ... i + high; None = it has none."""
+    """The sizes of a call that decide which kernel takes it: ``groups`` query heads for each key/value head, and the
+    band, where query i sees keys i + low ... i + high; None = it has none."""
 
     batch: int
     heads: int
@@ -366,7 +366,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles_of(shape: _Shape, geometry: AnyGeometry, group: int) -> _Tiles:
-    """Those of ``group`` heads, of which one tile holds rows of several where they have few."""
+    """The tiles of ``group`` heads: one tile holds rows of several heads where they have few."""
     if shape.band is None:
         count = -(-group * shape.tokens // geometry.rows)
         return _Tiles(count, count * shape.keys, shape.keys)
@@ -405,8 +405,8 @@ def _key_tiles(shape: _Shape, geometry: AnyGeometry) -> tuple[int, ...]:
 
 
 def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
-    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in so many ranges, in
-    multiply-adds of a query row with a key at the speed of a full one."""
+    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in ``splits`` ranges,
+    in multiply-adds of a query row with a key at the speed of a full one."""
     number = units * tiles.number * splits
     each = -(-number // num_sms)
     keys: float

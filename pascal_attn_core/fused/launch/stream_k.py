@@ -28,12 +28,12 @@ _LEAST = 2  # tiles of keys of a part
 # 4 (D + 2) bytes of the 300 GB/s of a T4's memory, of which a multiprocessor has a fortieth; a key 4 D flop of the 56
 # TFLOP/s that the kernel reaches there: as long as 190 keys, for any D. As if nothing stayed in the L2 cache.
 PART_KEYS = 192
-# And a block that begins anew: its rows of Q are 2 D bytes each, and it waits for its first keys.
+# And a block that begins a further part: its rows of Q are 2 D bytes each, and it waits for its first keys.
 START_KEYS = 96
 
 
 class Piece(NamedTuple):
-    """What a block does.
+    """The work of one block.
 
     Attributes:
         tile: of rows, by its number in the call: batch, head, tile of the head.
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     parts: int = 1
 
     def words(self, whole: int) -> tuple[int, int]:
-        """As ``piece_of`` of ``tensor_call.cuh`` reads it; whole: see :class:`Pieces`."""
+        """The piece as ``piece_of`` of ``tensor_call.cuh`` reads it; whole: see :class:`Pieces`."""
         who = self.tile - whole | self.slot << 12 | self.part << 24 | self.parts << 28
         return who, self.first | self.end << 16
 
@@ -84,7 +84,7 @@ class Pieces:
 
     @property
     def blocks(self) -> int:
-        """Of the launch."""
+        """Number of blocks in the launch."""
         return self.whole + len(self.listed)
 
     @functools.cached_property
@@ -194,8 +194,8 @@ def _one_after_the_other(sizes: Sequence[int], cols: int, places: int, most: int
 
 
 def _whole_ones_first(sizes: Sequence[int], cols: int, places: int, most: int) -> list[tuple[int, int, int]] | None:
-    """The same of tiles of which the longest are given a place first, where they leave the least; those for which no
-    place has room are cut, for the places that have most."""
+    """(tile, first, end) of pieces where the longest tiles are given a place first, where they leave the least; those
+    for which no place has room are cut, for the places that have most."""
     spans, room, to_cut = [], [(most, i) for i in range(places)], []
     for tile in sorted(range(len(sizes)), key=lambda tile: -sizes[tile]):
         at = bisect.bisect_left(room, (sizes[tile] * cols, 0))

@@ -16,7 +16,7 @@ MAX_RANGES = 16
 MAX_PART_BYTES = 16 << 20  # that the parts may take before they are joined
 # What a block costs beside its tiles of keys, and what the two further launches cost, in tiles of a full unit.
 _START, _LAUNCHES = 0.5, 1.0
-# A unit with one of r blocks takes this share of the time that r take, and linearly more with more (tools/amd_model.py:
+# A unit with one of r blocks takes this share of the time of r, and linearly more with more (tools/models/amd.py:
 # 0.59 for one of two on gfx906, 0.38, 0.57 and 0.77 for one, two and three of four on gfx1030).
 _ALONE = 0.2
 # Multiply-adds of float16 in the time in which memory gives a byte, by the figures of an MI50 (26.5 TFLOP/s, 1 TB/s).
@@ -24,8 +24,8 @@ _PER_BYTE = 13
 _WORTH = 0.98  # of the time without ranges
 
 
-class LastRows(NamedTuple):
-    """The rows of every head from ``first`` on are computed by ``variant`` with the keys in so many ranges."""
+class TailRows(NamedTuple):
+    """The rows of every head from ``first`` on are computed by ``variant`` with the keys in ``ranges`` ranges."""
 
     variant: Variant
     first: int
@@ -45,8 +45,8 @@ class LastRows(NamedTuple):
         )
 
 
-def last_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) -> LastRows | None:
-    """What of a call should be computed with its keys in ranges, if anything.
+def tail_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) -> TailRows | None:
+    """The rows of a call that should be computed with their keys in ranges, if any.
 
     Args:
         whole, ranges: the kernels of the call with all keys in a block, and with the keys in ranges.
@@ -62,11 +62,11 @@ def last_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) 
         heads, -(-call.seq_len_q // geometry.rows), -(-call.seq_len_kv // geometry.cols), units, places, geometry,
         row_bytes,
     )  # fmt: skip
-    return None if found is None else LastRows(ranges, found[0] * geometry.rows, found[1])
+    return None if found is None else TailRows(ranges, found[0] * geometry.rows, found[1])
 
 
 def _row_bytes(call: AttentionCall) -> int:
-    """Of a row in a part: its sums, maximum and sum of probabilities in float32."""
+    """Bytes of a row in a part: its sums, maximum and sum of probabilities in float32."""
     return 4 * (call.head_dim_v + 2)
 
 
@@ -77,7 +77,7 @@ def _cheapest(
     """(tiles of rows of each head that are computed as ever, ranges of keys of the others), or None."""
 
     def time(blocks: int, tiles: int) -> float:
-        """Of blocks with so many tiles of keys, in tiles of a unit that is full."""
+        """The time of blocks that have ``tiles`` tiles of keys each, in tiles of a unit that is full."""
         rounds, rest = divmod(blocks, places)
         last = _ALONE + (1 - _ALONE) * -(-rest // units) * units / places if rest else 0.0
         return (rounds + last) * (tiles + _START)

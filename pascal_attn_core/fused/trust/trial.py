@@ -39,7 +39,7 @@ from .kernels import Kernels, KernelUnavailable
 
 log = logging.getLogger("pascal_attn")
 SECONDS = 90.0  # from the start of the child, most of which it imports torch for
-_EXTRA_SECONDS = 5.0  # for kernels that nobody has asked for yet: what ships
+_EXTRA_SECONDS = 5.0  # for kernels that no call has asked for yet: what ships
 _MIN_FREE = 1024 * MIB  # a CUDA context and small tensors
 _PACKAGE = Path(__file__).parents[2]
 # This very package, whatever else is installed under its name, and nothing from the host's working folder.
@@ -56,7 +56,7 @@ _REPORT = "pascal-attn selftest says more, please report it; PASCAL_ATTN_TRUST=1
 
 
 class Job(NamedTuple):
-    """What a child is asked to do.
+    """The task of a child.
 
     Attributes:
         device: torch's name of it; card: the name that the card must have there.
@@ -95,7 +95,7 @@ def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
 
 
 class Trials:
-    """What is known of the kernels on one device; several threads may use it at once. Made by
+    """The verdicts on the kernels of one device; several threads may use it at once. Made by
     ``runtime.part(Trials)``.
 
     Args:
@@ -183,7 +183,7 @@ class Trials:
         return self._judge(lines, status, needed)
 
     def others(self) -> Sequence[Compilation]:
-        """What the first child tries beside the variants that a call waits for."""
+        """The variants that the first child tries beside those that a call waits for."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
         return [variant for variant in shipped if isinstance(variant, Variant)]
 
@@ -286,7 +286,7 @@ def _scratch_file() -> Iterator[Path]:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """What a child wrote; its last line may be cut."""
+    """The lines that a child wrote; the last one may be cut."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
@@ -307,7 +307,7 @@ def _words_of(status: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What the child does: see :func:`start_child`."""
+    """The program of the child: see :func:`start_child`."""
     text, answers = sys.argv[1:] if arguments is None else arguments
     job = Job(**json.loads(text))
     with open(answers, "a", encoding="utf-8") as file:

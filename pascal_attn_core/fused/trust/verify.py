@@ -68,8 +68,8 @@ def _splits(variant: Variant, call: AttentionCall) -> int:
 
 
 def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
-    """Of the four tiles of rows one that is not listed, one that is, and two with their keys in two and in three parts,
-    whose blocks do not come in their order."""
+    """A list of blocks for four tiles of rows: one tile is not listed, one is whole, and two with their keys in two and
+    in three parts, whose blocks do not come in their order."""
     if not variant.is_even:
         return None
     of_first, of_last = key_tiles(call, variant.geometry)
@@ -79,7 +79,7 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
-    """Of the tokens of a call as those of two sequences."""
+    """The error of a call whose tokens are those of two sequences."""
     packed = _two_sequences(call)
     run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
     parts = [_reference(part, tensors)[0] for part, tensors in _sequences(call, wide, packed)]
@@ -185,7 +185,7 @@ def _gradients_of(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tens
 
 
 def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
-    """Of the sum of the output of a :func:`sample_call` with respect to query, key and value, in float32, written out:
+    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in float32, written out:
     autograd would wait for the thread that may be waiting for this check.
 
     Args:

@@ -42,7 +42,7 @@ def largest_error(variant: LinearVariant, device: torch.device, run: Callable[[l
 def sample_call(
     variant: LinearVariant, product: str, device: torch.device, rotation: int, columns: int, activation: str
 ) -> LinearCall:
-    """Of small whole numbers, whose rotation is exact in any order of additions."""
+    """A call with small whole numbers, whose rotation is exact in any order of additions."""
     tile, generator = TILES[product], torch.Generator(device).manual_seed(1)
     rows, cols = tile.rows + 1, tile.cols + 5
     of_weight = 2 * cols if activation == "geglu" else cols
@@ -58,7 +58,7 @@ def sample_call(
 
 
 def expected(call: LinearCall) -> Tensor:
-    """What ``call.out`` should be, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
+    """The right ``call.out``, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
     x, codes, scales = call.x.cpu().float(), call.weight.codes.cpu(), call.weight.scales.cpu()
     group = call.weight.rotation
     rotated = (x.unflatten(1, (-1, group)) @ _hadamard(group)).flatten(1)

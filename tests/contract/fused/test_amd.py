@@ -15,7 +15,7 @@ import pytest
 import torch
 from attn_support.fused.cases import Emulated, backward, forward, is_split, of_kernel, poisoned, takes
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import assert_attention, assert_gradients, exact, gradients, plain
 from attn_support.randomness import seeds, times
 from attn_support.table import TABLE, Case
 from torch import Tensor
@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.source import HEAD_DIMS, source
 from pascal_attn_core.fused.geometry.amd import RANGES_HEAD_DIMS, AmdGeometry, wave_size
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, variants_of
-from pascal_attn_core.fused.launch.tail_rows import LastRows
+from pascal_attn_core.fused.launch.tail_rows import TailRows
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -38,10 +38,7 @@ TAKEN = [case for case in TABLE if takes(case)]
 def _check(arch: str, inputs: list[Tensor | None], options: dict[str, Any], dtype: torch.dtype, **how: Any) -> None:
     result = forward(inputs, options, arch=arch, **how)
     assert result.plan.forward.arch == arch
-    oracle, lse = exact(inputs, options)
-    similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
-    assert_close(result.out, oracle, similar, "out", dtype=dtype)
-    assert_close(result.lse, lse, similar_lse, "lse", dtype=dtype)
+    assert_attention(result.out, result.lse, inputs, options, dtype)
 
 
 def _drawn(place: int, arch: str, cases: list[Case]) -> Case:
@@ -81,13 +78,10 @@ def test_the_last_rows_are_computed_with_their_keys_in_ranges(arch: str, dim: in
     options = {"enable_gqa": True}
     call = check_call(*inputs, **options)  # type: ignore[arg-type]
     variants = variants_of(call, arch)
-    plan = Plan(variants.forward, last=LastRows(variants.ranges, variants.forward.geometry.rows, ranges))
+    plan = Plan(variants.forward, tail=TailRows(variants.ranges, variants.forward.geometry.rows, ranges))
     out, lse = empty_output(call).fill_(torch.nan), poisoned((2, 4, 310), FLOAT32)
     emulate(forward_launches(call, plan, out, lse))
-    oracle, exact_lse = exact([*inputs, None], options)
-    similar, similar_lse = plain([*inputs, None], options, plain_dtype(FLOAT16))
-    assert_close(out, oracle, similar, "out", dtype=FLOAT16)
-    assert_close(lse, exact_lse, similar_lse, "lse", dtype=FLOAT16)
+    assert_attention(out, lse, inputs, options, FLOAT16)
 
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1010"])
@@ -185,15 +179,7 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
     inputs, options = [*tensors, masks[mask]], {"enable_gqa": True, **LOWER_RIGHT}
     result = forward(inputs, options, arch=arch)
     assert {v.arch for v in result.plan.gradients} == {arch}
-    dtypes = torch.float64, plain_dtype(dtype, as_torch=True)
-    wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
-    for some in (wide, narrow):
-        some[:3] = [t.requires_grad_() for t in some[:3]]
-    oracle, lse = reference_sdpa(*wide, **options)
-    similar = reference_sdpa(*narrow, **options)[0]
-    grad_out = torch.randn(oracle.shape, generator=generator).to(dtype)
-    answers = [gradients(o, some[:3], grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
-    assert_gradients_close(backward(result, grad_out), *answers, lse.detach(), dtype)
+    assert_gradients(functools.partial(backward, result), inputs, options, dtype)
 
 
 @pytest.mark.parametrize(("arch", "dim", "factor"), [("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)])

@@ -23,7 +23,7 @@ from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
 from attn_support.fused.cases import Emulated, backward, forward, poisoned, whole
 from attn_support.fused.packed import each_alone, ends_of
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import assert_attention, assert_close, assert_gradients, exact, plain_dtype
 from attn_support.randomness import times
 from torch import Tensor
 
@@ -41,8 +41,7 @@ from pascal_attn_core.fused.launch import Launch  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Packed  # noqa: E402
-from pascal_attn_core.fused.launch.tail_rows import LastRows  # noqa: E402
-from pascal_attn_core.reference import reference_sdpa  # noqa: E402
+from pascal_attn_core.fused.launch.tail_rows import TailRows  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(
@@ -89,12 +88,7 @@ def _check(
     result = forward(inputs, options, arch=arch, parts=parts, run=machine.execute, code_of=code_of, watch=watch)
     assert result.plan.forward.arch == arch
     dtype = result.out.dtype
-    oracle, lse = exact(inputs, options)
-    similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
-    error = (result.out.double() - oracle).norm() / oracle.norm()
-    print(f"{result.plan.forward.name}: relative error {error:.1e}")
-    assert_close(result.out, oracle, similar, "out", dtype=dtype)
-    assert_close(result.lse, lse, similar_lse, "lse", dtype=dtype)
+    assert_attention(result.out, result.lse, inputs, options, dtype)
     return result
 
 
@@ -145,13 +139,11 @@ def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant
     rows, cols = variant.geometry.rows, variant.geometry.cols
     inputs = _inputs(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
     call = check_call(*inputs, enable_gqa=True)  # type: ignore[arg-type]
-    plan = whole(call, variant.arch)._replace(last=LastRows(variant, rows, 2))
+    plan = whole(call, variant.arch)._replace(tail=TailRows(variant, rows, 2))
     out, lse = empty_output(call).fill_(torch.nan), poisoned((1, 2, rows + 21), FLOAT32)
     machine.execute(forward_launches(call, plan, out, lse), _shipped)
     options = {"enable_gqa": True}
-    (oracle, exact_lse), (similar, similar_lse) = exact(inputs, options), plain(inputs, options, plain_dtype(FLOAT16))
-    assert_close(out, oracle, similar, "out", dtype=FLOAT16)
-    assert_close(lse, exact_lse, similar_lse, "lse", dtype=FLOAT16)
+    assert_attention(out, lse, inputs, options, FLOAT16)
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16), ("gfx1010", FLOAT32)])
@@ -262,20 +254,8 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
     options = LOWER_RIGHT if mask == "none" else {"enable_gqa": True}
     result = _check(inputs, options, arch, _shipped_or_compiled)
     assert {v.arch for v in result.plan.gradients} == {arch}
-    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(dtype, as_torch=True)))
-    for some in (wide, narrow):
-        some[:3] = [t.requires_grad_() for t in some[:3] if t is not None]
-    oracle, lse = reference_sdpa(*wide, **options)  # type: ignore[arg-type]
-    similar = reference_sdpa(*narrow, **options)[0]  # type: ignore[arg-type]
-    grad_out = torch.randn(oracle.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    answers = [
-        gradients(out, some[:3], grad_out.to(out.dtype))  # type: ignore[arg-type]
-        for out, some in ((oracle, wide), (similar, narrow))
-    ]
-    own = backward(result, grad_out, run=machine.execute, code_of=_shipped_or_compiled)
-    errors = [f"{(mine.double() - true).norm() / true.norm():.1e}" for mine, true in zip(own, answers[0])]
-    print(f"{result.plan.gradients[0].name}: relative errors {', '.join(errors)}")
-    assert_gradients_close(own, *answers, lse.detach(), dtype)
+    own = functools.partial(backward, result, run=machine.execute, code_of=_shipped_or_compiled)
+    assert_gradients(own, inputs, options, dtype)
 
 
 # ---- what the machine notices ----------------------------------------------------------------------------------------

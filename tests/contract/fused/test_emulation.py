@@ -17,7 +17,7 @@ import pytest
 import torch
 from attn_support.fused.cases import Emulated, backward, forward, is_split, of_kernel, takes, whole
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
-from attn_support.oracle import assert_close, exact, plain, plain_dtype
+from attn_support.oracle import assert_attention, assert_close, exact, plain
 from attn_support.table import TABLE, Case
 from torch import Tensor
 
@@ -37,10 +37,7 @@ WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]
 def _check_forward(case: Case, *, parts: bool) -> None:
     inputs, options = case.build()
     result = forward(inputs, options, parts=parts)
-    oracle, lse = exact(inputs, options)
-    similar, similar_lse = plain(inputs, options, plain_dtype(case.dtype))
-    assert_close(result.out, oracle, similar, "out", dtype=case.dtype)
-    assert_close(result.lse, lse, similar_lse, "lse", dtype=case.dtype)
+    assert_attention(result.out, result.lse, inputs, options, case.dtype)
 
 
 @pytest.mark.parametrize("case", IN_PARTS[::3], ids=lambda case: case.name)
@@ -107,10 +104,7 @@ def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_
     inputs = [query, key, value, mask]
     result = forward(inputs, {})
     assert result.plan.forward.flush_tiles
-    oracle, lse = exact(inputs, {})
-    similar, similar_lse = plain(inputs, {}, torch.float32)
-    assert_close(result.out, oracle, similar, "out", dtype=torch.float32)
-    assert_close(result.lse, lse, similar_lse, "lse", dtype=torch.float32)
+    assert_attention(result.out, result.lse, inputs, {}, torch.float32)
 
 
 def test_a_masked_key_cannot_move_a_bit() -> None:

@@ -3,6 +3,7 @@ and 128, lengths that end beside a tile's edge, and offsets beyond 2^31 elements
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from attn_support.fused.cases import backward, forward
 from attn_support.fused.emulation import GXX, emulate
 from attn_support.fused.far import address_space
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain, plain_dtype
+from attn_support.oracle import assert_attention, assert_gradients, exact
 from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
@@ -79,10 +80,7 @@ def test_shipped_tiles_give_the_answer_of_the_definition(case: tuple[Any, ...]) 
     dtype, dim = sizes[:2]
     result = forward(inputs, options)
     assert (result.plan.forward.head_dim, result.plan.forward.padded) == (dim, False)
-    oracle, lse = exact(inputs, options)
-    similar, similar_lse = plain(inputs, options, plain_dtype(dtype))
-    assert_close(result.out, oracle, similar, "out", dtype=dtype)
-    assert_close(result.lse, lse, similar_lse, "lse", dtype=dtype)
+    assert_attention(result.out, result.lse, inputs, options, dtype)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +92,7 @@ def test_shipped_tiles_of_few_queries_do_too(case: tuple[Any, ...]) -> None:
     result = forward(inputs, options, parts=True)
     assert result.plan.forward.kind == "split"
     assert not result.plan.forward.padded
-    similar = plain(inputs, options, plain_dtype(sizes[0]))[0]
-    assert_close(result.out, exact(inputs, options)[0], similar, "out", dtype=sizes[0])
+    assert_attention(result.out, result.lse, inputs, options, sizes[0])
 
 
 @pytest.mark.parametrize(
@@ -113,19 +110,8 @@ def test_their_gradients_are_those_of_the_definition(case: tuple[Any, ...]) -> N
     inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
     result = forward(inputs, options)
     assert not result.plan.gradients[0].padded
-    dtypes = torch.float64, plain_dtype(sizes[0], as_torch=True)
-    wide, narrow = ([cast(t, d) for t in inputs] for d in dtypes)
-    for some in (wide, narrow):
-        some[:3] = [t.requires_grad_() for t in some[:3]]
     for with_lse in (False, True):
-        (oracle, lse), (similar, similar_lse) = (reference_sdpa(*some, **options) for some in (wide, narrow))
-        grad_out = torch.randn(oracle.shape).to(sizes[0])
-        answers = [
-            gradients(o, some[:3], grad_out.to(o.dtype), some_lse if with_lse else None)
-            for o, some, some_lse in ((oracle, wide, lse), (similar, narrow, similar_lse))
-        ]
-        found = backward(result, grad_out, lse.isfinite().float() if with_lse else None)
-        assert_gradients_close(found, *answers, lse.detach(), sizes[0])
+        assert_gradients(functools.partial(backward, result), inputs, options, sizes[0], with_lse=with_lse)
 
 
 # ---- far apart -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from attn_support.fused.cases import Emulated, backward, forward
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, each_left_out, emulate
 from attn_support.fused.packed import each_alone, ends_of
-from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
+from attn_support.oracle import assert_gradients, assert_gradients_close, cast, gradients, plain_dtype
 from attn_support.table import LAYOUTS, MASKS
 from torch import Tensor
 
@@ -56,18 +56,7 @@ def _check(inputs: Numbers, options: dict[str, Any], *, with_lse: bool = False, 
     options = {"enable_gqa": True, **options}
     result = _forward(inputs, options)
     dtype = result.call.query.dtype
-    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(dtype, as_torch=True)))
-    for some in (wide, narrow):
-        some[:3] = [t.requires_grad_() for t in some[:3]]  # type: ignore[union-attr]
-    (oracle, lse), (similar, similar_lse) = (reference_sdpa(*some, **options) for some in (wide, narrow))
-    grad_out = torch.randn(oracle.shape).to(dtype)
-    grad_lse = lse.isfinite().float() if with_lse else None
-    answers = [
-        gradients(o, some[:3], grad_out.to(o.dtype), some_lse if with_lse else None)  # type: ignore[arg-type]
-        for o, some, some_lse in ((oracle, wide, lse), (similar, narrow, similar_lse))
-    ]
-    found = backward(result, grad_out, grad_lse, **how)
-    assert_gradients_close(found, *answers, lse.detach(), dtype)
+    assert_gradients(functools.partial(backward, result, **how), inputs, options, dtype, with_lse=with_lse)
     return result
 
 

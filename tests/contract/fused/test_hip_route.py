@@ -124,19 +124,19 @@ def test_the_last_rows_have_their_keys_in_ranges_where_that_kernel_is_right() ->
                 assert [launch.function for launch in kernels.queued][-len(functions) :] == functions
                 torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
             call = check_call(query, key, key)
-            assert (choose(call, fused).plan.last is None) == (run is not execute)
+            assert (choose(call, fused).plan.tail is None) == (run is not execute)
 
 
 def test_parts_of_the_last_rows_keep_the_budget() -> None:
     query, key = torch.randn(1, 8, 300, 40).half(), torch.randn(1, 8, 2600, 40).half()
     call, fused = check_call(query, key, key), AttentionConfig(route="fused")
     with fresh_card(HipStandIn(replace(RADEON_VII, num_sms=11), execute)):
-        last = choose(call, fused).plan.last
+        last = choose(call, fused).plan.tail
         assert last is not None
         mib = last.part_bytes(call) / (1 << 20)
         assert mib == last.ranges * 8 * (300 - last.first) * (40 + 2) * 4 / (1 << 20) > 1 / 8
-        assert choose(call, replace(fused, budget_mib=mib)).plan.last == last
-        assert choose(call, replace(fused, budget_mib=mib / 2)).plan.last is None
+        assert choose(call, replace(fused, budget_mib=mib)).plan.tail == last
+        assert choose(call, replace(fused, budget_mib=mib / 2)).plan.tail is None
 
 
 # ---- timed against what torch does there -----------------------------------------------------------------------------

@@ -13,16 +13,7 @@ from attn_support.fused.cases import takes
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, GXX
 from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import (
-    assert_close,
-    assert_gradients_close,
-    cast,
-    exact,
-    gradients,
-    int8_bound,
-    plain,
-    plain_dtype,
-)
+from attn_support.oracle import assert_attention, assert_gradients, exact, gradients, int8_bound
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -61,10 +52,7 @@ def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
         out, lse = sdpa_with_lse(*inputs, **options, config=FUSED)
-    oracle, oracle_lse = exact(inputs, options)
-    similar, similar_lse = plain(inputs, options, plain_dtype(case.dtype))
-    assert_close(out, oracle, similar, "out", dtype=case.dtype)
-    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=case.dtype)
+    assert_attention(out, lse, inputs, options, case.dtype)
     assert kernels.queued
 
 
@@ -108,16 +96,15 @@ def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
         inputs[3] = inputs[3].detach()
-    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(case.dtype, as_torch=True)))
-    oracle, lse = reference_sdpa(*wide, **options)
-    grad_out = torch.randn(oracle.shape, dtype=torch.float64).to(case.dtype).double()
-    with poisoned_memory():
-        ours = sdpa_with_lse(*inputs, **options, config=FUSED)
-        actual = gradients(ours.out, inputs[:3], grad_out.to(case.dtype), ours.lse)
-    definition = ((oracle, lse), wide), (reference_sdpa(*narrow, **options), narrow)
-    answers = [actual, *(gradients(o, some[:3], grad_out.to(o.dtype), s) for (o, s), some in definition)]
-    assert [grad.shape for grad in answers[0]] == [t.shape for t in inputs[:3]]
-    assert_gradients_close(*answers, lse.detach(), case.dtype)
+
+    def backward(grad_out: Tensor, _: object) -> list[Tensor]:
+        with poisoned_memory():
+            ours = sdpa_with_lse(*inputs, **options, config=FUSED)
+            found = gradients(ours.out, inputs[:3], grad_out, ours.lse)
+        assert [grad.shape for grad in found] == [t.shape for t in inputs[:3]]
+        return found
+
+    assert_gradients(backward, inputs, options, case.dtype, with_lse=True)
 
 
 def test_inputs_that_broadcast_get_gradients_of_their_own_shapes() -> None:

@@ -13,7 +13,7 @@ import torch
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import GXX, T4, V100
 from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain
+from attn_support.oracle import assert_close, assert_gradients, cast, exact, gradients, plain
 from attn_support.table import MASKS, TABLE, Case
 from torch import Tensor
 
@@ -231,13 +231,7 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     options = {"enable_gqa": True, "is_causal": True}
     with emulated_card(info=card) as kernels:
         out = sdpa(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
-        grad_out = torch.randn(out.shape).half()
-        found = gradients(out, inputs, grad_out)
-    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, torch.float16))
-    oracle, lse = reference_sdpa(*wide, **options)  # type: ignore[arg-type]
-    similar = reference_sdpa(*narrow, **options)[0]  # type: ignore[arg-type]
-    answers = [gradients(o, some, grad_out.to(o.dtype)) for o, some in ((oracle, wide), (similar, narrow))]
-    assert_gradients_close(found, *answers, lse.detach(), torch.float16)
+        assert_gradients(lambda grad_out, _: gradients(out, inputs, grad_out), inputs, options, torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
     assert {launch.variant.on_tensor_cores for launch in backward} == {True}
 

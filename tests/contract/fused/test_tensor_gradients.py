@@ -3,6 +3,7 @@ shipped tiles, and the kernels with a barrier left out."""
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from attn_support.fused.cases import Emulated, of_kernel
 from attn_support.fused.cases import backward as run_backward
 from attn_support.fused.emulation import GXX, Deadlock, LeftOut, blocks_and_passes, build, each_left_out, emulate
-from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
+from attn_support.oracle import assert_gradients, cast
 from attn_support.randomness import seeds, times
 from attn_support.table import GRADIENT_TABLE, LAYOUTS, MASKS, Case
 from torch import Tensor
@@ -87,18 +88,8 @@ def _check(
 ) -> tuple[Variant, ...]:
     call = _call(inputs, options)
     result = _saved(call, inputs, options, capability)
-    wide, narrow = ([cast(t, d) for t in inputs] for d in (torch.float64, plain_dtype(torch.float16, as_torch=True)))
-    for some in (wide, narrow):
-        some[:3] = [t.requires_grad_() for t in some[:3]]  # type: ignore[union-attr]
-    (oracle, lse), (similar, similar_lse) = (reference_sdpa(*some, **options) for some in (wide, narrow))
-    grad_out = torch.randn(oracle.shape).half()
-    grad_lse = lse.isfinite().float() if with_lse else None
-    answers = [
-        gradients(o, some[:3], grad_out.to(o.dtype), some_lse if with_lse else None)  # type: ignore[arg-type]
-        for o, some, some_lse in ((oracle, wide, lse), (similar, narrow, similar_lse))
-    ]
-    actual = run_backward(result, grad_out, grad_lse)
-    assert_gradients_close(actual, *answers, lse.detach(), torch.float16)
+    own = functools.partial(run_backward, result)
+    assert_gradients(own, inputs, options, torch.float16, with_lse=with_lse)
     return result.plan.gradients
 
 

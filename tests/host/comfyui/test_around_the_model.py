@@ -41,7 +41,7 @@ for coverage in ("attention override", "whole model"):
     runs.forget()
     patched, = patch(model, "tiled", 0, 0, coverage, 0, True)
     largest = (stock - sampled(patched)).abs().max().item() / stock.abs().max().item()
-    [run] = runs.recent()
+    [run] = runs.remembered()
     taken = {k: t.count for k, t in run.tallies.items() if k.outcome == "taken"}
     beside = sum(count for kind, count in taken.items() if kind.block.startswith("ControlNet call"))
     print("RESULT", coverage, beside, run.count("taken"), run.count("passed to ComfyUI"), largest, sep="|")
@@ -83,7 +83,7 @@ for first in ("patch", "compile"):
     if first == "compile":
         used, = patch(used, "tiled", 0, 0, "attention override", 0, True)
     largest = (stock - sample(used, "sd15")).abs().max().item() / stock.abs().max().item()
-    [run] = runs.recent()
+    [run] = runs.remembered()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     print("RESULT", first, largest, breaks, len(run.warnings), run.line(), sep="|")
 """

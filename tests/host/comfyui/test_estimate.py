@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 from attn_support.comfy.graph import FAMILIES, Graph, capture
-from attn_support.comfy.inside.comfy_checks import names_in, outcomes
 from attn_support.comfy.server import ComfyServer
-
-CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_estimate_checks.py"
-
-
-@pytest.fixture(scope="module")
-def outcome(host_script: Callable[..., str]) -> dict[str, list[str]]:
-    script = "from comfy_estimate_checks import *\nrun_checks()"
-    return outcomes(host_script(script, "--use-pytorch-cross-attention"))
-
-
-@pytest.mark.parametrize("name", names_in(CHECKS))
-def test_in_the_host(outcome: dict[str, list[str]], name: str) -> None:
-    result, text = outcome[name]
-    if result == "skipped":
-        pytest.skip(text)
-    assert result == "passed", text
 
 
 def estimate(server: ComfyServer, name: str) -> str:
@@ -44,7 +23,3 @@ def test_through_the_server(server: ComfyServer) -> None:
     text = estimate(server, "sd15")
     assert "8 calls, 2 different; the largest 2 x 8 heads x 256 queries x 256 keys of 40 in float32" in text, text
     assert "with the prompt given" in text
-
-
-def test_a_host_that_does_not_use_sdpa_is_named(plain_server: ComfyServer) -> None:
-    assert "attention_sub_quad splits it" in estimate(plain_server, "sd15")

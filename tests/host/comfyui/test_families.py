@@ -111,13 +111,6 @@ def test_a_route_that_this_machine_has_not_falls_back_and_says_so(server: ComfyS
     assert largest_difference(ours, stock(server, "sd15")) < ROUNDING
 
 
-def test_the_nan_guard_changes_nothing_where_all_is_finite(server: ComfyServer) -> None:
-    guarded = sample(server, "sd15", attention_patch(nan_guard=True))
-    unguarded = sample(server, "sd15", attention_patch(nan_guard=False))
-    assert torch.equal(guarded.tensors[0], unguarded.tensors[0])
-    assert not guarded.says("not finite")
-
-
 def test_the_nan_guard_says_once_that_the_model_was_broken_before(server: ComfyServer) -> None:
     graph, latent = sample_graph("sd15", [attention_patch(), ("ProbeOtherPatch", {"kind": "nan", "tag": ""})], "nan")
     ours = capture(server, graph, latent)[0]

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from attn_support.comfy.graph import largest_difference, sample
-from attn_support.comfy.inside.comfy_checks import names_in, outcomes
 from attn_support.comfy.server import ComfyServer
 
-CHECKS = Path(__file__).parents[2] / "support" / "comfy" / "inside" / "comfy_ffn_checks.py"
 ROUNDING = 2e-5  # of the latent's largest value
-
-
-@pytest.fixture(scope="module")
-def outcome(host_script: Callable[..., str]) -> dict[str, list[str]]:
-    script = "from comfy_ffn_checks import *\nrun_checks()"
-    return outcomes(host_script(script, "--use-pytorch-cross-attention"))
-
-
-@pytest.mark.parametrize("name", names_in(CHECKS))
-def test_in_the_host(outcome: dict[str, list[str]], name: str) -> None:
-    result, text = outcome[name]
-    if result == "skipped":
-        pytest.skip(text)
-    assert result == "passed", text
 
 
 @pytest.mark.parametrize("family", ["sd15", "lumina2", "minimax_h3"], indirect=True)

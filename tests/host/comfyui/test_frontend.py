@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from attn_support.comfy.browser import Browser, why_no_browser
 from attn_support.comfy.frontend import (
-    fit,
     look_at,
     open_page,
     open_template,
@@ -106,31 +104,6 @@ _SAID = "return document.body.innerText"
 _INPUTS = """const {required, optional} = LiteGraph.registered_node_types[arguments[0]].nodeData.input;
              return Object.entries({...required, ...optional}).flatMap(
                  ([name, spec]) => spec[0].includes?.('DYNAMIC') ? [name, name + '.'] : [name])"""
-
-
-def test_a_node_that_is_missing_would_be_seen(page: Browser) -> None:
-    workflow = opened("Pascal-SDXL")
-    next(node for node in workflow["nodes"] if node["type"] == "PascalVAEAttention")["type"] = "PascalNothing"
-    show(page, workflow)
-    assert red_nodes(page) == ["PascalNothing"]
-
-
-@every_workflow
-def test_nodes_do_not_overlap_in_the_other_design(page: Browser, server_with_files: ComfyServer, name: str) -> None:
-    if "Comfy.VueNodes.Enabled" not in page.script("return Object.keys(app.ui.settings.settingsLookup)"):
-        pytest.skip("this front end has one design only")
-    open_page(page, server_with_files, **{"Comfy.VueNodes.Enabled": True})
-    try:
-        show(page, opened(name))
-        page.wait_for(
-            "return document.querySelectorAll('.lg-node').length === arguments[0]", len(opened(name)["nodes"])
-        )
-        fit(page)
-        boxes = page.script(_BOXES)
-    finally:
-        open_page(page, server_with_files, **{"Comfy.VueNodes.Enabled": False})
-    for a, b in itertools.combinations(boxes, 2):
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
 _BOXES = """return [...document.querySelectorAll('.lg-node')].map(e => e.getBoundingClientRect())

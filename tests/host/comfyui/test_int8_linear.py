@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from attn_support.comfy.graph import largest_difference, sample
-from attn_support.comfy.inside.comfy_checks import names_in, outcomes
 from attn_support.comfy.server import ComfyServer
 
-INSIDE = Path(__file__).parents[2] / "support" / "comfy" / "inside"
-FILES = ("comfy_int8_checks", "comfy_int8_lora_checks", "comfy_kitchen_checks")
 OURS = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
 NODE = ("PascalInt8Linear", OURS)
-
-
-@pytest.fixture(scope="module")
-def outcome(host_script: Callable[..., str]) -> dict[str, list[str]]:
-    # Its own checks alone: it borrows helpers from those of FFN chunking.
-    script = "import comfy_checks\nimport comfy_ffn_checks\ncomfy_checks.CHECKS.clear()\n"
-    script += f"import {', '.join(FILES)}\ncomfy_checks.run_checks()"
-    return outcomes(host_script(script, "--use-pytorch-cross-attention"))
-
-
-@pytest.mark.parametrize("name", [name for file in FILES for name in names_in(INSIDE / f"{file}.py")])
-def test_in_the_host(outcome: dict[str, list[str]], name: str) -> None:
-    result, text = outcome[name]
-    if result == "skipped":
-        pytest.skip(text)
-    assert result == "passed", text
 
 
 @pytest.mark.parametrize("family", ["sd15", "lumina2"], indirect=True)

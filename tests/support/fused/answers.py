@@ -18,6 +18,23 @@ from pascal_attn_core.machine.device import DeviceInfo
 from .emulation import BUILD, GXX, HERE
 
 Fault = int | Callable[[], int]
+# HIP numbers its errors as the CUDA driver does.
+WORDS = {
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    9: "invalid configuration argument",
+    101: "invalid device ordinal",
+    200: "device kernel image is invalid",
+    201: "invalid device context",
+    209: "no kernel image is available for execution on the device",
+    400: "invalid resource handle",
+    500: "named symbol not found",
+    700: "an illegal memory access was encountered",
+    701: "too many resources requested for launch",
+    719: "unspecified launch failure",
+}
+_WORDS = {code: ctypes.create_string_buffer(words.encode()) for code, words in WORDS.items()}
 ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_ulonglong))
 
 
@@ -56,7 +73,7 @@ class Answers:
     arguments: Mapping[str, int]  # of each function: how many
     error_words: str  # the function that gives the words of an error, which no fault meets
     init: str  # the function that must be called first
-    not_ready: int  # what the others return before
+    _lib: ctypes.CDLL
 
     def __init__(
         self,
@@ -100,14 +117,35 @@ class Answers:
             if code:
                 return code
             if not self._is_ready and function != self.init:
-                return self._wrong(self.not_ready, f"{function} before {self.init}")
+                return self._wrong(3, f"{function} before {self.init}")
             return getattr(self, f"_{function}")(*arguments)
         except BaseException as error:  # ctypes would print it and go on
             self._raised = error
             return 999
 
+    def call(self, function: str, *arguments: object) -> None:
+        with self.one_at_a_time:
+            self._lib.answer_with(self._callback)
+            try:
+                super().call(function, *arguments)  # type: ignore[misc]
+            finally:
+                self._reraise()
+
+    def left_behind(self) -> list[str]:
+        """What this thread should have put back."""
+        return ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
+
     def _error_string(self, code: int, words: int) -> int:
-        raise NotImplementedError
+        found = _WORDS.get(code)
+        ctypes.c_void_p.from_address(words).value = None if found is None else ctypes.addressof(found)
+        return 1 if found is None else 0
+
+    def _exchange_mode(self, mode: int) -> int:
+        new, before = ctypes.c_int.from_address(mode), getattr(self._thread, "mode", 0)
+        if new.value not in (0, 1, 2):
+            return self._wrong(1, f"capture mode {new.value}")
+        self._thread.mode, new.value = new.value, before
+        return 0
 
     def _wrong(self, code: int, sentence: str) -> int:
         self.problems.append(sentence)

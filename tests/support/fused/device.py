@@ -71,7 +71,7 @@ class CardKernels(Kernels):
         self.ensured: list[list[str]] = []
 
     def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
-        cubin = super().machine_code(variant)
+        cubin = super().machine_code(variant, compiled=compiled)
         self.driver.variants[cubin] = variant
         return cubin
 

@@ -27,20 +27,6 @@ from .answers import Answers, fails_once, library
 from .emulation import CARD, PARAMS
 
 __all__ = ["Compiler", "StandIn", "cubin", "fails_once", "read_elf", "usage"]
-_WORDS = {
-    1: "invalid argument",
-    2: "out of memory",
-    3: "initialization error",
-    101: "invalid device ordinal",
-    200: "device kernel image is invalid",
-    201: "invalid device context",
-    209: "no kernel image is available for execution on the device",
-    400: "invalid resource handle",
-    500: "named symbol not found",
-    700: "an illegal memory access was encountered",
-    701: "too many resources requested for launch",
-    719: "unspecified launch failure",
-}
 _ARGUMENTS = {
     "cuInit": 1,
     "cuGetErrorString": 2,
@@ -89,7 +75,7 @@ class Function(NamedTuple):
 class StandIn(Answers, CudaDriver):
     """A driver over cards that are not here: see :class:`Answers`."""
 
-    arguments, error_words, init, not_ready = _ARGUMENTS, "cuGetErrorString", "cuInit", 3
+    arguments, error_words, init = _ARGUMENTS, "cuGetErrorString", "cuInit"
 
     def __init__(
         self,
@@ -101,21 +87,12 @@ class StandIn(Answers, CudaDriver):
     ):
         Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
         self._of_device: dict[int, int] = {}  # device -> its context
-        self._words = {code: ctypes.create_string_buffer(words.encode()) for code, words in _WORDS.items()}
         CudaDriver.__init__(self, library("driver.cpp"))
-
-    def call(self, function: str, *arguments: object) -> None:
-        with self.one_at_a_time:
-            self._lib.answer_with(self._callback)
-            try:
-                super().call(function, *arguments)
-            finally:
-                self._reraise()
 
     def left_behind(self) -> list[str]:
         """What this thread should have put back."""
         found = [f"{len(self._stack)} contexts on the stack"] * bool(self._stack)
-        return found + ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
+        return found + super().left_behind()
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -124,11 +101,6 @@ class StandIn(Answers, CudaDriver):
         if not hasattr(self._thread, "stack"):
             self._thread.stack = []
         return self._thread.stack
-
-    def _error_string(self, code: int, words: int) -> int:
-        found = self._words.get(code)
-        ctypes.c_void_p.from_address(words).value = None if found is None else ctypes.addressof(found)
-        return 1 if found is None else 0
 
     def _cuInit(self, flags: int) -> int:
         self._is_ready = True
@@ -158,12 +130,7 @@ class StandIn(Answers, CudaDriver):
         ctypes.c_void_p.from_address(context).value = self._stack.pop()
         return 0
 
-    def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
-        new, before = ctypes.c_int.from_address(mode), getattr(self._thread, "mode", 0)
-        if new.value not in (0, 1, 2):
-            return self._wrong(1, f"capture mode {new.value}")
-        self._thread.mode, new.value = new.value, before
-        return 0
+    _cuThreadExchangeStreamCaptureMode = Answers._exchange_mode
 
     def _cuModuleLoadData(self, module: int, image: int) -> int:
         if not self._stack:

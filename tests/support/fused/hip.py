@@ -33,51 +33,18 @@ from .answers import Answers, library
 from .code_objects import CodeObject, Kernel, code_object, read
 from .emulation import PARAMS
 
-RADEON_VII = DeviceInfo(
-    "hip",
-    "AMD Radeon VII",
-    num_sms=60,
-    l2_bytes=4 << 20,
-    total_bytes=16 << 30,
-    arch="gfx906",
-    wave_size=64,
-    shared_bytes=64 << 10,
-)
-RX_5700 = DeviceInfo(
-    "hip",
-    "AMD Radeon RX 5700 XT",
-    num_sms=20,
-    l2_bytes=4 << 20,
-    total_bytes=8 << 30,
-    arch="gfx1010",
-    wave_size=32,
-    shared_bytes=64 << 10,
-)
-RX_6800 = DeviceInfo(
-    "hip",
-    "AMD Radeon RX 6800",
-    num_sms=30,
-    l2_bytes=4 << 20,
-    total_bytes=16 << 30,
-    arch="gfx1030",
-    wave_size=32,
-    shared_bytes=64 << 10,
-)
+
+def _card(name: str, arch: str, units: int, gib: int) -> DeviceInfo:
+    wave = 64 if arch.startswith("gfx9") else 32
+    sizes = {"l2_bytes": 4 << 20, "total_bytes": gib << 30, "shared_bytes": 64 << 10}
+    return DeviceInfo("hip", f"AMD Radeon {name}", num_sms=units, arch=arch, wave_size=wave, **sizes)
+
+
+RADEON_VII = _card("VII", "gfx906", 60, 16)
+RX_5700 = _card("RX 5700 XT", "gfx1010", 20, 8)
+RX_6800 = _card("RX 6800", "gfx1030", 30, 16)
 # With HSA_OVERRIDE_GFX_VERSION=10.3.0.
 OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
-_WORDS = {
-    1: "invalid argument",
-    2: "out of memory",
-    3: "initialization error",
-    9: "invalid configuration argument",
-    101: "invalid device ordinal",
-    200: "device kernel image is invalid",
-    209: "no kernel image is available for execution on the device",
-    400: "invalid resource handle",
-    500: "named symbol not found",
-    700: "an illegal memory access was encountered",
-    719: "unspecified launch failure",
-}
 _ARGUMENTS = {
     "hipGetErrorString": 2,
     "hipInit": 1,
@@ -108,7 +75,7 @@ class HipStandIn(Answers, HipDriver):
     """A runtime over cards that are not here: see :class:`Answers`. What a card is taken for is its ``arch``, what it
     is its ``known_arch``."""
 
-    arguments, error_words, init, not_ready = _ARGUMENTS, "hipGetErrorString", "hipInit", 3
+    arguments, error_words, init = _ARGUMENTS, "hipGetErrorString", "hipInit"
 
     def __init__(
         self,
@@ -119,32 +86,18 @@ class HipStandIn(Answers, HipDriver):
         current_stream: int = 0,
     ):
         Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
-        self._words = {code: ctypes.create_string_buffer(words.encode()) for code, words in _WORDS.items()}
         HipDriver.__init__(self, [library("hip.cpp")])
-
-    def call(self, function: str, *arguments: object) -> None:
-        with self.one_at_a_time:
-            self._lib.answer_with(self._callback)
-            try:
-                super().call(function, *arguments)
-            finally:
-                self._reraise()
 
     def left_behind(self) -> list[str]:
         """What this thread should have put back."""
         found = [f"device {self._device} as the current one"] * (self._device != 0)
-        return found + ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
+        return found + super().left_behind()
 
     @property
     def _device(self) -> int:
         return getattr(self._thread, "device", 0)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
-
-    def _error_string(self, code: int, words: int) -> int:
-        found = self._words.get(code)
-        ctypes.c_void_p.from_address(words).value = None if found is None else ctypes.addressof(found)
-        return 0
 
     def _hipInit(self, flags: int) -> int:
         self._is_ready = True
@@ -164,12 +117,7 @@ class HipStandIn(Answers, HipDriver):
         self._thread.device = device
         return 0
 
-    def _hipThreadExchangeStreamCaptureMode(self, mode: int) -> int:
-        new, before = ctypes.c_int.from_address(mode), getattr(self._thread, "mode", 0)
-        if new.value not in (0, 1, 2):
-            return self._wrong(1, f"capture mode {new.value}")
-        self._thread.mode, new.value = new.value, before
-        return 0
+    _hipThreadExchangeStreamCaptureMode = Answers._exchange_mode
 
     def _hipModuleLoadData(self, module: int, image: int) -> int:
         content = next((known for known in self.variants if _lies_at(known, image)), None)

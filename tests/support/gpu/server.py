@@ -23,7 +23,7 @@ import pascal_attn_core.cli.bench
 import pascal_attn_core.cli.selftest  # noqa: F401
 
 SUPPORT = Path(__file__).resolve().parents[1]
-ON_THE_CARD = ("tools.gpu.machine", "tools.gpu.sanitized", "tools.gpu.sweep")
+ON_THE_CARD = ("tools.peers", "tools.gpu.machine", "tools.gpu.sanitized", "tools.gpu.sweep")
 
 
 def child(job: dict[str, Any]) -> int:
@@ -34,9 +34,8 @@ def child(job: dict[str, Any]) -> int:
     option, module, *arguments = job["arguments"]
     assert option == "-m"
     sys.argv = [module, *arguments]
-    is_on_card = module in ON_THE_CARD or arguments[:1] == ["bench"]
     try:
-        with card() if is_on_card else contextlib.nullcontext():
+        with card() if module in ON_THE_CARD else contextlib.nullcontext():
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -131,12 +131,6 @@ def test_intel_cards_are_found_as_torch_names_them(monkeypatch):
     assert machine_facts.device_names() == ["xpu:0", "xpu:1"]
 
 
-def test_unknown_cache_and_memory_are_said_to_be_unknown():
-    text = describe(Info(Machine("0.1.0", "3.12", "Linux", CU126, (DeviceInfo("cuda", "X", (6, 1)),), (None,))))
-    assert "L2 unknown" in text
-    assert "memory      unknown" in text
-
-
 def test_the_budget_of_the_configuration_decides_the_tiles():
     small = block(CARDS["P100"], CU126, config=AttentionConfig(budget_mib=8))
     assert "budget of 8 MiB" in small

@@ -64,6 +64,14 @@ def test_with_one_it_is_what_the_system_says(topology, monkeypatch: pytest.Monke
     assert true_arch(NOWHERE, variables("HSA_OVERRIDE_GFX_VERSION"), folder) == "gfx1010"
 
 
+def test_a_node_that_may_not_be_read_hides_no_other(topology) -> None:
+    folder = topology((90006, 3), (100100, 4))
+    (folder / "1" / "properties").unlink()
+    (folder / "1" / "properties").mkdir()
+    assert [node.arch for node in nodes(folder)] == ["gfx1010"]
+    assert true_arch(NOWHERE, OVERRIDE, folder) == "gfx1010"
+
+
 def test_a_system_that_does_not_say_leaves_it_unknown(tmp_path: Path) -> None:
     assert true_arch(NOWHERE, OVERRIDE, tmp_path / "nothing") == UNKNOWN
     assert true_arch((0, 3, 0), OVERRIDE, tmp_path) == UNKNOWN

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
-import pascal_attn_core
 from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa, torch_sdpa
-
-ROOT = Path(pascal_attn_core.__file__).parents[1]
 
 
 def qkv(tokens: int = 12) -> list[Tensor]:
@@ -130,41 +124,6 @@ def test_a_mode_works_in_a_compiled_function() -> None:
 
 # ---- the binder ------------------------------------------------------------------------------------------------------
 
-BOUND: dict[str, tuple[tuple, dict[str, Any], dict[str, Any]]] = {
-    "three": ((1, 2, 3), {}, {}),
-    "all that may be by position": ((1, 2, 3, 4, 0.5, True), {}, {"attn_mask": 4, "dropout_p": 0.5, "is_causal": True}),
-    "by name": ((), {"value": 3, "query": 1, "key": 2, "scale": 2.0}, {"scale": 2.0}),
-    "both": ((1, 2), {"value": 3, "enable_gqa": True}, {"enable_gqa": True}),
-}
-
-
-@pytest.mark.parametrize(("args", "kwargs", "others"), BOUND.values(), ids=BOUND)
-def test_arguments_are_bound_by_position_and_name(args: tuple, kwargs: dict[str, Any], others: dict[str, Any]) -> None:
-    call = bind_sdpa(args, kwargs)
-    assert isinstance(call, SdpaArguments)
-    assert call == SdpaArguments(1, 2, 3, **others)  # type: ignore[arg-type]
-    assert call.keywords() == {"query": 1, "key": 2, "value": 3, **others}
-
-
-REFUSED: dict[str, tuple[tuple, dict[str, Any], str]] = {
-    "missing": ((1, 2), {}, "its argument value is missing"),
-    "none": ((), {}, "its argument query is missing"),
-    "unknown": ((1, 2, 3), {"window": 1}, "its argument window is not known"),
-    "twice": ((1, 2, 3), {"key": 2}, "its argument key is given twice"),
-    "scale by position": ((1, 2, 3, None, 0.0, False, 1.0), {}, "it has 7 positional arguments, scaled_dot_product"),
-}
-
-
-@pytest.mark.parametrize(("args", "kwargs", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_torch_would_refuse_is_refused_with_a_reason(args: tuple, kwargs: dict[str, Any], why: str) -> None:
-    found = bind_sdpa(args, kwargs)
-    assert isinstance(found, str)
-    assert found.startswith(why)
-    tensors = qkv()
-    given = [tensors[i] if i < 3 else value for i, value in enumerate(args)]
-    with pytest.raises(TypeError):
-        TORCH_SDPA(*given, **kwargs)
-
 
 def test_functions_like_ours_take_more() -> None:
     call = bind_sdpa((1, 2, 3, None, 0.0, False, 2.0, True), {"window": 1}, like_torch=False)
@@ -173,26 +132,3 @@ def test_functions_like_ours_take_more() -> None:
 
 
 # ---- there is no second one ------------------------------------------------------------------------------------------
-
-
-def names_in(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-            if node.attr == "scaled_dot_product_attention" and "_C" in ast.unparse(node):
-                yield "torch._C's function"
-
-
-def test_nobody_else_has_a_mode_for_it_or_looks_at_the_stack() -> None:
-    users: dict[str, set[str]] = {}
-    for top in ("pascal_attn_core", "nodes", "tools"):
-        for file in (ROOT / top).rglob("*.py"):
-            for name in names_in(file):
-                users.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
-    ours = "pascal_attn_core/patching/interception.py"
-    assert users["TorchFunctionMode"] == {ours}
-    assert users["torch._C's function"] == {ours}
-    for name in ("_getframe", "f_back", "currentframe", "f_globals"):
-        assert name not in users

@@ -104,24 +104,6 @@ def test_padding_is_cut_off_at_both_ends(as_float: bool, allowed: list[int], exp
     assert _tiles(mask, (2, 3, 8, 6)).key_range(0, 2) == expected
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_one_value_for_all_keys_is_no_padding(value: bool) -> None:
-    assert _tiles(torch.tensor([value]), (2, 3, 8, 6)).key_range(0, 2) == (0, 6 if value else 0)
-
-
-def test_units_with_other_padding_have_other_ranges() -> None:
-    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)[:, None, None]
-    tiles = MaskTiles(mask.expand(2, 3, 8, 4), readable=True, look_at_tiles=True)
-    assert (tiles.key_range(0, 1), tiles.key_range(1, 2), tiles.key_range(0, 2)) == ((0, 2), (1, 3), (0, 3))
-
-
-def test_a_mask_that_may_not_be_read_says_nothing() -> None:
-    mask = torch.zeros(6, dtype=torch.bool, device="meta")
-    tiles = MaskTiles(mask.expand(2, 3, 8, 6), readable=False, look_at_tiles=False)
-    assert tiles.key_range(0, 2) == (0, 6)
-    assert tiles.state(0, 1, 0, 4, 0, 6) is TileState.MIXED
-
-
 @pytest.mark.parametrize(
     ("row", "keep"),
     [

@@ -114,18 +114,6 @@ def test_meta_gives_the_same_numbers_as_the_cpu(query):
     assert on_meta[3:] == on_cpu[3:]
 
 
-def test_math_attention_shows_its_score_matrix_and_a_loop_of_tiles_does_not(query):
-    score_matrix = 2 * 512 * 512 * 4
-    assert measure(math_attention, query).largest_tensor_bytes == score_matrix
-    assert measure(a_loop_of_tiles, query).largest_tensor_bytes == score_matrix // 8
-
-
-def test_the_output_is_no_extra_memory(query):
-    found = measure(torch.exp, query)
-    assert (found.peak_bytes, found.extra_bytes, found.largest_tensor_bytes) == (query.nbytes, 0, 0)
-    assert torch.equal(found.out, query.exp())
-
-
 def test_an_argument_returned_unchanged_costs_nothing(query):
     assert measure(lambda x: x.transpose(0, 1)[None], query)[1:] == (0, 0, 0, 0)
 
@@ -208,11 +196,6 @@ def test_other_device_types_are_left_out():
         torch.ones(1000)
         kept = torch.ones(10, device="meta")
     assert peak.peak_bytes == kept.nbytes
-
-
-def test_results_are_the_same_as_without_it(query):
-    for fn in FUNCTIONS:
-        assert torch.equal(measure(fn, query).out, fn(query))
 
 
 def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():

@@ -36,8 +36,9 @@ def test_no_name_has_two_places_in_the_reference() -> None:
 
 
 def test_links_of_the_repository_become_links_of_the_site() -> None:
-    readme = '[a](docs/design.md#tests) [![b](docs/icon.svg)](LICENSE) [c](Makefile) <img src="docs/demo.png">'
-    assert at_home(readme, "README.md") == ('[a](design.md#tests) [![b](icon.svg)](LICENSE.txt) c <img src="demo.png">')
+    readme = '[a](docs/design.md#tests) [![b](docs/icon.svg)](LICENSE) [c](Makefile) <img src="docs/report.png">'
+    site = '[a](design.md#tests) [![b](icon.svg)](LICENSE.txt) c <img src="report.png">'
+    assert at_home(readme, "README.md") == site
     assert at_home("[a](../README.md) [b](#c)", "docs/design.md") == "[a](index.md) [b](#c)"
     assert at_home("```\n[a](../README.md)\n```", "docs/design.md") == "```\n[a](../README.md)\n```"
     help_page = next(path for path in sources() if path.startswith("nodes/"))

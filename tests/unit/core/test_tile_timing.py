@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from attn_support.fresh import execute
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
+from pascal_attn_core import AttentionConfig, explain, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.cli.bench.shapes import SHAPES
 from pascal_attn_core.machine.device import MIB, DeviceInfo
@@ -296,18 +295,6 @@ def test_a_forked_worker_does_not_measure(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["worker False", "parent True"], done.stderr
 
 
-def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
-        assert _ask() == "tiled"
-    for options in ({"is_on": False}, {"is_on": None}):
-        monkeypatch.setenv(timing_table.NO_TIMING, "1")
-        with machine(tmp_path, Clock(), **options):
-            assert _ask() == "torch"
-    monkeypatch.setenv(timing_table.NO_TIMING, "0")
-    with machine(tmp_path, Clock(), is_on=None):
-        assert _ask(times=1) == "tiled"
-
-
 def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
     packed: list[Tensor] = []
     state = torch.get_rng_state()
@@ -331,74 +318,7 @@ def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_threads_that_ask_together_time_once(tmp_path: Path) -> None:
-    clock = Clock(2.0, 1.0, 1.0, 1.0)
-    with machine(tmp_path, clock):
-        threads = [threading.Thread(target=_ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert clock.runs == 1
-
-
-def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = iter([200.0, 150.0, 9.0])
-    monkeypatch.setattr(timing_table, "milliseconds", lambda attempt, device: next(given))
-    attempts: list[Callable[[], Any]] = [list, list, list]
-    cpu = torch.device("cpu")
-    assert timing_table.least_times(attempts, cpu, rounds=6, seconds=0.3) == [200.0, 150.0, float("inf")]
-
-
-def test_the_least_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = iter([9.0, 2.0, 3.0, 7.0, 4.0, 5.0])
-    monkeypatch.setattr(timing_table, "milliseconds", lambda attempt, device: next(given))
-    assert timing_table.least_times([list, list], torch.device("cpu"), rounds=3, seconds=1.0) == [3.0, 2.0]
-
-
 # ---- the file --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "[1]",
-        lambda text: text.replace('"rows": ', '"columns": '),
-        lambda text: text.replace('"torch": 2.0', '"torch": "fast"'),
-        lambda text: text.replace('"torch": 2.0', '"torch": NaN'),
-        lambda text: text.replace('"milliseconds"', '"others"'),
-    ],
-)
-def test_a_damaged_file_is_written_again(tmp_path: Path, change: Callable[[str], str]) -> None:
-    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
-        _ask()
-    (file,) = tmp_path.iterdir()
-    file.write_text(change(file.read_text()))
-    clock = Clock(4.0, 1.0, 1.0, 1.0)
-    with machine(tmp_path, clock):
-        assert _ask() == "tiled"
-    assert clock.runs == 1
-    assert json.loads(file.read_text())["milliseconds"][0]["times"]["torch"] == 4.0
-
-
-@pytest.mark.parametrize("is_file", [False, True])
-def test_without_a_folder_only_this_process_knows(tmp_path: Path, is_file: bool) -> None:
-    folder = tmp_path / "cache" if is_file else None
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    clock = Clock(2.0, 1.0, 1.0, 1.0)
-    with machine(folder, clock):
-        assert _ask() == _ask() == "tiled"
-    assert clock.runs == 1
-
-
-def test_what_another_process_wrote_meanwhile_stands(tmp_path: Path) -> None:
-    with machine(tmp_path, Clock(1.0, 9.0, 9.0, 9.0)) as slow:
-        assert slow.known == {}
-        with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
-            _ask()
-        assert _ask() == "tiled"
 
 
 PROCESS = """
@@ -465,14 +385,6 @@ def test_calls_that_differ_in_what_matters_are_of_different_kinds() -> None:
         assert kind_of_call(call) is None
 
 
-def test_leading_dimensions_of_any_number_are_cut() -> None:
-    query, key = torch.randn(2, 3, 4, 1200, 32), torch.randn(4, 1200, 32)
-    call = check_call(query, key, key, torch.ones(2, 1, 1, 1, 1200, dtype=torch.bool))
-    assert slice_of(call).query.dim() == 4
-    flat = torch.randn(1200, 32)
-    assert slice_of(check_call(flat, flat, flat)).num_heads == 1
-
-
 def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     count = Tensor.count_nonzero
@@ -488,18 +400,28 @@ def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) <= first + 1
 
 
-def test_a_route_by_name_still_refuses_what_it_cannot_take(tmp_path: Path) -> None:
-    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
-
-        def total(query: Tensor) -> Tensor:
-            return sdpa(query, query, query, config=AttentionConfig(route="tiled")).sum()
-
-        with pytest.raises(UnsupportedAttention, match="transforms"):
-            torch.func.grad(total)(torch.randn(1, 2, 300, 32))
-
-
 @pytest.mark.parametrize(("threads", "words"), [(1, ""), (3, ", 3 threads")])
 def test_a_kind_in_words(threads: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     call: AttentionCall = check_call(*_tensors(), is_causal=True)
     assert str(kind_of_call(call)) == f"float32 head_dim 32: 2048 x 2048 tokens, 4096 rows, causal{words}"
+
+
+def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
+        assert _ask() == "tiled"
+    for options in ({"is_on": False}, {"is_on": None}):
+        monkeypatch.setenv(timing_table.NO_TIMING, "1")
+        with machine(tmp_path, Clock(), **options):
+            assert _ask() == "torch"
+    monkeypatch.setenv(timing_table.NO_TIMING, "0")
+    with machine(tmp_path, Clock(), is_on=None):
+        assert _ask(times=1) == "tiled"
+
+
+def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter([200.0, 150.0, 9.0])
+    monkeypatch.setattr(timing_table, "milliseconds", lambda attempt, device: next(given))
+    attempts: list[Callable[[], Any]] = [list, list, list]
+    cpu = torch.device("cpu")
+    assert timing_table.least_times(attempts, cpu, rounds=6, seconds=0.3) == [200.0, 150.0, float("inf")]

@@ -24,7 +24,7 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.observe.progress import between_blocks, this_thread
 from pascal_attn_core.routes import choose, route_named, timing, timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
-from pascal_attn_core.routes.torch_kernel import TorchForm, find_form, run_form
+from pascal_attn_core.routes.torch_kernel import TorchForm, find_form
 
 OURS = route_named("tiled")  # in place of the fused route, for whose kernel there is no card
 BUDGET = 64 << 20
@@ -233,12 +233,6 @@ def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error
     assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
 
 
-def test_a_kernel_that_is_not_available_is_not_timed(folder: Path) -> None:
-    clock = Clock(3.0, 4.0)
-    assert _timings(folder, clock).fused_over_torch(route_named("fused"), _call((1, 2, 300, 64)), BUDGET) is None
-    assert clock.runs == 0
-
-
 def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
     def interrupted(*arguments: object) -> list[float]:
         raise KeyboardInterrupt
@@ -318,20 +312,6 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
     assert [call.seq_len_q for call in timings.asked] == [600]
 
 
-def test_medians_are_taken_in_turn_after_a_run_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    clock = iter([7.0, 7.0, 9.0, 1.0, 1.0, 2.0, 2.0, 3.0])
-
-    def timed(attempt: Callable[[], object], device: torch.device) -> float:
-        attempt()
-        return next(clock)
-
-    monkeypatch.setattr(timing_table, "milliseconds", timed)
-    attempts: list[Callable[[], object]] = [lambda: order.append("a"), lambda: order.append("b")]
-    assert timing_table.median_times(attempts, torch.device("cpu")) == [2.0, 2.0]
-    assert "".join(order) == "abababab"
-
-
 def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[object] = []
 
@@ -352,10 +332,3 @@ def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypat
     runs: list[int] = []
     assert timing_table.milliseconds(lambda: runs.append(1), torch.device("cuda", 1), calls=4) == 2.0
     assert (streams, len(runs)) == (["cuda:1", "cuda:1"], 4)
-
-
-def test_run_form_is_what_the_route_torch_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[AttentionCall] = []
-    monkeypatch.setattr(timing, "run_form", lambda call, form: seen.append(call) or run_form(call, form))
-    _ask(_timings(folder, Clock(1.0, 1.0)))
-    assert [call.seq_len_q for call in seen] == [512]

@@ -18,13 +18,9 @@ from torch import Tensor, nn
 
 from pascal_attn_core.ffn import patch_ffn
 
-# What a trial on a few tokens cannot see.
-UNSEEN = {
-    "context hidden from NaN", "long inputs take another path", "long inputs are scaled", "share of positive tokens",
-    "experts with capacity that never overflows", "writes to its input's data", "counts by exchanged memory",
-    "choice by a threshold of the length", "path by the input's values", "path by a parameter",
-    "path by a parameter's list",
-}  # fmt: skip
+# What a trial cannot see, without a difference to these inputs: a millionth of a token's value, and values of a weight
+# that are read without an operator.
+UNSEEN = {"context hidden from NaN", "path by a parameter's list"}
 BAD = [case for case in ALL_BAD if case.name not in UNSEEN]
 TOKENS = 64
 FIRST_CALLS = {
@@ -62,8 +58,8 @@ def test_a_module_that_works_token_by_token_is_sliced_and_gives_the_same(case: C
 def test_a_module_that_mixes_tokens_or_keeps_state_is_refused_and_runs_as_ever(case: Case, first: str) -> None:
     if first == "one sample" and "scratch" in case.name:
         pytest.skip("its buffer holds two samples")
-    if first == "zeros" and case.name in ("writes to its input", "in-place activation first"):
-        pytest.skip("zeros are written over zeros")
+    if first == "large" and "share of" in case.name:
+        pytest.skip("beside these values it is rounding")
     module = case.make().train(case.training)
     plain = copy.deepcopy(module)
     x = FIRST_CALLS[first]()

@@ -181,11 +181,20 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
     assert _route(_inputs()) == "fused"
 
 
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("no room for the check"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=str,
+)
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
     inputs = _inputs()
 
     def no_memory(launch: Launch) -> None:
-        raise torch.cuda.OutOfMemoryError("no room for the check")
+        raise error
 
     card.driver.execute = no_memory
     assert _route(inputs) == "math"

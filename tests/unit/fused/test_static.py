@@ -23,16 +23,15 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import earlier  # noqa: E402
 import fused as tool  # noqa: E402
-import maxwell  # noqa: E402
 import simulate  # noqa: E402
-from linear_share import linear_share  # noqa: E402
-from share import KERNELS, backward_share, share  # noqa: E402
 
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code import source as _source  # noqa: E402
 from pascal_attn_core.fused.code.source import HEAD_DIMS, KINDS, Variant, digest, source  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
+from tools.models.sass import sections  # noqa: E402
+from tools.models.shares import KERNELS, backward_share, linear_share, share  # noqa: E402
 
 SHARE = 0.82
 SHARED_LIMIT = 48 << 10
@@ -192,7 +191,7 @@ def test_prebuilt_kernels_were_made_from_this_source() -> None:
             variant = next(v for v in prebuilt.all_variants() if v.name == name)
             cubin = prebuilt.load(variant, arch)
             assert cubin is not None
-            assert set(variant.functions) <= set(maxwell.sections(cubin))
+            assert set(variant.functions) <= set(sections(cubin))
 
 
 def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyPatch) -> None:

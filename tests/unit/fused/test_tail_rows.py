@@ -39,12 +39,12 @@ def _plan(*shape: int, card: dict[str, Any] = MI50, **options: Any) -> Plan:
 def test_the_blocks_of_an_almost_empty_round_get_ranges_of_keys() -> None:
     """512 blocks where 480 are four rounds: 256 rows of each of 16 heads are the other 32."""
     plan = _plan(1, 16, 4096, 64)
-    assert plan.last is not None
-    assert (plan.forward.kind, plan.last.variant.kind, plan.splits) == ("forward", "ranges", 0)
-    assert (plan.last.first, 16 * (4096 - plan.last.first) // 128) == (3840, 32)
-    assert plan.last.ranges * 32 <= 3 * 120  # whole rounds once more
-    assert plan.variants == (plan.forward, plan.last.variant)
-    assert _plan(1, 16, 4096, 64, card=RX_6800).last is not None
+    assert plan.tail is not None
+    assert (plan.forward.kind, plan.tail.variant.kind, plan.splits) == ("forward", "ranges", 0)
+    assert (plan.tail.first, 16 * (4096 - plan.tail.first) // 128) == (3840, 32)
+    assert plan.tail.ranges * 32 <= 3 * 120  # whole rounds once more
+    assert plan.variants == (plan.forward, plan.tail.variant)
+    assert _plan(1, 16, 4096, 64, card=RX_6800).tail is not None
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_the_blocks_of_an_almost_empty_round_get_ranges_of_keys() -> None:
     ids=str,
 )
 def test_other_calls_are_computed_as_ever(shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    assert _plan(*shape, **options).last is None
+    assert _plan(*shape, **options).tail is None
 
 
 def test_nothing_changes_on_nvidias_cards() -> None:
-    assert plan_call(_call(1, 16, 4096, 64), 60, (6, 1)).last is None
+    assert plan_call(_call(1, 16, 4096, 64), 60, (6, 1)).tail is None
 
 
 @pytest.mark.parametrize("card", [MI50, RX_6800, {"num_sms": 64, "arch": "gfx900"}], ids=lambda card: card["arch"])
 def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, Any]) -> None:
     found = 0
     for heads, tokens, head_dim in itertools.product((1, 3, 8, 16, 40), (700, 2300, 4096, 9000), RANGES_HEAD_DIMS):
-        last = _plan(1, heads, tokens, head_dim, card=card).last
+        last = _plan(1, heads, tokens, head_dim, card=card).tail
         if last is not None:
             found += 1
             geometry = last.variant.geometry
@@ -91,7 +91,7 @@ def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, An
 def test_what_is_taken_is_the_same_for_any_number_of_heads_that_a_part_has() -> None:
     """A part of the heads on another device is computed by the plan of the whole."""
     plan = _plan(1, 16, 4096, 64)
-    some = plan.last.calls(_call(1, 5, 4096, 64))  # type: ignore[union-attr]
+    some = plan.tail.calls(_call(1, 5, 4096, 64))  # type: ignore[union-attr]
     assert [part.seq_len_q for part in some] == [3840, 256]
 
 
@@ -100,13 +100,13 @@ def test_every_row_is_computed_once() -> None:
     query = torch.zeros(2, 4096, 8, 64, dtype=torch.float16).transpose(1, 2)
     call = check_call(query, query, query)
     plan = plan_call(call, **MI50)
-    assert plan.last is not None
+    assert plan.tail is not None
     out, lse = empty_output(call), torch.zeros(2, 8, 4096)
     whole, ranges, joining = forward_launches(call, plan, out, lse)
-    first, rows = plan.last.first, plan.forward.geometry.rows
+    first, rows = plan.tail.first, plan.forward.geometry.rows
     assert (whole.grid, whole.params.lq) == ((first // rows, 8, 2), first)
-    assert ranges.grid == ((4096 - first) // rows * plan.last.ranges, 8, 2)
-    assert (joining.grid, joining.params.splits) == ((2 * 8 * (4096 - first) // 4, 1, 1), plan.last.ranges)
+    assert ranges.grid == ((4096 - first) // rows * plan.tail.ranges, 8, 2)
+    assert (joining.grid, joining.params.splits) == ((2 * 8 * (4096 - first) // 4, 1, 1), plan.tail.ranges)
     for launch in (ranges, joining):
         assert launch.params.lq == 4096 - first
         assert launch.params.q == query.data_ptr() + 2 * first * query.stride(2)

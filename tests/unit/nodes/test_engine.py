@@ -184,7 +184,7 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
     with pytest.raises(kind, match="cancel"):
         attend_in_run(engine, given)
     assert stub_host.looks == 3
-    (run,) = runs.recent()
+    (run,) = runs.remembered()
     assert run.finished
     assert any(kind.__name__ in note for note in run.notes)
     stub_host.interrupt = None
@@ -195,19 +195,6 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
 
 
 # ---- runs ----
-
-
-def test_nested_beginnings_are_one_run_and_the_outermost_ends_it() -> None:
-    engine = make_engine()
-    run = engine.begin()
-    assert engine.begin() is run
-    engine.attend(*qkv())
-    assert engine.end() is None
-    assert not run.finished
-    assert engine.end() is run
-    assert run.finished
-    assert not engine.is_running
-    assert runs.recent() == [run]
 
 
 def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,20 +231,13 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert run.settings == "route tiled, budget 4 MiB, from 32 keys"
 
 
-def test_every_call_taken_is_named_where_no_keys_are_the_least() -> None:
-    assert make_engine(budget_mib=8).settings.text(torch.device("cpu")) == "route auto, budget 8 MiB"
-
-
-def test_runs_of_the_newest_prompt_are_found_and_old_ones_forgotten() -> None:
+def test_the_newest_runs_are_remembered() -> None:
     found = [runs.Run("Model", "VAE", "", "cpu", prompt_id=str(number // 2)) for number in range(40)]
     for run in found:
         runs.remember(run)
-    assert runs.recent() == found[38:]
-    assert runs.recent("18") == found[36:38]
-    assert runs.recent("0") == found[38:]
     assert runs.remembered() == found[8:]
     runs.forget()
-    assert runs.recent() == []
+    assert runs.remembered() == []
 
 
 def test_a_warning_is_kept_once() -> None:
@@ -265,17 +245,6 @@ def test_a_warning_is_kept_once() -> None:
     assert run.warn("one")
     assert not run.warn("one")
     assert run.warnings == ["one"]
-
-
-def test_only_the_newest_finished_run_of_a_model_keeps_its_sample() -> None:
-    first, second = make_engine(), make_engine()
-    for engine in (first, second):
-        engine.begin()
-        engine.attend(*qkv())
-        engine.end()
-    old, new = runs.recent()
-    assert old.sample is None
-    assert new.sample is not None
 
 
 def test_threads_share_an_engine_without_losing_a_call() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.comfy.stub import node_module
-from PIL import ImageColor
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe.memory import measure
 
 estimate, trace, shadows = (node_module(name) for name in ("estimate.figures", "estimate.trace", "estimate.shadow"))
-config, text = node_module("estimate.arithmetic"), node_module("estimate.text")
+text = node_module("estimate.text")
 MIB = 1 << 20
 HOST = estimate.Host(torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024)
 
@@ -54,9 +52,8 @@ class Block(nn.Module):
 
 
 def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = shadows.Shadow(mode).of(module)
-    tracer = trace.Tracer(mode)
+    tracer = trace.Tracer()
+    shadow = shadows.Shadow(tracer.shapes).of(module)
     tracer.watch(shadow)
     override = (lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs)) if announced else None
     return tracer.run(lambda: shadow(x, override))
@@ -187,54 +184,42 @@ def test_the_peak_is_never_below_the_other_tensors() -> None:
 
 def text_for(call: Any, **subject: Any) -> str:
     given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "how": "How.", "weight_bytes": 20 << 30,
-             "free_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
+             "available_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
     return text.text_of(call, estimate.figures(call, HOST), HOST, text.Subject(**given))
 
 
 def test_the_text_says_what_is_counted_and_what_not() -> None:
     lines = text_for(call_of(attention_shape(dtype=torch.float32), other=MIB)).splitlines()
-    assert lines[0] == "Memory estimate: Flux, latent 1 x 16 x 128 x 128, one prompt at a time, on CPU."
-    assert "1 calls, 1 different; the largest 1 x 24 heads x 4096 queries x 4096 keys of 128 in float32" in lines[1]
-    assert "Its score matrix is 1536 MiB" in lines[1]
+    assert lines[1] == "Latent 1 x 16 x 128 x 128, one prompt at a time, on CPU."
+    assert "1 calls, 1 different; the largest 1 x 24 heads x 4096 queries x 4096 keys of 128 in float32" in lines[2]
+    assert "Its score matrix is 1.50 GiB" in lines[2]
     assert "Feed-forward: no layer found" in "\n".join(lines)
     assert lines[-1].startswith("Counted: ")
-    assert "Not counted: weights" in lines[-1]
+    assert "Not counted: copies of weights" in lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("weights", "total", "words"),
+    ("weights", "available", "words"),
     [
-        (20, 11, "remain for weights; ComfyUI streams the rest"),
-        (1, 11, "fits with all weights"),
-        (1, 0.5, "does not fit"),
+        (20, 10, "fits with 9.00 GiB of 20.0 GiB weights on the card, the rest streamed; 10.0 GiB of 11.0 GiB are"),
+        (1, 10, "fits (2.00 GiB with its weights); 10.0 GiB of 11.0 GiB are available. The patches save nothing here."),
+        (1, 0.5, "does not fit (512 MiB too much even with no weights on the card)"),
+        (1, 0, "needs 1.00 GiB besides its weights; how much memory there is is not known."),
     ],
 )
-def test_the_text_says_whether_it_fits(weights: float, total: float, words: str) -> None:
-    call = call_of(other=1 << 30)
-    assert words in text_for(call, weight_bytes=int(weights * (1 << 30)), total_bytes=int(total * (1 << 30)))
+def test_the_first_line_says_whether_it_fits(weights: int, available: float, words: str) -> None:
+    found = text_for(call_of(other=1 << 30), weight_bytes=weights << 30, available_bytes=int(available * (1 << 30)))
+    assert found.startswith(f"Flux: {words}")
 
 
-# ---- arithmetic ----
-
-
-def test_a_transformer_is_worked_out_from_its_configuration() -> None:
-    network = SimpleNamespace(named_modules=lambda: [], modules=list)
-    settings = {"patch_size": 2, "hidden_size": 3072, "num_heads": 24}
-    call = config.arithmetic(network, settings, (2, 16, 128, 128), 512, torch.float16)
-    assert call.is_rough
-    assert call.attention[0].query == (2, 24, 4096 + 512, 128)
-    video = {"patch_size": (1, 2, 2), "dim": 5120, "num_heads": 40}
-    call = config.arithmetic(network, video, (1, 16, 21, 90, 160), 0, torch.float16)
-    assert call.attention[0].query == (1, 40, 75600, 128)
-
-
-def test_a_unet_is_worked_out_from_its_first_level() -> None:
-    network = SimpleNamespace(named_modules=lambda: [], modules=list)
-    settings = {"model_channels": 320, "num_heads": 8}
-    call = config.arithmetic(network, settings, (2, 4, 64, 64), 77, torch.float16)
-    assert call.attention[0].query == (2, 8, 4096, 40)
-    rough = text_for(call)
-    assert "the largest call about 2 x 8 heads" in rough
+def test_the_verdict_and_the_largest_size_count_the_same_memory() -> None:
+    """Seven of eleven GiB are taken by others: six do not fit, however large the card is."""
+    layer = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 6 << 30, 0)
+    first = text_for(call_of(ffn=(layer,)), weight_bytes=2 << 30, available_bytes=4 << 30).splitlines()[0]
+    assert first == (
+        "Flux: does not fit (2.00 GiB too much even with no weights on the card) without the patches, "
+        "fits (2.06 GiB with its weights) with both; 4.00 GiB of 11.0 GiB are available."
+    )
 
 
 # ---- the largest that fits ----
@@ -242,18 +227,22 @@ def test_a_unet_is_worked_out_from_its_first_level() -> None:
 largest = node_module("estimate.largest")
 
 
-def followed_at(size: Any) -> Any:
-    """A block on ``[B, C, H, W]`` cells: what following it at that size gives."""
-    batch, _, height, width = size.shape
+def traced(shape: tuple[int, ...]) -> Any:
+    """A block on ``[B, C, H, W]`` cells: what tracing it at that size gives."""
+    batch, _, height, width = shape
     return follow(Block(), torch.zeros(batch, height * width, 32))
 
 
-@pytest.mark.parametrize("axis", ["resolution", "batch"])
-def test_a_size_that_was_not_followed_is_known_to_the_byte(axis: str) -> None:
-    sizes = largest.sizes_of(axis, (1, 4, 16, 16), 8, 4)
+def axis_of(name: str, shape: tuple[int, ...]) -> Any:
+    return next(axis for axis in largest.axes_of(shape, 8, 4) if axis.name == name)
+
+
+@pytest.mark.parametrize("name", ["resolution", "batch"])
+def test_a_size_that_was_not_traced_is_known_to_the_byte(name: str) -> None:
+    sizes = axis_of(name, (1, 4, 16, 16)).sizes
     one, two, third = sizes[1], sizes[3], sizes[5]
-    at = largest.line_through(one.amount, followed_at(one), two.amount, followed_at(two))
-    found, real = at(third.amount), followed_at(third)
+    at = largest.line_through(one.amount, traced(one.shape), two.amount, traced(two.shape))
+    found, real = at(third.amount), traced(third.shape)
     assert [shape.query for shape in found.attention] == [shape.query for shape in real.attention]
     assert [vars(layer) for layer in found.ffn] == [vars(layer) for layer in real.ffn]
     assert found.other_bytes == real.other_bytes
@@ -265,58 +254,46 @@ def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: py
     monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
     info = DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30)
     card = dataclasses.replace(HOST, info=info, ffn_budget_mib=1, ffn_tokens=64)
-    shape, room = (1, 4, 32, 32), 200 * MIB
-    sizes = largest.sizes_of("resolution", shape, 8, 4)
-    now = largest.size_now("resolution", shape, 8, 4)
-    found = largest.find_largest("resolution", sizes, now, followed_at, card, room)
-    assert found.now.words == "256 x 256"
-    for (_, patched, chunked), size, bounded in zip(largest.WAYS, found.fits, found.is_bounded):
+    axis, room = axis_of("resolution", (1, 4, 32, 32)), 200 * MIB
+    found = largest.find_largest(axis, traced, card, room)
+    assert axis.now.words == "256 x 256"
+    for (_, patched, chunked), (size, bounded) in zip(largest.WAYS, found):
         assert bounded
-        place = sizes.index(size)
-        around = [followed_at(s) for s in sizes[place : place + 2]]
+        place = axis.sizes.index(size)
+        around = [traced(s.shape) for s in axis.sizes[place : place + 2]]
         inside, outside = (estimate.peak_bytes(call, card, patched=patched, chunked=chunked) for call in around)
         assert inside <= room < outside
-    amounts = [size.amount for size in found.fits]
+    amounts = [fit.size.amount for fit in found]
     assert amounts[3] == max(amounts) > amounts[0]
     assert (amounts[1] > amounts[0]) == (not takes)  # a score matrix that is not stored
 
 
 def test_where_nothing_fits_and_where_everything_does() -> None:
-    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
-    now = largest.size_now("batch", (1, 4, 8, 8), 8, 4)
-    assert largest.find_largest("batch", sizes, now, followed_at, HOST, 10).fits == (None,) * 4
-    found = largest.find_largest("batch", sizes, now, followed_at, HOST, 1 << 40)
-    assert (set(found.fits), set(found.is_bounded)) == ({sizes[-1]}, {False})
-    words = text.largest_text([found], 1 << 40, False, None, True)
+    axis = axis_of("batch", (1, 4, 8, 8))
+    assert [fit.size for fit in largest.find_largest(axis, traced, HOST, 10)] == [None] * 4
+    found = largest.find_largest(axis, traced, HOST, 1 << 40)
+    assert set(found) == {largest.Fit(axis.sizes[-1], False)}
+    words = text.largest_text([(axis, found)], 1 << 40, False, largest.bisected(axis.sizes, lambda size: 2, 1))
     assert "batch (now batch of 1): as ComfyUI is batch of 256 or more; with Pascal Attention Patch" in words
     assert words.splitlines()[-1].endswith("ComfyUI's own estimate of its VAE: nothing")
 
 
 def test_a_model_that_calls_other_things_at_another_size_gives_no_answer() -> None:
     calls = iter([call_of(attention_shape(64)), call_of(attention_shape(128), attention_shape(128))])
-    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
-    assert largest.find_largest("batch", sizes, sizes[0], lambda size: next(calls), HOST, MIB) is None
+    assert largest.find_largest(axis_of("batch", (1, 4, 8, 8)), lambda shape: next(calls), HOST, MIB) == []
 
 
 def test_sizes_keep_the_form_of_the_latent() -> None:
-    wide = largest.sizes_of("resolution", (1, 16, 21, 60, 104), 8, 4)
-    assert all(h % 8 == w % 8 == 0 for *_, h, w in (size.shape for size in wide))
-    assert [size.amount for size in wide] == sorted({size.amount for size in wide})
-    assert all(abs(size.shape[-1] / size.shape[-2] - 104 / 60) < 0.7 for size in wide)
-    frames = largest.sizes_of("frames", (1, 16, 21, 60, 104), 8, 4)
-    assert [size.words for size in frames[:3]] == ["1 frames", "5 frames", "9 frames"]
-    assert largest.axes_of((1, 16, 21, 60, 104)) == ["resolution", "frames", "batch"]
-    assert largest.axes_of((1, 16, 60, 104)) == ["resolution", "batch"]
+    wide, frames, _ = largest.axes_of((1, 16, 21, 60, 104), 8, 4)
+    assert all(h % 8 == w % 8 == 0 for *_, h, w in (size.shape for size in wide.sizes))
+    assert [size.amount for size in wide.sizes] == sorted({size.amount for size in wide.sizes})
+    assert all(abs(size.shape[-1] / size.shape[-2] - 104 / 60) < 0.7 for size in wide.sizes)
+    assert [size.words for size in frames.sizes[:3]] == ["1 frames", "5 frames", "9 frames"]
+    assert [axis.name for axis in largest.axes_of((1, 16, 60, 104), 8, 4)] == ["resolution", "batch"]
 
 
 def test_the_picture_shows_every_way() -> None:
-    chart, TONES = node_module("estimate.chart"), node_module("reporting.picture").TONES
-    sizes = largest.sizes_of("batch", (1, 4, 8, 8), 8, 4)
-    found = largest.Largest("batch", sizes[1], (sizes[2], sizes[3], None, sizes[9]), (True, True, True, False))
-    picture = chart.draw_largest([found], "Flux: the largest that fits")
-    assert {ImageColor.getrgb(TONES[tone]) for tone in ("", "caution")} <= colours(picture)
-    assert ImageColor.getrgb(TONES[""]) not in colours(chart.draw_largest([], "Flux"))
-
-
-def colours(picture: Any) -> set[Any]:
-    return {colour for _, colour in picture.getcolors(picture.width * picture.height)}
+    chart, axis = node_module("estimate.chart"), axis_of("batch", (1, 4, 8, 8))
+    fits = [largest.Fit(size, True) for size in (axis.sizes[2], axis.sizes[3], None, axis.sizes[9])]
+    with_bars = chart.draw_largest([(axis, fits)], "Flux: the largest that fits")
+    assert with_bars.height > chart.draw_largest([], "x").height > 50

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.comfy.runs import blocks, findings, kind, part, run
+from attn_support.comfy.stub import make_engine, stub_host  # noqa: F401
 
 GAIN, TEXT = part("nodes.reporting.gain"), part("nodes.reporting.text")
-ENGINE = part("nodes.engine.engine")
-CONFIG, CALL, ROUTES, TORCH = (
-    part(f"pascal_attn_core.{name}") for name in ("config", "call", "routes", "routes.torch_kernel")
-)
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
 WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32"}
@@ -129,26 +126,9 @@ def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
     assert len(found) < 110
 
 
-def test_the_choice_of_a_route_says_what_torch_would_do():
-    """Where the core asks torch: its kernel as it is, folded, and not at all."""
-    auto, plain = CONFIG.AttentionConfig(), torch.randn(1, 2, 64, 16)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain), auto)
-    assert (choice.route, choice.torch_stores) == ("torch", False)
-    for form, stores in (("rows", True), ("", False)):
-        assert TORCH.TorchForm(plain, plain, plain, None, fold=form).torch_stores is stores
-    config = CONFIG.AttentionConfig(math_limit_mib=0)
-    choice = ROUTES.choose(CALL.check_call(plain, plain, plain, softcap=5.0), config)
-    assert (choice.route, choice.torch_stores, choice.over_torch) == ("tiled", True, None)
-
-
-def test_the_engine_counts_calls_with_what_their_choice_says(monkeypatch):
-    engine_module = ENGINE
-    monkeypatch.setattr(engine_module.host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(engine_module.host, "throw_if_interrupted", lambda: None)
-    monkeypatch.setattr(engine_module.host, "prompt_id", lambda: "p")
-    engine = engine_module.Engine(engine_module.PatchSettings(min_keys=0), "Model", "diffusion model", None)
-    plain = torch.randn(1, 2, 64, 16)
+def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):  # noqa: F811
+    engine, plain = make_engine(), torch.randn(1, 2, 64, 16)
     engine.begin()
-    assert engine.attend(plain, plain, plain, place=engine_module.Place("a")) is not None
+    assert engine.attend(plain, plain, plain) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)

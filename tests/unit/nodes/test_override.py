@@ -191,13 +191,6 @@ def test_a_host_that_cannot_be_asked_is_no_reason_to_leave_a_call() -> None:
     assert any("could not be compared with ComfyUI's own function" in note for note in engine.run.notes)
 
 
-def test_a_next_override_that_chains_finds_ours() -> None:
-    engine, log = make_engine(), []
-    ours = make_override(engine, scope_module.Scope(), None)
-    another(log, "next", below=ours)(host_attention, *tensors(), HEADS)
-    assert (log, engine.run.count("taken")) == (["next"], 1)
-
-
 def test_a_replaced_patch_of_ours_never_stacks() -> None:
     first_engine, second_engine, log = make_engine(), make_engine(min_keys=100), []
     previous = another(log, "previous")

@@ -8,11 +8,10 @@ import weakref
 
 import pytest
 import torch
-from attn_support.comfy.runs import CU126, CU130, FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
+from attn_support.comfy.runs import FIND, INFO, RUNS, blocks, findings, kind, machine, part, run
 
 CHECK, TEXT, ROWS, WORDS = (part(f"nodes.reporting.{name}") for name in ("exactness", "text", "rows", "words"))
 REPORT = part("nodes.report")
-ANYTHING = part("nodes.comfy.anything")
 
 PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
 
@@ -141,12 +140,6 @@ def test_of_several_checks_the_one_that_failed_is_shown():
 # ---- text ----
 
 
-def test_the_summary_stands_above_the_sections_and_the_bug_report_below():
-    text = TEXT.report_text(findings(run(blocks(19))))
-    assert text.index("76 calls, 76 taken") < text.index("=== Flux, diffusion model, node 5") < text.index("copy from")
-    assert text.endswith("--- to here ---")
-
-
 def test_alarms_come_before_everything_else():
     text = TEXT.report_text(findings(run(), alarms=["Flux: no attention call reached the patch"]))
     assert text.index("!! Flux: no attention call") < text.index("0 calls")
@@ -202,12 +195,6 @@ def test_kinds_are_counted_over_all_blocks():
     assert (tally.count, tally.elapsed_ms, tally.extra_bytes) == (76, 760.0, 1 << 20)
 
 
-def test_adding_up_kinds_leaves_the_run_as_it_is():
-    made = run(blocks(3))
-    ROWS.kinds_of(made)
-    assert made.count() == 12
-
-
 def test_a_run_without_attention_tells_its_notes():
     made = run(part="feed-forward", notes=["38 of 57 modules in chunks"])
     text = TEXT.report_text(findings(made))
@@ -232,28 +219,6 @@ def test_shares_of_several_devices_stay_below_one():
 
 
 # ---- the machine ----
-
-
-def test_a_wheel_without_code_for_the_card_is_a_complaint_with_the_wheel_that_has():
-    (complaint,) = INFO.complaints(machine(CU130))
-    assert "NO code for sm_61" in complaint
-    assert "whl/cu126" in complaint
-    assert INFO.complaints(machine(CU126)) == []
-
-
-def test_a_card_that_a_cpu_wheel_leaves_idle_is_a_complaint():
-    cpu = INFO.Machine(
-        "0.1.0",
-        "3.12",
-        "Linux",
-        part("pascal_attn_core.machine.wheels").TorchBuild("2.13.0+cpu", "cpu"),
-        (),
-        (),
-        smi=(INFO.SmiCard("GTX 1080 Ti", (6, 1), "11264 MiB"),),
-    )
-    (complaint,) = INFO.complaints(cpu)
-    assert "built without CUDA" in complaint
-    assert "whl/cu126" in complaint
 
 
 def test_the_bug_report_shares_the_facts_of_the_command_line():
@@ -367,13 +332,6 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
     assert given["ui"]["text"] == [text]
 
 
-def test_without_the_check_the_sample_stays_and_nothing_is_said_of_it(host):
-    RUNS.remember(run(blocks(3), device="cpu", sample=sample()))
-    text = REPORT.PascalAttentionReport().report(False, None, "9", graph())["result"][2]
-    assert "exact" not in text.partition("copy from")[0].replace("exactness_check", "")
-    assert RUNS.remembered()[0].sample is not None
-
-
 def test_a_finished_run_without_calls_and_reasons_is_an_alarm(host, caplog):
     RUNS.remember(run(device="cpu"))
     text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
@@ -424,28 +382,3 @@ def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
     monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
     with pytest.raises(Cancelled):
         REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)
-
-
-def test_it_runs_on_each_prompt():
-    first = REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
-    assert first != REPORT.PascalAttentionReport.IS_CHANGED(exactness_check=True)
-
-
-def test_its_type_differs_from_no_other():
-    assert not any(name != ANYTHING.ANY for name in ("LATENT", "IMAGE", "MODEL"))
-    assert str(ANYTHING.ANY) == "*"
-
-
-def test_every_input_and_output_has_a_tooltip():
-    node = REPORT.PascalAttentionReport
-    given = node.INPUT_TYPES()
-    assert all(options["tooltip"] for group in ("required", "optional") for _, options in given[group].values())
-    assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
-
-
-def test_looking_around_for_a_report_asks_no_card_for_its_memory(monkeypatch):
-    def asked(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(INFO, "_free", asked)
-    assert INFO.look_around(asks_devices=False).free == (None,) * len(INFO.look_around(asks_devices=False).devices)

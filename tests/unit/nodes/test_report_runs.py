@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.comfy.runs import RUNS, kind, part, run
+from attn_support.comfy.stub import make_engine, stub_host  # noqa: F401
 
 ENGINE, METER = part("nodes.engine.engine"), part("nodes.engine.meter")
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(stub_host):  # noqa: F811
     """An engine that takes every call, on a host that computes on the CPU."""
-    monkeypatch.setattr(ENGINE.host, "compute_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ENGINE.host, "prompt_id", lambda: "p")
-    monkeypatch.setattr(ENGINE.host, "throw_if_interrupted", lambda: None)
-    RUNS.forget()
-    yield ENGINE.Engine(ENGINE.PatchSettings(min_keys=0), "Flux", "diffusion model", "5")
-    RUNS.forget()
+    return make_engine()
 
 
 def attend(engine, tokens=64, **options):
@@ -119,14 +115,6 @@ class Clock:
 
     def elapsed_time(self, end):
         return end.ms - self.ms
-
-
-def test_events_that_are_over_are_read_before_the_run_ends():
-    made, tally = run(finished=False), RUNS.CallTally()
-    for _ in range(RUNS._PENDING):
-        made.time_later(tally, Clock(0), Clock(2))
-    assert made._pending == []
-    assert tally.elapsed_ms == 2 * RUNS._PENDING
 
 
 def test_events_that_are_not_over_wait_for_the_end():

@@ -3,29 +3,23 @@ shipped kernels."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from attn_support.amd.code import OBJDUMP, Instruction, Operand, instruction
+from attn_support.amd.memory import Memory
+from attn_support.amd.wave import Wave
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd_model as model  # noqa: E402
-from amd_model import ComputeUnit, Event, Pace, Speed, Trace, main_blocks  # noqa: E402
-from amd_unit import GCN, RDNA2, Timing  # noqa: E402
-from support.amd.code import OBJDUMP, Instruction, Operand, instruction  # noqa: E402
-from support.amd.memory import Memory  # noqa: E402
-from support.amd.wave import Wave  # noqa: E402
+from tools.models import amd as model
+from tools.models.amd import ComputeUnit, Event, Pace, Speed, Trace, main_blocks
+from tools.models.compute_unit import GCN, RDNA2, Timing
 
 VECTOR, SLOW, LDS, BARRIER = Event("vector"), Event("vector", 16), Event("lds", 8), Event("barrier")
 WAIT = Event("wait", waits=(("lgkmcnt", 0),))
 
 
 def _cycles(*waves: list[Event], timing: Timing = GCN) -> int:
-    """Of one block. The last instruction ends the run in the cycle after it has been issued."""
+    """Cycles of one block. The last instruction ends the run in the cycle after it has been issued."""
     return ComputeUnit([waves], timing).run()
 
 
@@ -40,7 +34,7 @@ def test_four_waves_have_a_simd_each_and_the_fifth_shares_one() -> None:
 
 
 def test_instructions_of_other_kinds_are_issued_beside_arithmetic() -> None:
-    """By another wave of the SIMD."""
+    """Another wave of the SIMD issues them."""
     one, other = [VECTOR] * 20, [Event("scalar")] * 20
     assert _cycles(one, [VECTOR], [VECTOR], [VECTOR], other) == 19 * 4 + 1
 
@@ -82,7 +76,7 @@ def test_bank_conflicts_are_those_of_the_addresses(name: str, step: int, cycles:
 
 
 def _events(*texts: str) -> list[Event]:
-    """Of a wave of 32 lanes."""
+    """Events of a wave of 32 lanes."""
     trace, wave = Trace(RDNA2), Wave(0, Memory(()), np.zeros(1, np.uint32), [], size=32)
     for text in texts:
         name, _, rest = text.partition(" ")

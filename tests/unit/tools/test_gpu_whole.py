@@ -54,7 +54,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def ran(python: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run of all parts but the demo wrote: part -> its file."""
+    """Files of a run of all parts but the demo: part -> its file."""
     folder = tmp_path_factory.mktemp("gpu")
     sanitizer = folder / "bin" / "compute-sanitizer"
     sanitizer.parent.mkdir()

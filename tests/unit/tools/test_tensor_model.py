@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import struct
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import tensor_model as model
-import volta
+from tools.models import sass
+from tools.models import tensor as model
 
 T4, V100 = model.MACHINES["T4"], model.MACHINES["V100"]
 _OPCODES = {
@@ -35,24 +31,22 @@ def code(kind: str, *, stall: int = 1, size: int = 16, to: int = 0, predicate: i
     return struct.pack("<QQ", low, high | bits << 41)
 
 
-def loop(*body: bytes) -> list[volta.Instruction]:
+def loop(*body: bytes) -> list[sass.Instruction]:
     """One round of a loop of these instructions."""
-    return volta.usual_path(volta.loops(volta.decode(b"".join(body) + code("BRA", to=-len(body) - 1)))[0])
+    return sass.usual_path(sass.product_loops(sass.volta(b"".join(body) + code("BRA", to=-len(body) - 1)))[0])
 
 
 def test_the_fields_of_an_instruction_are_read() -> None:
-    (x,) = volta.decode(code("LDSM", size=8, stall=5, writes=2, reads=3, waits=0b101))
-    assert x == volta.Instruction(0, "LDSM", 8, None, False, 5, 2, 3, 0b101)
-    assert volta.decode(code("FFMA", predicate=3))[0].guarded
-    branch = volta.decode(code("FFMA") + code("BRA", to=-2))[1]
+    (x,) = sass.volta(code("LDSM", size=8, stall=5, writes=2, reads=3, waits=0b101))
+    assert x == sass.Instruction(0, "LDSM", lane_bytes=8, stall=5, writes=2, reads=3, waits=0b101)
+    assert sass.volta(code("FFMA", predicate=3))[0].guarded
+    branch = sass.volta(code("FFMA") + code("BRA", to=-2))[1]
     assert (branch.target, branch.guarded) == (0, False)
-    assert volta.decode(code("IADD3"))[0].kind == "other"
+    assert sass.volta(code("IADD3"))[0].kind == "other"
 
 
 def test_code_of_a_real_compiler_is_read() -> None:
     """A loop of two ldmatrix and their products, as NVRTC 12.6 writes it for sm_75."""
-    from maxwell import sections
-
     from pascal_attn_core.fused.gpu import nvrtc
 
     library = nvrtc.find(75)
@@ -75,7 +69,7 @@ def test_code_of_a_real_compiler_is_read() -> None:
         }
         out[threadIdx.x] = c[0] + c[1] + c[2] + c[3];
     }"""
-    found = volta.loops(volta.decode(sections(library.compile(text, 75, {}).cubin)["tested"]))
+    found = sass.product_loops(sass.volta(sass.sections(library.compile(text, 75, {}).cubin)["tested"]))
     assert len(found) == 1
     kinds = [x.kind for x in found[0]]
     assert [kinds.count(kind) for kind in ("LDSM", "HMMA.1688", "BAR", "BRA")] == [1, 1, 1, 1]
@@ -124,19 +118,19 @@ def test_a_result_is_waited_for() -> None:
 
 
 def test_a_barrier_holds_warps_together() -> None:
-    """Of two warps of a scheduler one multiplies while the other converts; a barrier keeps both in step."""
+    """One of two warps of a scheduler multiplies while the other converts; a barrier keeps both in step."""
     apart = [*[code("MUFU", writes=0)] * 7, code("MUFU", stall=2, writes=0), *[code("HMMA.1688", stall=8, waits=1)] * 8]
     free, held = (model.simulate(loop(*apart, *end), T4, 8, 1, rounds=60) for end in ((), (code("BAR"),)))
     assert held < free - 0.1
 
 
-def _with_counter(waits: bool) -> list[volta.Instruction]:
+def _with_counter(waits: bool) -> list[sass.Instruction]:
     work = [*[code("MUFU", writes=0)] * 8, *[code("HMMA.1688", stall=8, waits=1)] * 8]
     poll = [code("LDS", size=4, writes=1), code("IADD3", waits=2), code("BRA", to=-3, predicate=0)]
     return loop(*(poll if waits else []), *work, code("STS", size=4, predicate=1))
 
 
-def _rounds_apart(path: list[volta.Instruction]) -> int:
+def _rounds_apart(path: list[sass.Instruction]) -> int:
     """How far the warps of a block get apart of which half begin late."""
     simulation = model._Simulation(path, T4, 8, 1)
     for warp in simulation.warps[4:]:
@@ -152,7 +146,8 @@ def test_a_counter_is_waited_for() -> None:
 
 
 def test_our_own_kernels_are_found() -> None:
-    """Their loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
+    """The loops of our kernels have the products of their tiles: 64 x 32 scores of one warp, three products, 32
+    deep."""
     try:
         name, cubin, warps, blocks = next(model.own_cubins(["tensor_grad_query"], T4))
     except SystemExit:

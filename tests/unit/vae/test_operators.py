@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pascal_attn_core.vae.banded import Banded, ordinary
-from pascal_attn_core.vae.run import NotInBands, Run
+from pascal_attn_core.vae.lazy import NotInBands
+from pascal_attn_core.vae.run import Run
 
 Function = Callable[[Tensor], Tensor]
 IMAGE, VIDEO, SOUND, TOKENS = (2, 8, 7, 6), (1, 8, 4, 7, 6), (1, 8, 29), (2, 12, 8)

@@ -124,15 +124,170 @@ def test_deep_copies_and_pickles() -> None:
     assert "decode" not in vars(twin) or not twin.decode.settings.enabled
 
 
-def test_two_patches_come_off_in_any_order() -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_patches_come_off_in_any_order(order: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     vae = kl()
-    wanted = vae.decode(latent()).sample
-    first, second = patch_vae(vae), patch_vae(vae)
-    assert_close(vae.decode(latent()).sample, wanted)
-    second.remove()
-    assert_close(vae.decode(latent()).sample, wanted)
-    first.remove()
+    wanted, before = vae.decode(latent()).sample, set(vars(vae))
+    patches = [patch_vae(vae, budget_mib=0.1) for _ in range(3)]
+    for number in order:
+        assert_close(vae.decode(latent()).sample, wanted)
+        patches[number].remove()
+    assert set(vars(vae)) == before
     assert torch.equal(vae.decode(latent()).sample, wanted)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+# ---- what a host does around it --------------------------------------------------------------------------------------
+
+
+def test_autocast_is_followed_whether_it_is_on_for_the_first_call_or_later() -> None:
+    vae = kl()
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        vae.decode(latent())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = vae.decode(latent()).sample
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = vae.decode(latent()).sample
+    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    assert (got - wanted).abs().max() < 0.03 * wanted.abs().max()
+
+
+def _offloaded(vae: nn.Module) -> None:
+    """Weights are float64 between calls of their layer, as a stand-in for another device."""
+    for module in vae.modules():
+        own = list(module.parameters(recurse=False))
+
+        def load(module: nn.Module, args: Any, own: list[Any] = own) -> None:
+            for parameter in own:
+                parameter.data = parameter.data.float()
+
+        def unload(module: nn.Module, args: Any, out: Any, own: list[Any] = own) -> None:
+            for parameter in own:
+                parameter.data = parameter.data.double()
+
+        if own:
+            unload(module, None, None)
+            module.register_forward_pre_hook(load)
+            module.register_forward_hook(unload)
+
+
+def _layerwise(vae: Any) -> None:
+    vae.enable_layerwise_casting(torch.bfloat16, torch.float32)
+
+
+def _in_place(vae: Any) -> None:
+    """As a LoRA that is merged for the time of a call."""
+
+    def scale(by: float) -> None:
+        vae.decoder.conv_in.weight.data.mul_(by)
+
+    vae.decoder.register_forward_pre_hook(lambda *args: scale(2.0))
+    vae.decoder.register_forward_hook(lambda *args: scale(0.5))
+
+
+def _swapped_by_the_forward(vae: Any) -> None:
+    """Nothing shows that the weights are others after the layer's call."""
+
+    class Swapping(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            kept, self.weight.data = self.weight.data, self.weight.data * 2
+            out = super().forward(x)
+            self.weight.data = kept
+            return out
+
+    vae.decoder.conv_in.__class__ = Swapping
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("host", [_offloaded, _layerwise, _in_place, _swapped_by_the_forward])
+def test_weights_that_are_there_only_while_their_layer_runs(host: Any, is_first: bool) -> None:
+    vae, other = kl(), kl()
+    host(other)
+    wanted = other.decode(latent()).sample
+    if is_first:
+        host(vae)
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        vae.decode(latent())
+        if not is_first:
+            host(vae)
+        assert_close(vae.decode(latent()).sample, wanted)
+    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+
+
+def test_a_weight_written_to_before_its_layer_is_computed_means_the_whole_call() -> None:
+    vae = kl()
+    vae.decode(latent())
+
+    class Writing(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.mul_(2)
+            out = super().forward(x)
+            self.weight.mul_(0.5)
+            return out
+
+    vae.decoder.conv_in.__class__ = Writing
+    wanted = vae.decode(latent()).sample
+    with patch_vae(vae, verify=False) as patch, torch.no_grad():
+        assert_close(vae.decode(latent()).sample, wanted)
+    (call,) = patch.report().calls
+    assert call.state == "refused"
+    assert "changed in place while the VAE runs" in call.why
+
+
+class Remembering(nn.Module):
+    """A VAE with a counter, a cache in a list, a buffer, and its last result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.count, self.last, self.cache = 0, None, []
+        self.register_buffer("seen", torch.zeros(3))
+
+    def decode(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen += 1
+        self.cache.append(self.conv(x * self.count))
+        self.last = self.cache[-1] + (0 if self.last is None else self.last) + self.seen.view(1, 3, 1, 1)
+        return self.last
+
+
+@pytest.mark.parametrize("options", [{}, {"progress": lambda part: None}])
+def test_trials_leave_the_vaes_own_state_alone(options: dict[str, Any]) -> None:
+    """The proof, and the rehearsal that a progress bar needs."""
+    x, vae, other = torch.randn(1, 3, 20, 20), Remembering().eval(), Remembering().eval()
+    kept: list[Tensor] = []
+    vae.conv.register_forward_hook(lambda module, args, out: kept.append(out))
+    with torch.no_grad(), patch_vae(vae, budget_mib=0.01, **options) as patch:
+        for _ in range(3):
+            assert_close(vae.decode(x), other.decode(x))
+    assert [call.state for call in patch.report().calls] == ["in bands"] * 3
+    assert (vae.count, len(vae.cache)) == (3, 3)
+    assert torch.equal(vae.seen, other.seen)
+    for tensor in (vae.last, *vae.cache, kept[-1]):
+        assert type(tensor) is Tensor
+        tensor.numpy()
+    copy.deepcopy(vae)
+
+
+def test_a_call_that_is_given_up_leaves_the_vaes_own_state_alone() -> None:
+    x, vae, other = torch.randn(1, 3, 20, 20), Remembering().eval(), Remembering().eval()
+    with torch.no_grad(), patch_vae(vae, when="needed"):
+        with OutOfMemory(3):  # the buffer has been written to, and an attribute set
+            assert_close(vae.decode(x), other.decode(x))
+        assert (vae.count, len(vae.cache)) == (1, 1)
+
+
+def test_a_compiled_part_is_left_alone() -> None:
+    vae = kl()
+    vae.decoder.mid_block = torch.compile(vae.decoder.mid_block, backend="eager")
+    with patch_vae(vae) as patch:
+        vae.decode(latent())
+    assert patch.report().calls[0].why == "it is compiled by torch.compile"
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,7 +297,12 @@ def test_two_patches_come_off_in_any_order() -> None:
         ({"vae": nn.Linear(1, 1)}, ValueError, "vae must have one of the methods decode, encode, got Linear"),
         ({"keep": "ram"}, ValueError, "keep must be one of auto, device, host, got 'ram'"),
         ({"when": "now"}, ValueError, "when must be 'always' or 'needed', got 'now'"),
-        ({"budget_mib": 0}, ValueError, "budget_mib must be a positive number of MiB, got 0"),
+        ({"budget_mib": 0}, ValueError, "budget_mib must be above 0 and finite, got 0"),
+        ({"budget_mib": float("inf")}, ValueError, "budget_mib must be above 0 and finite, got inf"),
+        ({"budget_mib": "64"}, TypeError, "budget_mib must be a number, got '64'"),
+        ({"methods": "decode"}, TypeError, "methods must be a tuple of names, got 'decode'"),
+        ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
+        ({"progress": 7}, TypeError, "progress must be a function or None, got 7"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

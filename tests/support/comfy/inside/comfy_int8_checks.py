@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import comfy.model_management as host
-import comfy.patcher_extension as extension
 import comfy.sd
 import torch
 from comfy_checks import Skip, check, log_lines, pack, raises, replaced, runs, unload
@@ -176,21 +175,6 @@ def a_limit_that_no_layer_keeps_leaves_the_model_bit_for_bit():
 
 
 @check
-def blocks_and_layers_are_chosen_by_name():
-    base, stock = wan()
-    for include, exclude, expected in (
-        ("blocks.0", "", {"blocks.0"}),
-        ("*.ffn.*", "", {"blocks.0", "blocks.1"}),
-        ("", "blocks.0, *.self_attn.*", {"blocks.1"}),
-    ):
-        model = patched(base, include=include, exclude=exclude)
-        near(sample(model), stock)
-        names = {line.name for line in report(model).of("int8")}
-        assert {".".join(name.split(".")[:2]) for name in names} == expected, names
-        assert not exclude or not any("self_attn" in name for name in names), names
-
-
-@check
 def chained_twice_the_second_node_counts():
     base, stock = wan()
     model = patched(patched(base), 1e-6)
@@ -281,34 +265,6 @@ def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
 
 
 @check
-def a_clone_that_is_collected_while_live_leaves_nothing():
-    base, stock = wan()
-    model = patched(base)
-    near(sample(model), stock)
-    assert not is_clean(base)
-    del model
-    gc.collect()
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
-
-
-@check
-def an_exception_in_the_middle_leaves_a_clean_model():
-    base, stock = wan()
-    model = patched(base)
-
-    def accident(executor, *args, **kwargs):
-        raise ValueError("an accident")
-
-    broken = model.clone()
-    broken.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, "accident", accident)
-    raises(ValueError, lambda: sample(broken))
-    assert torch.equal(sample(base), stock)
-    assert is_clean(base)
-    near(sample(model), stock)
-
-
-@check
 def cancel_during_a_measurement_decides_nothing():
     base, stock = wan()
     model = patched(base)
@@ -330,21 +286,6 @@ def cancel_during_a_measurement_decides_nothing():
         near(sample(model), stock)
     assert not found[0].warnings or "slower" in found[0].warnings[0], found[0].warnings
     assert not report(model).count("waiting")
-
-
-@check
-def eject_twice_is_harmless_and_inject_twice_never_stacks():
-    base, stock = wan()
-    model = patched(base)
-    first = sample(model)
-    (injection,) = model.injections["pascal_attn_int8"]
-    for _ in range(2):
-        injection.inject(model)
-    assert torch.equal(sample(model), first)
-    for _ in range(2):
-        injection.eject(model)
-    assert is_clean(base)
-    assert torch.equal(sample(base), stock)
 
 
 @check
@@ -370,7 +311,6 @@ def the_memory_estimate_of_a_live_model_is_that_of_the_model():
     def estimated(model):
         latent = latents.of(model, {"samples": torch.zeros(1, *LATENTS["wan_t2v"])})
         found = follow(model, latent, conditioning("wan_t2v"), 16, 1).call
-        assert not found.is_rough, found
         return found.attention, found.ffn
 
     base, stock = wan()

@@ -7,13 +7,13 @@ import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
 import comfy.sampler_helpers
 import torch
-from comfy_checks import Skip, check, close, log_lines, pack, replaced, run_checks, runs, unload
-from comfy_inproc import LATENTS, load_model, sample
+from comfy_checks import Skip, check, close, log_lines, pack, replaced, runs, unload
+from comfy_inproc import LATENTS, load_model, load_pack, sample
 from comfy_patch_networks import NETWORKS, applied, patcher_of
 
 import nodes
 
-__all__ = ["run_checks"]
+load_pack()
 KEY = "optimized_attention_override"
 IS_SDPA = host_attention.optimized_attention is host_attention.attention_pytorch
 
@@ -73,44 +73,6 @@ def hypertile_without_guidance_keeps_its_result_and_saving():
 @check
 def hypertile_with_guidance_keeps_its_result_and_saving():
     hypertile_keeps_result_and_saving(3.0)
-
-
-@check
-def a_call_without_keys_or_queries_is_the_hosts():
-    model = patched(load_model("sd15"), min_keys=1024)
-    override = model.model_options["transformer_options"][KEY]
-    for queries, keys in ((64, 0), (0, 64)):
-        given = torch.randn(1, queries, 64), torch.randn(1, keys, 64), torch.randn(1, keys, 64)
-        stock = host_attention.attention_pytorch(*given, 2)
-        with runs():
-            ours = host_attention.attention_pytorch(*given, 2, transformer_options={KEY: override})
-            engine = pack("patches.override").engine_of(override)
-            assert engine.run.count("taken") == 0
-            assert engine.run.warnings == []
-            engine.begin()
-            engine.end()
-        assert torch.equal(ours, stock)
-
-
-@check
-def a_misread_layout_cannot_pass():
-    model = load_model("sd15")
-    stock = sample(model, "sd15")
-    layout = pack("comfy.layout")
-    of = layout.HostCall.of
-
-    def misread(args, kwargs):
-        call = of(args, kwargs)
-        call.key = call.key.roll(1, 1)  # the heads of the keys, one off
-        return call
-
-    with replaced(layout.HostCall, "of", misread), runs() as found, log_lines() as lines:
-        assert torch.equal(sample(patched(model, coverage="attention override"), "sd15"), stock)
-    (run,) = found
-    assert run.count("taken") == 0 < run.count()
-    assert run.warnings
-    assert all("calls like this are passed to ComfyUI" in warning for warning in run.warnings)
-    assert any("passed to ComfyUI" in line for line in lines)
 
 
 def whole_model_takes_all_of(name):
@@ -183,38 +145,6 @@ def other_override(model, function, qualname="", module=""):
     function.__qualname__, function.__module__ = qualname or function.__qualname__, module or function.__module__
     options[KEY] = function
     return model
-
-
-def doubling(calls):
-    def override(func, q, k, v, *args, **kwargs):
-        calls.append(q.shape)
-        return func(q * 2, k, v, *args, **kwargs)  # a change of the result
-
-    return override
-
-
-@check
-def an_earlier_patch_that_is_not_known_runs_first():
-    model, calls = load_model("sd15"), []
-    changed = other_override(model, doubling([]))
-    stock, plain = sample(changed, "sd15"), sample(model, "sd15")
-    assert float((stock - plain).abs().max()) > 1e-4
-    with runs() as found, log_lines() as lines:
-        close(sample(patched(other_override(model, doubling(calls))), "sd15"), stock)
-    (run,) = found
-    assert run.count("taken") == run.count() == len(calls) == run.came_before > 0
-    assert any("runs before this node" in line and "doubling" in line for line in lines), lines
-    assert any("doubling" in note and f"it received {len(calls):,} calls" in note for note in run.notes), run.notes
-
-
-@check
-def an_earlier_patch_is_replaced_if_the_user_says_so():
-    model, calls = load_model("sd15"), []
-    with runs() as found:
-        ours = sample(patched(other_override(model, doubling(calls)), earlier_patch="replace it"), "sd15")
-    close(ours, sample(model, "sd15"))
-    assert found[0].count("taken") == found[0].count() > 0
-    assert calls == []
 
 
 @check

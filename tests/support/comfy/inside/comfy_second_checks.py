@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from comfy_checks import check, close, pack, replaced, run_checks, runs
+from comfy_checks import check, close, pack, replaced, runs
 from comfy_inproc import load_model, load_pack, sample
 
 NODES = load_pack()
-
-__all__ = ["run_checks"]
 
 
 def with_patch(model, **more):

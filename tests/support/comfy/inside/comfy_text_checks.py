@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 
-import comfy.model_management as host
 import comfy.sd
 import comfy.sd1_clip
 import torch
-from comfy_checks import Skip, cancel_at, check, close, log_lines, pack, raises, replaced, run_checks, runs, unload
+from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, runs
 from comfy_inproc import load_checkpoint, load_pack, load_t5
 
 NODE = load_pack()["PascalTextEncoderAttention"]
 PROMPT = "a photo of a (cat:1.3), a dog and a horse"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 LOADED: dict = {}
-
-__all__ = ["run_checks"]
 
 
 def patched(clip, route="auto", budget_mib=0, nan_guard=True):
@@ -173,21 +170,6 @@ def a_long_prompt_and_a_schedule_are_encoded_alike():
     assert sum(run.count("taken") for run in found) == 12
 
 
-@check
-def clip_skip_works_before_and_after():
-    clip = once(clip_l)
-    skipped = clip.clone()
-    skipped.clip_layer(-2)
-    stock = encode(skipped)
-    raises(AssertionError, lambda: close(encode(clip), stock, 1e-3))
-    close(encode(patched(skipped)), stock)
-    after = patched(clip).clone()
-    after.clip_layer(-2)
-    with runs() as found:
-        close(encode(after), stock)
-    assert found[0].count("taken") >= 11
-
-
 def lora():
     torch.manual_seed(7)
     found = {}
@@ -217,64 +199,6 @@ def a_lora_works_before_and_after_and_leaves_again():
 
 
 @check
-def two_clones_with_different_settings_do_not_mix_and_do_not_stack():
-    clip = once(qwen)
-    first, second = patched(clip, "tiled"), patched(clip, "torch")
-    for ours, route in ((first, "tiled"), (second, "torch"), (patched(second, "tiled"), "tiled")):
-        with runs() as found:
-            encode(ours)
-        assert [run.routes() for run in found] == [{route: 3}]
-
-
-@check
-def unloaded_and_loaded_again_it_is_still_patched():
-    clip = once(qwen)
-    stock = encode(clip)
-    ours = patched(clip)
-    for _ in range(2):
-        with runs() as found:
-            close(encode(ours), stock)
-        assert found[0].count("taken") == 3
-        unload()
-    assert torch.equal(encode(clip), stock)
-
-
-@check
-def cancelled_in_the_middle_the_next_run_is_clean():
-    clip = once(clip_l)
-    stock = encode(clip)
-    ours = patched(clip)
-    with runs() as found, cancel_at(4):
-        raises(host.InterruptProcessingException, lambda: encode(ours))
-    assert [run.count("taken") for run in found] == [3]
-    with runs() as found:
-        close(encode(ours), stock)
-    assert [run.count("taken") for run in found] == [12]
-    assert torch.equal(encode(clip), stock)
-
-
-@check
-def after_an_error_in_the_middle_the_next_run_is_clean():
-    clip = once(qwen)
-    stock = encode(clip)
-    ours = patched(clip)
-
-    def accident(*_):
-        raise RuntimeError("an accident")
-
-    layers = network_of(clip).model.layers
-    hook = layers[1].register_forward_pre_hook(accident)
-    with runs() as found:
-        raises(RuntimeError, lambda: encode(ours))
-    hook.remove()
-    assert [run.count("taken") for run in found] == [1]
-    with runs() as found:
-        close(encode(ours), stock)
-    assert [run.count("taken") for run in found] == [3]
-    assert torch.equal(encode(clip), stock)
-
-
-@check
 def generation_is_the_same_and_single_queries_are_left_to_the_host():
     clip = once(qwen)
     if not hasattr(clip, "generate") or not hasattr(network_of(clip), "generate"):
@@ -287,32 +211,6 @@ def generation_is_the_same_and_single_queries_are_left_to_the_host():
     assert run.count("taken") == 3, run.line()
     assert run.count("passed to ComfyUI") == 3 * (len(stock) - 1), run.line()
     assert run.reasons("passed to ComfyUI").keys() <= {"fewer than 2 queries"}
-
-
-@check
-def many_tokens_stay_within_the_budget():
-    clip = once(qwen)
-    attention = network_of(clip).model.layers[0].self_attn
-    from comfy.ldm.modules.attention import optimized_attention_for_device
-
-    host_function = optimized_attention_for_device(torch.device("cpu"), mask=True, small_input=True)
-    engine = pack("engine.engine").Engine(
-        pack("engine.engine").PatchSettings(pack("comfy.inputs").config("tiled", 8), min_keys=0),
-        "Qwen",
-        "text encoder",
-        None,
-    )
-    ours = pack("patches.replacements").Replacement(engine, pack("patches.scope").Scope(), "block")
-    attend = ours.given(0, lambda attention: attention)(host_function)
-    query, key, value = (torch.randn(1, heads, 2047, 128) for heads in (attention.num_heads, 2, 2))
-    mask = torch.full((2047, 2047), torch.finfo(torch.float32).min / 4).triu_(1)
-    options = {"mask": mask, "skip_reshape": True}
-    expanded = (t.repeat_interleave(attention.num_heads // 2, dim=1) for t in (key, value))
-    stock = host_function(query, *expanded, attention.num_heads, **options)
-    with pack("core.observe.memory").PeakMemory("cpu") as peak:
-        out = attend(query, key, value, attention.num_heads, enable_gqa=True, **options)
-    close(out, stock)
-    assert peak.peak_bytes < (8 << 20) + 4 * out.numel() * 4 < 4 * 2047 * 2047 * 4
 
 
 @check
@@ -387,13 +285,6 @@ def an_encoder_without_attention_is_returned_as_it_is_and_says_so():
     with log_lines() as lines:
         assert patched(clip) is clip
     assert "has no attention" in lines[0]
-
-
-@check
-def the_status_line_counts_the_blocks():
-    with log_lines() as lines:
-        patched(once(clip_l), "tiled", 32)
-    assert "12 attention blocks of SD1ClipModel, route tiled, budget 32 MiB" in lines[0], lines
 
 
 @check

@@ -9,7 +9,6 @@ import comfy.model_management as host
 import torch
 import torch.nn.functional as F
 from comfy_checks import (
-    Skip,
     cancel_at,
     check,
     close,
@@ -17,7 +16,6 @@ from comfy_checks import (
     pack,
     raises,
     replaced,
-    run_checks,
     runs,
     unload,
 )
@@ -32,8 +30,6 @@ from comfy_vae_parts import (
     patched,
     vae_around,
 )
-
-__all__ = ["run_checks"]
 
 
 def decoding_equals(name, route):
@@ -116,16 +112,6 @@ def tiled_decoding_and_encoding_are_one_run_each_whatever_the_tiles():
 
 
 @check
-def tiled_decoding_of_a_video_is_one_run():
-    vae, samples = load_vae("vae_wan"), latent("vae_wan")
-    tiles = {"tile_x": 8, "tile_y": 8, "overlap": 2}
-    stock = vae.decode_tiled(samples, **tiles)
-    with runs() as found:
-        close(patched(vae).decode_tiled(samples, **tiles), stock)
-    assert [run.count() > 2 for run in found] == [True]
-
-
-@check
 def the_original_is_untouched_bit_for_bit_before_between_and_after():
     vae, samples = kl()
     stock, keys = vae.decode(samples), list(vae.first_stage_model.state_dict())
@@ -179,17 +165,6 @@ def two_copies_with_different_settings_do_not_mix():
 
 
 @check
-def patched_twice_it_does_not_stack():
-    vae, samples = one_block()
-    stock = vae.decode(samples)
-    twice = patched(patched(vae, "torch"), "tiled")
-    with runs() as found:
-        close(twice.decode(samples), stock)
-    assert [run.routes() for run in found] == [{"tiled": 1}]
-    assert type(twice).__mro__[1] is type(vae)
-
-
-@check
 def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
     vae, samples = one_block()
     stock = vae.decode(samples)
@@ -205,26 +180,6 @@ def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
         close(ours.decode(samples), stock)
     assert [run.count("taken") for run in found] == [1]
     assert torch.equal(vae.decode(samples), stock)
-
-
-@check
-def after_an_error_in_the_middle_the_next_run_is_clean():
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = patched(vae)
-
-    def accident(*_):
-        raise RuntimeError("an accident")
-
-    hook = vae.first_stage_model.decoder.mid.block_2.register_forward_pre_hook(accident)
-    with runs() as found:
-        raises(RuntimeError, lambda: ours.decode(samples))
-    hook.remove()
-    assert len(found) == 1
-    assert torch.equal(vae.decode(samples), stock)
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    assert [run.count("taken") for run in found] == [1]
 
 
 @check
@@ -268,16 +223,6 @@ def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
 
 
 @check
-def replaced_without_any_call_of_ours_it_says_so():
-    vae, samples = one_block()
-    ours = patched(vae)
-    ours.patcher.add_object_patch("block.attn.optimized_attention", lambda query, key, value: value)
-    with runs() as found, log_lines() as lines:
-        ours.decode(samples)
-    assert any("another node replaced block.attn.optimized_attention" in w for w in found[0].warnings), lines
-
-
-@check
 def nan_in_the_latent_is_told_from_nan_in_the_vae():
     vae, samples = kl()
     ours = patched(vae)
@@ -294,28 +239,6 @@ def nan_in_the_latent_is_told_from_nan_in_the_vae():
     with runs() as found:
         ours.decode(samples)
     assert found[0].warnings == []
-
-
-@check
-def an_attention_output_that_overflows_is_computed_again():
-    vae, _ = kl()
-    ours = patched(vae)
-    host.load_models_gpu([ours.patcher])
-    attend = vae.first_stage_model.decoder.mid.attn_1.optimized_attention
-    run_attention = pack("engine.engine").run_call
-    overflowing = [True]
-
-    def overflow_once(*args, **kwargs):
-        out = run_attention(*args, **kwargs)
-        if overflowing.pop() if overflowing else False:
-            out[0].fill_(float("inf"))
-        return out
-
-    query, key, value = torch.randn(3, 1, 128, 8, 8).unbind()
-    with replaced(pack("engine.engine"), "run_call", overflow_once), log_lines() as lines:
-        out = attend(query, key, value)
-    assert torch.isfinite(out).all()
-    assert any("decoder.mid.attn_1" in line and "recomputed in float32" in line for line in lines)
 
 
 @check
@@ -370,34 +293,6 @@ def a_vae_without_attention_is_returned_as_it_is_and_says_so():
     with log_lines() as lines:
         assert patched(vae, decode="as it is") is vae
     assert "has no attention" in lines[0]
-
-
-@check
-def the_status_line_counts_the_blocks():
-    for name, blocks in (("vae_kl_full", 2), ("vae_wan", 2)):
-        with log_lines() as lines:
-            patched(load_vae(name), "tiled", 32)
-        assert f"{blocks} attention blocks of" in lines[0], lines
-        assert "route tiled, budget 32 MiB" in lines[0], lines
-
-
-@check
-def a_clone_on_a_model_of_its_own_computes_with_that_model():
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = patched(vae)
-    other = copy.deepcopy(vae.first_stage_model)
-    try:
-        patcher = ours.patcher.clone(model_override=(other, ({}, {}, {}, set())))
-    except TypeError:
-        raise Skip("clones of this ComfyUI always share the model") from None
-    for parameter in vae.first_stage_model.parameters():
-        parameter.zero_()
-    clone = copy.copy(ours)
-    clone.patcher, clone.first_stage_model = patcher, other
-    with runs() as found:
-        close(clone.decode(samples), stock)
-    assert found[0].count("taken") == 1
 
 
 @check

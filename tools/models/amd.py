@@ -1,12 +1,12 @@
-"""What share of its time a compute unit of AMD's multiplies, and how long a call takes: a model on machine code.
+"""A model, on machine code, of the share of its time in which a compute unit of AMD's multiplies, and of call times.
 
-    python tools/amd_model.py                                 the calls that noflash-attention publishes times of
-    python tools/amd_model.py --head-dim 128 --dtype float32
-    python tools/amd_model.py --arch gfx1030                  an RX 6800 instead of an MI50
+    python -m tools.models.amd                                 the calls that noflash-attention publishes times of
+    python -m tools.models.amd --head-dim 128 --dtype float32
+    python -m tools.models.amd --arch gfx1030                  an RX 6800 instead of an MI50
 
 The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of its
-waves issues is played back for as many blocks as a compute unit holds (``amd_unit.py`` says what it knows of them, and
-from where). Waits and barriers stand where the code has them.
+waves issues is played back for as many blocks as a compute unit holds (``compute_unit.py`` says what it knows of them,
+and from where). Waits and barriers stand where the code has them.
 
 A call's launches are those of its plan, as users get them (``plan_call`` with the card's units). Blocks run in rounds,
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
@@ -21,29 +21,24 @@ import argparse
 import functools
 import math
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from support.amd import machine
+from support.amd.code import Instruction, Operand, kernels
+from support.amd.wave import Wave
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.forward import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of
+from tools.amd import facts, waves
 
-import amd  # noqa: E402
-from amd_unit import GCN, RDNA2, REACH, SIMDS, ComputeUnit, Event, Timing  # noqa: E402
-from support.amd import machine  # noqa: E402
-from support.amd.code import Instruction, Operand, kernels  # noqa: E402
-from support.amd.wave import Wave  # noqa: E402
-
-from pascal_attn_core.call import check_call, empty_output  # noqa: E402
-from pascal_attn_core.fused.code import prebuilt  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant  # noqa: E402
-from pascal_attn_core.fused.launch import Launch  # noqa: E402
-from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of  # noqa: E402
+from .compute_unit import GCN, RDNA2, REACH, SIMDS, ComputeUnit, Event, Timing
 
 
 class Card(NamedTuple):
@@ -78,7 +73,7 @@ _MAIN = 64  # products that a stretch of the code has at least to be a part of t
 
 
 class Trace:
-    """What a wave issues, as events."""
+    """Events that a wave issues."""
 
     def __init__(self, timing: Timing) -> None:
         self.events: list[Event] = []
@@ -135,7 +130,7 @@ def _stall(i: Instruction) -> int:
 
 
 def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
-    """Of the instruction that a wave is about to execute."""
+    """Event of the instruction that a wave is about to execute."""
     if i.name.startswith("v_"):
         cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
         return Event("vector", cycles, is_product=bool(_PRODUCT.match(i.name)))
@@ -152,7 +147,7 @@ def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
 
 
 def lds_cycles(wave: Wave, i: Instruction) -> int:
-    """Of shared memory: 32 words in a cycle, lanes in their order, the same word once."""
+    """Cycles of shared memory for an instruction: 32 words in a cycle, lanes in their order, the same word once."""
     if not i.name.startswith(("ds_read", "ds_write")):
         return wave.size // 32  # between lanes
     vector = i.operands[0 if "write" in i.name else 1]
@@ -172,7 +167,7 @@ def lds_cycles(wave: Wave, i: Instruction) -> int:
 
 
 class Block(NamedTuple):
-    """What the waves of one block issue, and how many of it a compute unit holds. rows: queries of a block."""
+    """Events of the waves of one block, and how many blocks a compute unit holds. rows: queries of a block."""
 
     waves: list[list[Event]]
     resident: int
@@ -181,13 +176,13 @@ class Block(NamedTuple):
 
 
 def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906") -> Variant:
-    """Of a call without a mask."""
+    """Kernel of a call without a mask."""
     probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
     return variants_of(check_call(probe, probe, probe), arch).forward
 
 
 def block(variant: Variant, tiles: int) -> Block:
-    """Of a shipped kernel without a mask, with so many tiles of keys."""
+    """A block of a shipped kernel without a mask, with this many tiles of keys."""
     geometry, arch = variant.geometry, variant.arch
     code = prebuilt.find_amd(variant)
     if code is None:
@@ -202,8 +197,8 @@ def block(variant: Variant, tiles: int) -> Block:
     kernel = kernels(code)[launch.function]
     traces = [Trace(CARDS[arch].timing) for _ in range(launch.threads // kernel.lanes)]
     machine.run(launch, kernel, lambda wave, i: traces[wave.index].add(wave, i))
-    facts = next(facts for facts in amd.facts(code) if facts.name == launch.function)
-    resident = amd.waves(arch, facts.vector, facts.shared, launch.threads) * SIMDS // len(traces)
+    found = next(found for found in facts(code) if found.name == launch.function)
+    resident = waves(arch, found.vector, found.shared, launch.threads) * SIMDS // len(traces)
     return Block([trace.events for trace in traces], resident, geometry.rows, geometry.cols)
 
 
@@ -211,8 +206,8 @@ def block(variant: Variant, tiles: int) -> Block:
 
 
 class Pace(NamedTuple):
-    """Of the blocks that a compute unit holds: cycles that all of them take for a tile of keys each, and beside their
-    tiles; the share of that time in which its SIMDs compute, and in which its shared memory works."""
+    """Pace of the blocks that a compute unit holds: cycles that all of them take for a tile of keys each, and beside
+    their tiles; the share of that time in which its SIMDs compute, and in which its shared memory works."""
 
     tile: float
     start: float
@@ -221,7 +216,7 @@ class Pace(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Of a kernel on a compute unit.
+    """Speed of a kernel on a compute unit.
 
     Attributes:
         paces: with one block, two, ... as many as it holds; products: share of the instructions that multiply, of all
@@ -237,7 +232,7 @@ class Speed(NamedTuple):
     units: int = 60
 
     def cycles(self, blocks: int, tiles: int) -> float:
-        """Of the card, for so many blocks with so many tiles of keys each."""
+        """Cycles of the card for this many blocks with this many tiles of keys each."""
         rounds, rest = divmod(blocks, self.units * len(self.paces))
         counts = [len(self.paces)] * rounds + [-(-rest // self.units)] * (rest > 0)
         return sum(self.paces[count - 1].start + tiles * self.paces[count - 1].tile for count in counts)
@@ -245,7 +240,7 @@ class Speed(NamedTuple):
 
 @functools.cache
 def speed(variant: Variant, tiles: tuple[int, int] = (8, 16), *, banks: bool = False) -> Speed:
-    """From the difference of two numbers of tiles of keys. banks: as of ``amd_unit.ComputeUnit``."""
+    """Speed from the difference of two numbers of tiles of keys. banks: see :class:`ComputeUnit`."""
     card = CARDS[variant.arch]
     few, many = (block(variant, n) for n in tiles)
     shares = []
@@ -258,7 +253,7 @@ def speed(variant: Variant, tiles: tuple[int, int] = (8, 16), *, banks: bool = F
 
 
 def main_blocks(events: list[Event]) -> list[Event]:
-    """Of the stretches between two branches or barriers those with many products."""
+    """Events of the stretches between two branches or barriers that have many products."""
     found: list[Event] = []
     stretch: list[Event] = []
     for e in [*events, Event("barrier")]:
@@ -288,7 +283,7 @@ def pace(
 
 
 class Time(NamedTuple):
-    """Of a call. ranges: into which the keys of its last rows are cut, rows: how many rows of a head these are."""
+    """Time of a call. ranges: into which the keys of its last rows are cut, rows: how many rows of a head these are."""
 
     seconds: float
     ranges: int
@@ -296,7 +291,7 @@ class Time(NamedTuple):
 
 
 def time_of(heads: int, tokens: int, variant: Variant, *, banks: bool = False) -> Time:
-    """Of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
+    """Time of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
     card = CARDS[variant.arch]
     shape = (1, heads, tokens, variant.head_dim)
     query, key, value = (torch.empty(shape, dtype=getattr(torch, variant.dtype), device="meta") for _ in range(3))
@@ -305,12 +300,12 @@ def time_of(heads: int, tokens: int, variant: Variant, *, banks: bool = False) -
     launches = forward_launches(call, plan, empty_output(call))
     seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, banks=banks) for launch in launches)
     return Time(
-        seconds, plan.last.ranges if plan.last else plan.splits, tokens - plan.last.first if plan.last else tokens
+        seconds, plan.tail.ranges if plan.tail else plan.splits, tokens - plan.tail.first if plan.tail else tokens
     )
 
 
 def _seconds(launch: Launch, *, banks: bool) -> float:
-    """From its first block to its last one."""
+    """Seconds of a launch from its first block to its last one."""
     variant, params = launch.variant, launch.params
     assert isinstance(variant, Variant)
     card, ranges = CARDS[variant.arch], max(1, params.splits)

@@ -1,11 +1,11 @@
-"""What share of a card's tensor cores a kernel can keep busy, from its machine code: a model of one multiprocessor.
+"""A model of one multiprocessor: the share of its tensor cores that a kernel can keep busy, by its machine code.
 
-    python tools/tensor_model.py FILE.cubin --warps 8 --blocks 1          each loop with products of each function
-    python tools/tensor_model.py FILE.cubin --machine V100 --function pa_forward
-    python tools/tensor_model.py --kinds tensor tensor_grad_query         ours, compiled by NVRTC
-    python tools/tensor_model.py --kinds tensor --mask bool               and where the mask cuts every tile
-    python tools/tensor_model.py --kinds volta --machine V100
-    python tools/tensor_model.py --calls                                  wasted products, and idle multiprocessors
+    python -m tools.models.tensor FILE.cubin --warps 8 --blocks 1          each loop with products of each function
+    python -m tools.models.tensor FILE.cubin --machine V100 --function pa_forward
+    python -m tools.models.tensor --kinds tensor tensor_grad_query         ours, compiled by NVRTC
+    python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
+    python -m tools.models.tensor --kinds volta --machine V100
+    python -m tools.models.tensor --calls                                  wasted products, and idle multiprocessors
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -22,10 +22,11 @@ steady. What an instruction occupies:
   programming guide, throughput of native arithmetic instructions);
 - a barrier, or a counter in shared memory, the warps that wait there.
 
-How much work waits before shared memory is documented nowhere: 192 cycles (six LDSM.x4 of each scheduler) is where the
-model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128, compiled by
-CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With 48 cycles these
-come to 57, 43 and 42 %, ours change by a point.
+How much work waits before shared memory is documented nowhere. It is fitted: 192 cycles (six LDSM.x4 of each scheduler)
+is where the model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128,
+compiled by CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
+``--queue 48`` these come to 57, 43 and 42 %. Ours change by a point, except head_dim 96, which falls from 82 to 71 %:
+its four warps meet at a barrier, while the warps of the kernels for 64 and 128 wait for counters.
 
 Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles), the instruction cache, clocks. On Volta a load
 of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
@@ -36,17 +37,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from maxwell import sections
-from volta import Instruction, decode, loops, usual_path
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.geometry.tensor import TensorGeometry
 from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
+from tools.fused import compiled
+
+from .sass import Instruction, product_loops, sections, usual_path, volta
 
 SCHEDULERS = 4
 _LANES = 32
@@ -57,7 +59,6 @@ _HALF = ("HADD2", "HFMA2", "HMUL2")
 _CONTROL = ("BAR", "BRA", "BSYNC", "BSSY", "BREAK", "NOP", "EXIT", "WARPSYNC", "DEPBAR", "BMOV", "YIELD", "ULDC",
             "MEMBAR", "CALL", "RET")  # fmt: skip
 _BARRIER_LATENCY = 15
-_QUEUE = 192  # cycles of work that the pipe of shared memory accepts beyond what it is doing, see above
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Machine:
         product: cycles of its scheduler's tensor cores for an instruction, by kind.
         shared_bytes: a cycle; conversion: cycles of a scheduler's share of the unit for exp2 and conversions.
         num_sms: of the card; arch: 75 is sm_75.
+        queue: cycles of work that the pipe of shared memory accepts beyond what it is doing, see above.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Machine:
     num_sms: int
     arch: int
     conversion: int = 8
+    queue: int = 192
 
 
 MACHINES = {
@@ -90,7 +93,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Counts:
-    """What one warp's round of the loop takes, in cycles of its scheduler; ``shared``: a round of four warps, one on
+    """Cycles that one warp's round of the loop takes of its scheduler; ``shared``: a round of four warps, one on
     each scheduler, in cycles of the pipe that they share."""
 
     issued: int
@@ -246,7 +249,7 @@ class _Simulation:
         if x.waits:
             when = max(when, *(clear for i, clear in enumerate(warp.boards) if x.waits >> i & 1))
         if pipe == "shared":
-            return max(when, int(self.shared_free) - _QUEUE)
+            return max(when, int(self.shared_free) - self.machine.queue)
         return max(when, self.free[warp.scheduler][pipe])
 
     def _issue(self, warp: _Warp) -> None:
@@ -296,7 +299,7 @@ class _Simulation:
 
 @dataclass(frozen=True)
 class Waste:
-    """Of the products that a launch computes, the share that is wasted (beyond the band, as a causal mask's diagonal,
+    """The share of the products of a launch that is wasted (beyond the band, as a causal mask's diagonal,
     and beyond the ends of the sequences), and the share of the card's time in which multiprocessors have no block."""
 
     unwanted: float
@@ -311,8 +314,7 @@ def waste(
     heads: int,
     places: int,
     allowed: Callable[[int], tuple[int, int]] | None = None,
-    splits: int = 1,
-    pieces: Pieces | None = None,
+    cut: int | Pieces = 1,
 ) -> Waste:
     """For one launch with a block for each tile of ``rows`` rows, over tiles of ``cols`` columns.
 
@@ -320,10 +322,9 @@ def waste(
         queries, keys: rows and columns of the scores; heads: launches of them (batch times heads).
         places: blocks that the card holds at once.
         allowed: row -> (first column, column behind the last); None = all. Both must not fall from row to row.
-        splits: ranges that the columns of a tile of rows are cut into, one block each: see :func:`.plan.tensor_splits`.
-            What joining them takes is not counted.
-        pieces: the blocks instead, where they are listed: see :mod:`pascal_attn_core.fused.launch.stream_k`.
-            Time in which they write and read parts counts as idle.
+        cut: ranges that the columns of a tile of rows are cut into, one block each (:func:`.plan.tensor_splits`), or
+            the blocks where they are listed (:mod:`pascal_attn_core.fused.launch.stream_k`). What joining ranges takes
+            is not counted; time in which listed blocks write and read parts counts as idle.
     """
     tiles, wanted = [], 0
     allowed = allowed or (lambda _: (0, keys))
@@ -334,12 +335,12 @@ def waste(
         begin, end = spans[0][0], spans[-1][1]
         tiles.append(max(0, -(-(end - begin) // cols)))
     made = sum(tiles) * rows * cols
-    if pieces is not None:
-        whole = [tiles[i % len(tiles)] * cols for i in range(pieces.whole)]
-        jobs = [*whole, *(piece.cost(cols) for piece in pieces.listed)]
+    if isinstance(cut, Pieces):
+        whole = [tiles[i % len(tiles)] * cols for i in range(cut.whole)]
+        jobs = [*whole, *(piece.cost(cols) for piece in cut.listed)]
     else:
-        each = [(of, -(-of // splits)) for of in tiles]
-        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(splits)]
+        each = [(of, -(-of // cut)) for of in tiles]
+        parts = [max(0, min(most, of - i * most)) for of, most in each for i in range(cut)]
         jobs = [part * cols for part in sorted(parts, reverse=True)] * heads  # of each head the longest first
     return Waste(1 - wanted / made, 1 - made * heads / places / (rows * busiest(jobs, places)))
 
@@ -363,7 +364,7 @@ HEAD = (
 def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
     """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts."""
     for function, code in sections(cubin).items():
-        for loop in loops(decode(code)):
+        for loop in product_loops(volta(code)):
             yield function, usual_path(loop, masked=masked)
 
 
@@ -403,7 +404,7 @@ def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None
         assert isinstance(own, TensorGeometry)
         allowed = (lambda i: (0, i + 1)) if call.causal else None
         heads, places = call.batch * call.heads, own.blocks * machine.num_sms
-        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, splits, pieces)
+        found = waste(own.rows, own.cols, call.tokens, call.tokens, heads, places, allowed, pieces or splits)
         blocks = (len(pieces.listed), pieces.slots) if pieces else (0, 0)
         words = [call.batch, call.heads, call.tokens, "yes" if call.causal else "no", own.rows, splits, *blocks]
         print("| " + " | ".join([*map(str, words), f"{found.unwanted:.1%}", f"{found.idle:.1%}"]) + " |")
@@ -411,8 +412,6 @@ def print_calls(head_dim: int, machine: Machine, *, listed: bool = True) -> None
 
 def own_cubins(kinds: list[str], machine: Machine, mask: str = "none") -> Iterator[tuple[str, bytes, int, int]]:
     """(name, cubin, warps of a block, blocks of a multiprocessor) of our kernels of these kinds, with such masks."""
-    from fused import compiled
-
     from pascal_attn_core.fused.code.source import all_variants
 
     for variant in all_variants():
@@ -430,11 +429,12 @@ def main() -> None:
     parser.add_argument("--warps", type=int, default=8, help="of a block")
     parser.add_argument("--blocks", type=int, default=1, help="on a multiprocessor at once")
     parser.add_argument("--machine", choices=MACHINES, nargs="+", default=["T4"])
+    parser.add_argument("--queue", type=int, default=192, help="cycles of work that wait before shared memory")
     parser.add_argument("--calls", action="store_true", help="no cubin: what the shape of calls wastes")
     parser.add_argument("--unlisted", action="store_true", help="for --calls: without even distribution")
     parser.add_argument("--head-dim", type=int, default=64, help="for --calls")
     arguments = parser.parse_args()
-    machines = [MACHINES[name] for name in arguments.machine]
+    machines = [replace(MACHINES[name], queue=arguments.queue) for name in arguments.machine]
     if arguments.calls:
         for machine in machines:
             print_calls(arguments.head_dim, machine, listed=not arguments.unlisted)

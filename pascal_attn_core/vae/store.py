@@ -25,8 +25,8 @@ class Value:
         on_host: it is copied to the device to be read.
     """
 
-    def __init__(self, tensor: Tensor, room: Room, *, on_host: bool = False):
-        self.tensor, self.room, self.on_host = tensor, room, on_host
+    def __init__(self, tensor: Tensor, store: ActivationStore, *, on_host: bool = False):
+        self.tensor, self.owner, self.on_host = tensor, store, on_host
         self._ahead: dict[tuple[int, int, int], Any] = {}
 
     def _range(self, dim: int, low: int, high: int) -> Tensor:
@@ -37,9 +37,9 @@ class Value:
         if not self.on_host:
             return self._range(dim, low, high)
         ahead = self._ahead.pop((dim, low, high), None)
-        if ahead is not None and self.room.queues is not None:
-            return self.room.queues.arrived(ahead)
-        return self.room.fetch(self._range(dim, low, high), dim)
+        if ahead is not None and self.owner.queues is not None:
+            return self.owner.queues.arrived(ahead)
+        return self.owner.fetch(self._range(dim, low, high), dim)
 
     def read_bytes(self, dim: int, low: int, high: int) -> int:
         """New memory on the device for a range."""
@@ -54,8 +54,8 @@ class Value:
 
     def read_ahead(self, dim: int, low: int, high: int) -> None:
         """Begin to bring a range to the device, where that goes beside other work."""
-        if self.on_host and self.room.queues is not None and (dim, low, high) not in self._ahead:
-            self._ahead[dim, low, high] = self.room.queues.send(self._range(dim, low, high), dim)
+        if self.on_host and self.owner.queues is not None and (dim, low, high) not in self._ahead:
+            self._ahead[dim, low, high] = self.owner.queues.send(self._range(dim, low, high), dim)
 
     def forget_ahead(self) -> None:
         """Drop what was brought in vain."""
@@ -68,18 +68,18 @@ class Value:
             return
         place = self.tensor.narrow(dim, low, piece.shape[dim])
         if self.on_host:
-            self.room.store(piece, place, dim)
+            self.owner.store(piece, place, dim)
         else:
             place.copy_(piece)
 
     def view(self, tensor: Tensor) -> Value:
         """A view of the same memory."""
-        return Value(tensor, self.room, on_host=self.on_host)
+        return Value(tensor, self.owner, on_host=self.on_host)
 
     def move_to_host(self) -> None:
         """Make room on the device."""
         if not self.on_host:
-            kept = self.room.host_memory(self.tensor.shape, self.tensor.dtype, 0)
+            kept = self.owner.host_memory(self.tensor.shape, self.tensor.dtype, 0)
             kept.copy_(self.tensor)
             self.tensor, self.on_host = kept, True
 
@@ -142,8 +142,8 @@ class CudaQueues:
         self._coming.wait_stream(self._going)
 
 
-class Room:
-    """The memory of one run.
+class ActivationStore:
+    """The activations of one run, on the device or in host memory.
 
     Args:
         device: where it computes.
@@ -167,13 +167,13 @@ class Room:
         """Memory for a value that is written along ``dim``."""
         if on_host:
             return Value(self.host_memory(like.shape, like.dtype, dim), self, on_host=True)
-        return self.home(torch.empty(like.shape, dtype=like.dtype, device=self.device))
+        return self.on_device(torch.empty(like.shape, dtype=like.dtype, device=self.device))
 
     def stays(self, nbytes: int) -> bool:
         """Whether a value of this size is kept on the device."""
         return self.keep == "device" or (self.keep == "auto" and self.held + nbytes <= self.budget // 2)
 
-    def home(self, tensor: Tensor) -> Value:
+    def on_device(self, tensor: Tensor) -> Value:
         """A value that lies on the device already."""
         value = Value(tensor, self)
         nbytes = tensor.numel() * tensor.element_size()

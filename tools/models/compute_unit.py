@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 
 class Timing(NamedTuple):
-    """Of an architecture, in cycles.
+    """Cycles of an architecture.
 
     Attributes:
         turn: from one instruction of a SIMD, or of a wave, to the next.
@@ -40,16 +40,16 @@ class Timing(NamedTuple):
     half: int
     quarter: int
     pipes: int
-    lds: int
-    memory: int
-    scalar: int
     branch: int
-    barrier: int
     most: dict[str, int]
+    lds: int = 64
+    memory: int = 450
+    scalar: int = 120
+    barrier: int = 8
 
 
-GCN = Timing(4, 4, 8, 16, 1, 64, 450, 120, 16, 8, {"lgkmcnt": 15, "vmcnt": 63, "vscnt": 63})
-RDNA2 = Timing(1, 1, 2, 4, 2, 64, 450, 120, 32, 8, {"lgkmcnt": 63, "vmcnt": 63, "vscnt": 63})
+GCN = Timing(turn=4, full=4, half=8, quarter=16, pipes=1, branch=16, most={"lgkmcnt": 15, "vmcnt": 63, "vscnt": 63})
+RDNA2 = Timing(turn=1, full=1, half=2, quarter=4, pipes=2, branch=32, most={"lgkmcnt": 63, "vmcnt": 63, "vscnt": 63})
 SIMDS = 4
 _QUEUE = 64  # cycles of work that the pipes of shared and of global memory accept beyond what they are doing
 REACH = 10  # a result is there after so many cycles at most

@@ -1,0 +1,268 @@
+"""The Python state that a module's code refers to by name: compared between calls, and put back after a trial.
+
+Names are looked for in the attributes of the module and its children, in their classes, in closures and globals, and in
+the functions and objects found there. What belongs to torch, to Python or to a host is left out.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .hosts import casts_weights, hook_names, is_hooked
+from .run import SCALARS, NotTokenwise
+
+_DEPTH = 6  # of containers and objects inside each other
+_MOST_HOLDERS = 1000
+_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "einops"}
+_OURS = __name__.rpartition(".ffn.")[0]
+_HOLD_STATE = ("types", "_thread", "_threading_local")  # modules of Python whose objects programs keep state in
+_OF_NO_EFFECT = re.compile(
+    "_(state_dict|load_state_dict|non_persistent)_|.*_(with_kwargs|always_called)$"
+)  # of a module
+_OF_CASTING_LAYERS = {"forward", "_forward_hooks", "_forward_pre_hooks"}  # the rest is their host's business
+
+Values = dict[Any, Any]
+
+
+class _Holder(NamedTuple):
+    """A dict, list, object, class or closure: how it is read, what it held at first, and how that is put back."""
+
+    name: str
+    read: Callable[[], Values]
+    kept: Values
+    write: Callable[[Values], Any]
+
+    def has_changed(self) -> bool:
+        now, kept = self.read(), self.kept
+        if not (now or kept):
+            return False
+        if len(now) == len(kept) and all(map(is_, now.values(), kept.values())) and all(map(is_, now, kept)):
+            return False
+        return list(now) != list(kept) or not all(map(_is_equal, now.values(), kept.values()))
+
+
+class State:
+    """What the code of ``module`` refers to by name, as it is now.
+
+    Args:
+        forward: what is called instead of the module's own forward.
+    Raises:
+        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any] | None = None):
+        self._holders: list[_Holder] = []
+        self._data: list[tuple[Tensor, Tensor]] = []
+        self._seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
+        self._names = {"forward"}
+        self._namespaces: dict[int, tuple[str, Mapping[str, Any], Callable[[Values], Any]]] = {}  # by their owner's id
+        for name, child in module.named_modules():
+            self._add_module(name, child)
+        self._visit("forward", forward)
+        self._look_up_names()
+        del self._seen, self._names, self._namespaces
+
+    def has_changed(self) -> bool:
+        """Whether a value has been replaced since."""
+        return any(map(_Holder.has_changed, self._holders))
+
+    def changes(self) -> list[str]:
+        """The names of values that have been replaced since, and of weights whose memory has been."""
+        changed = [holder.name for holder in self._holders if holder.has_changed()]
+        return changed + ["the memory of a weight" for tensor, data in self._data if not _is_same_memory(tensor, data)]
+
+    def put_back(self) -> None:
+        """Restore every value that has been replaced."""
+        for holder in self._holders:
+            if holder.has_changed():
+                holder.write(holder.kept)
+        for tensor, data in self._data:
+            if not _is_same_memory(tensor, data):
+                tensor.data = data
+
+    def key(self) -> tuple:
+        """Equal for modules that are built alike and whose code refers to equal values."""
+        return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, kept, _ in self._holders)
+
+    # --- finding ---
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
+        attributes = module.__dict__
+        if casts_weights(module):  # where it keeps weights is its host's business
+            self._hold(name, lambda: {"code": type(module).forward, **_some(attributes, _OF_CASTING_LAYERS)})
+            return
+        self._hold(name, lambda: {"class": type(module)}, functools.partial(_set_class, module))
+        self._visit(f"the class of {name}", type(module))
+        searched = set(attributes)
+        if is_hooked(module):
+            compared = attributes.keys() - {*hook_names(), "_parameters", "_buffers"}
+            self._hold(name, lambda: _some(attributes, compared), attributes.update)
+            searched = compared - {"forward"}  # which is the host's
+        else:
+            self._hold(name, lambda: attributes, functools.partial(_refill, attributes))
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            self._data += [(tensor, tensor.data) for tensor in own if type(tensor) in (Tensor, nn.Parameter)]
+        for key, value in _some(attributes, searched).items():
+            if not _OF_NO_EFFECT.match(key):
+                self._visit(f"{name}.{key}".lstrip("."), value)
+
+    def _visit(self, name: str, value: Any, depth: int = 0) -> None:
+        """Find what ``value`` holds, and what it refers to if it is code."""
+        if id(value) in self._seen or depth > _DEPTH or len(self._holders) >= _MOST_HOLDERS:
+            return
+        self._seen[id(value)] = value
+        for key, item in list(self._inside(name, value)):
+            self._visit(f"{name}.{key}", item, depth + 1)
+
+    def _inside(self, name: str, value: Any) -> Iterable[tuple[Any, Any]]:
+        """Hold what can change in ``value``; returns what is in it."""
+        kind = type(value)
+        if isinstance(value, (*SCALARS, Tensor, nn.Module)):
+            return ()
+        if isinstance(value, FunctionType):
+            return self._in_function(name, value)
+        if isinstance(value, type):
+            for base in value.__mro__:
+                if not _is_foreign(base.__module__):
+                    space = base.__qualname__, vars(base), functools.partial(_set, base)
+                    self._namespaces.setdefault(id(base), space)
+            return ()
+        if isinstance(value, ModuleType):
+            self._namespaces.setdefault(id(value), (value.__name__, vars(value), vars(value).update))
+            return ()
+        if isinstance(value, _WRAPPERS):
+            return ((key, getattr(value, key, None)) for key in _WRAPPED)
+        if isinstance(value, dict):
+            return self._hold(name, lambda: value, functools.partial(_refill, value)).items()
+        if isinstance(value, (list, deque, set)):
+            return self._hold(name, lambda: dict(enumerate(value)), functools.partial(_refill, value)).items()
+        if isinstance(value, tuple):
+            return enumerate(value)
+        if isinstance(value, ContextVar):
+            return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
+        if hasattr(kind, "__next__") or isinstance(value, (random.Random, torch.Generator)) or _is_numpys(kind):
+            raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
+        if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
+            return ()
+        self._visit(f"the class of {name}", kind)
+        return self._hold(name, lambda: _attributes(value), functools.partial(_set, value)).items()
+
+    def _in_function(self, name: str, function: FunctionType) -> Iterable[tuple[Any, Any]]:
+        if _is_foreign(function.__module__):
+            return
+        self._names |= _names_in(function.__code__)
+        values = function.__globals__
+        self._namespaces.setdefault(id(values), (f"the globals of {function.__module__}", values, values.update))
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            kept = self._hold(f"{name}.{key}", functools.partial(_content, cell), functools.partial(_set, cell))
+            yield key, kept.get("cell_contents")
+        yield "defaults", function.__defaults__
+        yield "defaults", function.__kwdefaults__
+
+    def _look_up_names(self) -> None:
+        """Visit what the names in code stand for until nothing new is found; then hold it."""
+        done: set[tuple[int, str]] = set()
+        while found := {(key, name) for key in self._namespaces for name in self._used(key)} - done:
+            for key, name in sorted(found):
+                self._visit(name, self._namespaces[key][1][name])
+            done |= found
+        for key, (label, values, write) in self._namespaces.items():
+            if used := self._used(key):
+                self._hold(label, functools.partial(_some, values, used), write)
+
+    def _used(self, namespace: int) -> list[str]:
+        return sorted(self._names & self._namespaces[namespace][1].keys())
+
+    def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
+        kept = dict(read())
+        self._holders.append(_Holder(name, read, kept, write))
+        return kept
+
+
+_WRAPPERS = (functools.partial, MethodType, staticmethod, classmethod, property, functools._lru_cache_wrapper)
+_WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapped__")
+
+
+def _is_foreign(module: str | None) -> bool:
+    return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS))
+
+
+def _is_numpys(kind: type) -> bool:
+    return kind.__module__.startswith("numpy.random")
+
+
+def _names_in(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(const) for const in code.co_consts if isinstance(const, CodeType)))
+
+
+def _some(values: Mapping[Any, Any], keys: Iterable[Any]) -> Values:
+    return {key: values[key] for key in keys if key in values}
+
+
+def _attributes(owner: Any) -> Values:
+    """The attributes of an object, also of one with ``__slots__``."""
+    names = copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    return {**getattr(owner, "__dict__", {}), **{name: getattr(owner, name) for name in names if hasattr(owner, name)}}
+
+
+def _content(cell: CellType) -> Values:
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # the variable has no value yet
+        return {}
+
+
+def _set(owner: Any, kept: Values) -> None:
+    """Give an object or a class the attributes ``kept``; an object loses those that are not among them."""
+    for name, value in kept.items():
+        setattr(owner, name, value)
+    if not isinstance(owner, (type, CellType)):
+        for name in _attributes(owner).keys() - kept.keys():
+            delattr(owner, name)
+
+
+def _set_class(module: nn.Module, kept: Values) -> None:
+    module.__class__ = kept["class"]
+
+
+def _refill(container: Any, kept: Values) -> None:
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(kept if isinstance(container, dict) else kept.values())
+    else:
+        container.extend(kept.values())
+
+
+def _is_equal(new: Any, old: Any) -> bool:
+    return new is old or (type(new) is type(old) and isinstance(new, SCALARS) and new == old)
+
+
+def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == data.untyped_storage()._cdata
+
+
+def _kind_of(value: Any) -> Any:
+    """Equal for values that make no difference to what a module computes with them."""
+    if isinstance(value, SCALARS):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.requires_grad
+    if isinstance(value, FunctionType):
+        return (value.__module__, value.__qualname__) if "<" not in value.__qualname__ else object()
+    if isinstance(value, (tuple, functools.partial)):
+        parts = value if isinstance(value, tuple) else (value.func, value.args)
+        return type(value), *map(_kind_of, parts)
+    return value if isinstance(value, type) else type(value)

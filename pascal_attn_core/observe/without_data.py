@@ -1,0 +1,81 @@
+"""Code followed on tensors that have shapes but no data: which operators run, and how much memory they would take."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from .memory import Follower, is_composite
+
+_LARGE_ELEMENTS = 8 << 20  # a new tensor of this size or more has no data either
+
+
+class WithoutData(Follower):
+    """A mode for code that is called with tensors without data, made by :meth:`like`.
+
+    Operators on such tensors compute shapes only. All others (positions, schedules) run normally: values that the code
+    reads exist, and no tensor without data gets into a cache of constants. ``live`` and ``peak`` count the bytes that
+    the tensors without data would take.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("meta")
+        self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor without data on the device and in the dtype of ``tensor``."""
+        with self.shapes:
+            return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any("__tensor_flatten__" in vars(kind) for kind in types):
+            return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and is_composite(func):
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return self.run_operator(func, args, kwargs)
+
+    def run_operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run one operator."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        has_data = not any(isinstance(tensor, FakeTensor) for tensor in tensors) if tensors else not _is_large(args)
+        if has_data:
+            return func(*args, **kwargs)
+        self.look(tensor for tensor in tensors if isinstance(tensor, FakeTensor))
+        with self.shapes, _quiet():
+            out = func(*args, **kwargs)
+        self.made(out, tensors)
+        return out
+
+    def made(self, out: Any, inputs: Sequence[Tensor]) -> None:
+        """Count what an operator on ``inputs`` returned without data."""
+        self.look((leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)), is_new=True)
+
+
+def _is_large(args: tuple) -> bool:
+    """Whether an operator that creates a tensor from sizes alone creates a large one."""
+    sizes = next((arg for arg in args if isinstance(arg, (list, tuple)) and arg), ())
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) > _LARGE_ELEMENTS
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback for shapes that do not fit, which the caller expects."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

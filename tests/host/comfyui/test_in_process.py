@@ -1,0 +1,57 @@
+"""Checks inside one process of a real ComfyUI: calls in unusual layouts, models that call attention past the override,
+other packs' patches, VAEs, text encoders, feed-forward and int8 layers, the estimate.
+
+A process of the host takes ten seconds to start, so each runs a whole file of checks, with the attention that ComfyUI
+chooses for a CPU, with torch's SDPA, or with both, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attn_support.comfy.inside.comfy_checks import names_in, outcomes
+
+INSIDE = Path(__file__).parents[2] / "support" / "comfy" / "inside"
+SUB_QUADRATIC, SDPA = "", "--use-pytorch-cross-attention"
+FILES = {
+    "patch": (SUB_QUADRATIC, SDPA),
+    "vae": (SUB_QUADRATIC, SDPA),
+    "bands": (SUB_QUADRATIC, SDPA),
+    "text": (SUB_QUADRATIC, SDPA),
+    "estimate": (SDPA,),
+    "ffn": (SDPA,),
+    "int8": (SDPA,),
+    "int8_lora": (SDPA,),
+    "kitchen": (SDPA,),
+    "second": (SDPA,),
+}
+CASES = [
+    pytest.param(file, argument, name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")
+    for file, arguments in FILES.items()
+    for argument in arguments
+    for name in names_in(INSIDE / f"comfy_{file}_checks.py")
+]
+Outcomes = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def outcome_of(host_script: Callable[..., str]) -> Callable[[str, str], Outcomes]:
+    """``outcome_of(file, argument of ComfyUI)``: what each check of the file came to."""
+
+    @functools.cache
+    def outcome_of(file: str, argument: str) -> Outcomes:
+        script = f"import comfy_{file}_checks\nfrom comfy_checks import run_checks\nrun_checks('comfy_{file}_checks')"
+        return outcomes(host_script(script, *filter(None, [argument])))
+
+    return outcome_of
+
+
+@pytest.mark.parametrize(("file", "argument", "name"), CASES)
+def test_in_the_host(outcome_of: Callable[[str, str], Outcomes], file: str, argument: str, name: str) -> None:
+    result, text = outcome_of(file, argument)[name]
+    if result == "skipped":
+        pytest.skip(text)
+    assert result == "passed", text
