@@ -84,36 +84,14 @@ class Gradients(NamedTuple):
 
 
 @dataclass
-class DeviceShare:
-    """The work of one device in a call that several share, or in many such calls.
-
-    Attributes:
-        units, of: its key/value heads, and how many there were.
-        copy_ms: in copies from and to the first device.
-        run_ms: in computation; 0 for the first device, whose time is that of the call.
-    """
-
-    units: int = 0
-    of: int = 0
-    copy_ms: float = 0.0
-    run_ms: float = 0.0
-
-    def add(self, other: DeviceShare) -> None:
-        self.units += other.units
-        self.of += other.of
-        self.copy_ms += other.copy_ms
-        self.run_ms += other.run_ms
-
-
-@dataclass
 class TiledStats:
     """Query blocks computed, how many of them were bounded, and how often the device ran out of memory meanwhile; for a
-    call that several devices share, what each did, and why one did not do its part."""
+    call that several devices share, the key/value heads of each, and why one did not do its part."""
 
     blocks: int = 0
     bounded_blocks: int = 0
     budget_halvings: int = 0
-    devices: dict[str, DeviceShare] = field(default_factory=dict)
+    devices: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def add_blocks(self, other: TiledStats) -> None:

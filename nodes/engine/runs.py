@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.call import DeviceShare
 from ...pascal_attn_core.observe.report import add_shares
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class CallTally:
     bounded_blocks: int = 0
     budget_halvings: int = 0
     repaired: int = 0
-    shares: dict[str, DeviceShare] = field(default_factory=dict)
+    shares: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +258,9 @@ class Run:
         return max(known) if known else None
 
     @property
-    def shares(self) -> dict[str, DeviceShare]:
-        """Each device's part of the calls that several shared; {} if none were."""
-        sums: dict[str, DeviceShare] = {}
+    def shares(self) -> dict[str, int]:
+        """What each device did of the calls that several shared; {} if none were."""
+        sums: dict[str, int] = {}
         for tally in list(self.tallies.values()):
             add_shares(sums, tally.shares)
         return sums

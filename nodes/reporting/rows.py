@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...pascal_attn_core.call import DeviceShare
 from ...pascal_attn_core.observe.report import add_shares
 from ..engine.runs import CallKind, CallTally, Run
 
@@ -131,7 +130,7 @@ def together(runs: Sequence[Run]) -> Run:
 
 def _added(a: CallTally, b: CallTally) -> CallTally:
     known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
-    shares: dict[str, DeviceShare] = {}
+    shares: dict[str, int] = {}
     for tally in (a, b):
         add_shares(shares, tally.shares)
     return CallTally(

@@ -15,10 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..checks import is_out_of_memory
 from ..machine.own_thread import in_backward, inputs_are_made_up
 from .backends import FLOATS, Backend, backend_for
 from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
-from .measure import Clock, Sample, Times, best_rotation, errors_by_rotation, relative_error, sample_of, times_of
+from .measure import (
+    FEW_OUTPUTS,
+    FEW_ROWS,
+    SAMPLE_ROWS,
+    Clock,
+    Sample,
+    Times,
+    best_rotation,
+    errors_by_rotation,
+    relative_error,
+    sample_of,
+    times_of,
+)
 from .quantize import Int8Matrix, quantize_rows
 from .watch import ErrorWatch
 from .weight import InFloat, Int8Weight
@@ -42,7 +55,6 @@ class Int8Options:
     Attributes:
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
-        generator: chooses the rows that errors are measured on.
         has_warned: whether a weight in 8 bits was found to be trained.
     """
 
@@ -53,7 +65,6 @@ class Int8Options:
     gathers: bool = False
     has_warned: bool = False
     times: dict[Any, Times] = field(default_factory=dict)
-    generator: torch.Generator = field(default_factory=torch.Generator)
     lock: Any = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
@@ -218,7 +229,9 @@ class Int8Layer:
             try:
                 with ordinary_tensors():
                     self._measure(module, x.clone() if is_inference else x)
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._failures += 1
                 self.why = "out of memory while measuring it"
                 if self._failures == _MOST_FAILURES:
@@ -241,7 +254,7 @@ class Int8Layer:
 
     def _measure(self, module: nn.Module, x: Tensor) -> None:
         found = self.source.read(module, x.device)
-        self._note(errors_by_rotation(sample_of(x, self.options.generator), found.matrix))
+        self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), found.matrix))
         if self.options.gathers:
             self._seen = _Inputs(tuple(x.shape), x.dtype, x.device)
         else:
@@ -294,19 +307,24 @@ class Int8Layer:
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 return self._checked(x, weight)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return weight  # it is measured in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
-        limit, sample = self.options.max_error, sample_of(x, self.options.generator)
-        exact, original = weight.own_matrix().to(x.device), weight.original
-        error = relative_error(sample, exact, weight.matrix_on(x.device))
-        if original is None:  # then only what rounding the input costs is left to see
-            error = max(error, self._errors[self.rotation])
-        elif error > limit and self.weight is not None:
-            rotated = self._rotated(x, sample, weight, exact)
+        """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
+        limit, seed = self.options.max_error, self.watch.calls
+        some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+        error = relative_error(sample_of(x, FEW_ROWS, seed), *weight.rows(some, x.device))
+        if error > limit:
+            sample, (exact, matrix) = sample_of(x, SAMPLE_ROWS, seed), weight.rows(slice(None), x.device)
+            error = relative_error(sample, exact, matrix)
+            rotated = self._rotated(x, sample, weight, exact) if error > limit else None
             if rotated is not None:
                 return rotated
+        if weight.original is None:  # then only what rounding the input costs was seen
+            error = max(error, self._errors[self.rotation])
         self.watch.saw(error)
         if error <= limit:
             return weight
@@ -314,17 +332,20 @@ class Int8Layer:
             why = f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
             log.warning("%s: %s", self.name, why)
             self.why = why
-        if original is not None:
+        if weight.original is not None:
             self.state = FLOAT
             self._go_back(weight)
         return weight
 
     def _rotated(self, x: Tensor, sample: Sample, weight: Int8Weight, exact: Tensor) -> Int8Weight | None:
         """The weight with the rotation that brings the error below the limit; None = there is none."""
-        module, errors = self.module, errors_by_rotation(sample, exact)
+        module = self.module
+        if module is None or self.weight is None or weight.original is None:
+            return None
+        errors = errors_by_rotation(sample, exact)
         self._note(errors)
         rotation = best_rotation(self._errors, self.options.max_error)
-        if module is None or rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
+        if rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
             return None
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)

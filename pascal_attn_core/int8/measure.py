@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import rows_to_check
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
-_LARGEST_ROWS = 64  # of them
+FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little
 _SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
@@ -40,25 +40,18 @@ class Sample(NamedTuple):
     counts: Tensor
 
 
-def sample_of(x: Tensor, generator: torch.Generator) -> Sample:
-    """At most SAMPLE_ROWS rows of ``x`` ``[..., K]``: those with the largest elements, since the error of a row grows
-    with its largest element, and others at random, which share the rest. (Rows at a regular distance may all be of the
-    same columns of a picture.)
-
-    Args:
-        generator: on the CPU; the user's random state is not touched.
-    """
+def sample_of(x: Tensor, most: int, seed: int) -> Sample:
+    """At most ``most`` rows of ``x`` ``[..., K]``, see :func:`..checks.rows_to_check`: those of largest norm stand for
+    themselves, the drawn ones for all other rows."""
     flat = x.detach().reshape(-1, x.shape[-1])
-    count, device = flat.shape[0], flat.device
-    if count <= SAMPLE_ROWS:
-        return Sample(flat, torch.ones(count, dtype=torch.float64, device=device))
-    largest = torch.linalg.vector_norm(flat, ord=math.inf, dim=1).topk(_LARGEST_ROWS).indices
-    is_taken = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, largest, True)
-    drawn = torch.randint(count, (SAMPLE_ROWS - _LARGEST_ROWS,), generator=generator).to(device)
-    drawn = drawn[~is_taken[drawn]]
-    counts = torch.ones(_LARGEST_ROWS + drawn.numel(), dtype=torch.float64, device=device)
-    counts[_LARGEST_ROWS:] = (count - _LARGEST_ROWS) / max(1, drawn.numel())
-    return Sample(flat[torch.cat((largest, drawn))], counts)
+    rows, count = flat[rows_to_check(flat, most, seed)], flat.shape[0]
+    counts = torch.ones(rows.shape[0], dtype=torch.float64, device=x.device)
+    if rows.shape[0] < count:
+        largest = -(-most // 4)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        drawn = norms.topk(rows.shape[0] - largest, largest=False).indices
+        counts[drawn] = (count - largest) / len(drawn)
+    return Sample(rows, counts)
 
 
 def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:

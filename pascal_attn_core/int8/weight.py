@@ -130,6 +130,12 @@ class Int8Weight(Tensor):
         codes, scales = (t.to(device, non_blocking=True) for t in self.matrix[:2])
         return Int8Matrix(codes, scales, self.matrix.rotation)
 
+    def rows(self, some: Tensor | slice, device: torch.device) -> tuple[Tensor, Int8Matrix]:
+        """Some rows of the float matrix without its adapters, and of the one in 8 bits, on a device."""
+        codes, scales, rotation = self.matrix
+        matrix = Int8Matrix(codes[some].to(device), scales[some].to(device), rotation)
+        return (matrix.float() if self.original is None else self.original.detach()[some].to(device)), matrix
+
     def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
         """Another weight for the same layer."""
         in_float = InFloat(original, self.lora)

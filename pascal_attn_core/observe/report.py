@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..call import DeviceShare, TiledStats
+from ..call import TiledStats
 from ..lazy_mask import LazyMask
 
 MIB = 1 << 20
@@ -44,7 +44,7 @@ class CallStats:
         blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
             row maximum because their scores are provably bounded.
         budget_halvings: how often a call of this kind ran out of memory and was retried with half the budget.
-        devices: what each device did, where several shared the calls.
+        devices: key/value heads that each device computed, where several shared the calls.
         remarks: reasons why a device did not compute its part, and how often each occurred.
     """
 
@@ -52,7 +52,7 @@ class CallStats:
     blocks: int = 0
     bounded_blocks: int = 0
     budget_halvings: int = 0
-    devices: dict[str, DeviceShare] = field(default_factory=dict)
+    devices: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=dict)
 
 
@@ -134,19 +134,16 @@ def note(key: CallKey, counted: TiledStats) -> None:
                 stats.remarks[remark] = stats.remarks.get(remark, 0) + 1
 
 
-def add_shares(sums: dict[str, DeviceShare], more: dict[str, DeviceShare]) -> None:
-    """Add what devices did to what they did before."""
-    for device, share in more.items():
-        sums.setdefault(device, DeviceShare()).add(share)
+def add_shares(sums: dict[str, int], more: dict[str, int]) -> None:
+    """Add the heads that devices computed to those they computed before."""
+    for device, heads in more.items():
+        sums[device] = sums.get(device, 0) + heads
 
 
-def shares_text(devices: dict[str, DeviceShare]) -> str:
-    """``"cuda:0 58 %, cuda:1 42 % (112 ms of copies, 840 ms of computation)"``."""
-    parts = []
-    for device, share in devices.items():
-        spent = f" ({share.copy_ms:.0f} ms of copies, {share.run_ms:.0f} ms of computation)" if share.run_ms else ""
-        parts.append(f"{device} {share.units / max(1, share.of):.0%}{spent}")
-    return ", ".join(parts)
+def shares_text(devices: dict[str, int]) -> str:
+    """``"cuda:0 58%, cuda:1 42%"``."""
+    total = max(1, sum(devices.values()))
+    return ", ".join(f"{device} {heads / total:.0%}" for device, heads in devices.items())
 
 
 def mask_kind(attn_mask: Tensor | LazyMask | None, *, is_causal: bool, left: int | None, right: int | None) -> str:

@@ -14,26 +14,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call import (
-    AttentionCall,
-    DeviceShare,
-    Gradients,
-    Results,
-    TiledStats,
-    Wanted,
-    check_call,
-    distinct,
-    empty_output,
-)
+from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, check_call, distinct, empty_output
 from ..config import AttentionConfig, RouteUnavailable
 from ..lazy_mask import LazyMask
 from ..machine.device import MIB, device_info
@@ -41,13 +31,13 @@ from ..machine.runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .short import TorchAsIs
-from .timing_table import TimingTable
+from .timing_table import Contest
 
 log = logging.getLogger("pascal_attn")
 ON_ONE_DEVICE = "; on one device: "  # between why a route was taken and why the call was not shared
-PAUSE_SECONDS = 30.0  # in which a device is left alone that has failed, or has calls of its own
+PAUSE_SECONDS = 30.0  # a device that has failed, or has calls of its own, is left alone for this long
 WORTH = 0.95  # of the time on the first device: a call that would take longer stays there
-_TOKENS, _ROWS = 1024, {"cpu": 1 << 12, "cuda": 1 << 16}  # of the call that is timed; _ROWS of all its heads together
+_TOKENS, _HEADS = 1024, {"cpu": 4, "cuda": 64}  # of the call that is timed
 _CONFIG = AttentionConfig()
 _process = os.getpid()  # one that was forked later has no CUDA
 
@@ -57,22 +47,21 @@ Cuttable = tuple[Tensor | None, int]  # a tensor, and which dimension its heads 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """How a call is shared out. It holds no tensor.
+    """The division of a call. It holds no tensor.
 
     Attributes:
         route: the route that computes the parts; shared: what it must know for that.
         config: the config of the parts: that of the call, without other devices.
-        home: the first device; helpers: the others.
-        counts: key/value heads of each device, the first one's first.
+        helpers: the other devices.
+        heads: key/value heads of each device, the first device's before the helpers'.
         why: one sentence.
     """
 
     route: Route
     shared: Any
     config: AttentionConfig
-    home: torch.device
     helpers: tuple[Helper, ...]
-    counts: tuple[int, ...]
+    heads: tuple[range, ...]
     why: str
 
     def plan_part(self, own: AttentionCall, with_lse: bool) -> Any:
@@ -83,22 +72,8 @@ class Shared:
         """
         plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
         if isinstance(plan, list):
-            raise RouteUnavailable("; ".join(plan))
+            raise RouteUnavailable(*plan)
         return plan
-
-    def parts(self) -> tuple[range, dict[Helper, range]]:
-        """Numbers of the key/value heads of the first device, and of the others that have some."""
-        ends = itertools.accumulate(self.counts)
-        own, *others = (range(end - count, end) for end, count in zip(ends, self.counts))
-        return own, {helper: heads for helper, heads in zip(self.helpers, others) if heads}
-
-    def note(self, stats: TiledStats, spent: Mapping[Helper, tuple[float, float]]) -> None:
-        """Write down the heads and milliseconds of the devices that have done their parts; the first did the rest."""
-        names, total = names_of([self.home, *(helper.device for helper in self.helpers)]), sum(self.counts)
-        counts = [count if helper in spent else 0 for helper, count in zip(self.helpers, self.counts[1:])]
-        times = [(0.0, 0.0), *(spent.get(helper, (0.0, 0.0)) for helper in self.helpers)]
-        for name, count, each in zip(names, [total - sum(counts), *counts], times):
-            stats.devices.setdefault(name, DeviceShare()).add(DeviceShare(count, total, *each))
 
 
 class SeveralRoute(Route):
@@ -157,7 +132,7 @@ class SeveralRoute(Route):
         del out, lse, log_sum  # memory may be short
         how = plan.route.plan(Request(call, plan.config, has_rows))
         if isinstance(how, list):
-            raise RouteUnavailable("; ".join(how))
+            raise RouteUnavailable(*how)
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
@@ -196,17 +171,19 @@ def _is_shared(
     the reason is in ``stats``, and the whole call is to be computed on the first device.
 
     Args:
-        rows: what is needed besides the inputs.
-        compute: from some key/value heads, and what belongs to them in the inputs and in ``rows``, on whichever device,
-            what goes into ``targets``.
+        rows: tensors that are needed besides the inputs.
+        compute: gives what goes into ``targets`` for some key/value heads, from what belongs to them in the inputs and
+            in ``rows``, on whichever device.
     """
     sources = [*((tensor, -3) for tensor in _inputs(call)), *rows]
 
     def of(heads: range, given: Sequence[Cuttable]) -> list[Tensor | None]:
         return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
 
-    own, work = plan.parts()
-    errands: dict[Helper, Future[tuple[float, float]]] = {}
+    own, *others = plan.heads
+    work = {helper: heads for helper, heads in zip(plan.helpers, others) if heads}
+    errands: dict[Helper, Future[None]] = {}
+    home = plan.helpers[0].home
     why = next(filter(None, (helper.why_not() for helper in work)), "")
     if not why:
         try:
@@ -216,11 +193,12 @@ def _is_shared(
                     errands[helper] = helper.start(pool, *given)
                 _fill(of(own, targets), compute(own, of(own, sources)))
         except (RouteUnavailable, MemoryError, torch.OutOfMemoryError) as error:
-            why = f"{plan.home} could not compute its part ({_first_line(error)}): the call was computed undivided"
+            why = f"{home} could not compute its part ({_first_line(error)}): the call was computed undivided"
         for helper, errand in errands.items():
             fault = errand.exception()
             why = helper.failed(fault) if isinstance(fault, Exception) else why
-    plan.note(stats, {} if why else {helper: errand.result() for helper, errand in errands.items()})
+    counts = [call.num_kv_heads, *[0] * len(others)] if why else [len(heads) for heads in plan.heads]
+    stats.devices = dict(zip(names_of([home, *(helper.device for helper in plan.helpers)]), counts))
     stats.remarks += [why] if why else []
     return not why
 
@@ -229,7 +207,7 @@ def _is_shared(
 
 
 class Helper:
-    """One other device, for several threads at once; their parts are computed one behind the other."""
+    """One other device. The parts that several threads give it are computed one after the other."""
 
     def __init__(self, home: torch.device, device: torch.device):
         self.home, self.device = home, device
@@ -260,13 +238,13 @@ class Helper:
 
     def start(
         self, pool: ThreadPoolExecutor, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors]
-    ) -> Future[tuple[float, float]]:
+    ) -> Future[None]:
         """Begin :meth:`run` in a thread of the pool."""
         try:
             self.follow_caller()
             return pool.submit(self.run, sources, targets, compute, torch.is_inference_mode_enabled())
         except RuntimeError as error:  # the device has no stream for it, or the system no thread
-            failed: Future[tuple[float, float]] = Future()
+            failed: Future[None] = Future()
             failed.set_exception(error)
             return failed
 
@@ -277,36 +255,14 @@ class Helper:
 
     def run(
         self, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors], in_inference: bool = False
-    ) -> tuple[float, float]:
+    ) -> None:
         """Copy ``sources`` to the device, compute, copy the results into ``targets``, and wait until all is done, also
-        where it fails: nothing reads or writes the caller's tensors any more.
-
-        Returns:
-            Milliseconds in copies, and in computation.
-        """
-        with torch.inference_mode(in_inference), torch.no_grad(), self._in_its_streams():
-            moments = [self._moment()]
-            there = [None if t is None else _copied(t, self.device) for t in sources]
-            moments.append(self._moment())
-            results = compute(there)
-            moments.append(self._moment())
-            _fill(targets, results)
-            moments.append(self._moment())
-        copies, run, back = map(_milliseconds, moments, moments[1:])
-        return copies + back, run
-
-    @contextmanager
-    def _in_its_streams(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        where it fails: nothing reads or writes the caller's tensors any more."""
+        with torch.inference_mode(in_inference), torch.no_grad(), ExitStack() as stack:
             for stream in self.streams:
                 stack.callback(stream.synchronize)  # raises what has gone wrong on the device meanwhile
                 stack.enter_context(torch.cuda.stream(stream))
-            yield
-
-    def _moment(self) -> Any:
-        """A point in the work of the device; of the host, for a CPU."""
-        *_, stream = (None, *self.streams)
-        return stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
+            _fill(targets, compute([None if t is None else _copied(t, self.device) for t in sources]))
 
 
 class Helpers:
@@ -377,7 +333,8 @@ def _shared(request: Request, alone: Choice) -> Shared | str:
     counts, grounds = found
     places = ", ".join(f"{count} on {name}" for name, count in zip(names_of(devices), counts) if count)
     words = f"of {call.num_kv_heads} key/value heads {places} ({grounds}); each part by {alone.route}: {alone.why}"
-    return Shared(alone.by, shared, config, devices[0], helpers, counts, words)
+    heads = tuple(range(end - count, end) for end, count in zip(itertools.accumulate(counts), counts))
+    return Shared(alone.by, shared, config, helpers, heads, words)
 
 
 def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.device, ...]) -> str:
@@ -412,7 +369,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
 
 
 def _counts(request: Request, route: Route, helpers: Sequence[Helper]) -> tuple[tuple[int, ...], str] | str:
-    """(key/value heads of each device, on what grounds), or why one device is as good."""
+    """(number of key/value heads of each device, on what grounds), or why one device is as good."""
     call, home = request.call, helpers[0].home
     able = [helper for helper in helpers if not helper.why_not()]
     if not able:
@@ -473,10 +430,10 @@ class SpeedKind(NamedTuple):
     head_dim: int
 
 
-class Speeds(TimingTable[SpeedKind, Speed]):
+class Speeds(Contest[SpeedKind]):
     """How fast the other devices of one device are; made by ``runtime.part(Speeds)``."""
 
-    section, file_kind = "several_devices", "shares"
+    kind_type, file_kind = SpeedKind, "shares"
 
     def of(self, call: AttentionCall, route: Route, helper: Helper, *, may_time: bool) -> Speed | None:
         """None where it was not timed, nor can be now; where nothing is ever timed, all devices are equally fast."""
@@ -484,51 +441,44 @@ class Speeds(TimingTable[SpeedKind, Speed]):
             return Speed(1.0, 1.0, 0.0)
         name, dtype = device_info(helper.device).name, str(call.query.dtype).removeprefix("torch.")
         kind = SpeedKind(f"{helper.device} {name}", route.name, dtype, call.head_dim)
-        return self.find(kind, lambda: self._timed(call, route, helper)) if may_time else self.known.get(kind)
+        times = self.find(kind, lambda: self._timed(kind, call, route, helper)) if may_time else self.known.get(kind)
+        if times is None:
+            return None
+        scores = _HEADS[self.device.type] * _TOKENS**2 / MIB
+        crossing = 4 * _HEADS[self.device.type] * _TOKENS * call.head_dim * call.query.element_size() / MIB
+        home, away, copies = times["home"], times["away"], times["copies"]
+        return Speed(home / scores, max(0.0, away - copies) / scores, copies / crossing)
 
-    def _timed(self, call: AttentionCall, route: Route, helper: Helper) -> Speed:
-        try:
-            with torch.no_grad():
-                return self._clocked(call, route, helper)
-        except Exception as error:
-            raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
-
-    def _clocked(self, call: AttentionCall, route: Route, helper: Helper) -> Speed:
-        heads = max(1, min(_ROWS[self.device.type] // _TOKENS, call.batch_size * call.num_heads))
-        shape = (1, heads, _TOKENS, call.head_dim)
-        inputs = [torch.randn(shape, device=self.device).to(call.query.dtype) for _ in range(3)]
-        out = torch.empty_like(inputs[0])
+    def _timed(self, kind: SpeedKind, call: AttentionCall, route: Route, helper: Helper) -> dict[str, float] | None:
+        shape = (1, _HEADS[self.device.type], _TOKENS, call.head_dim)
 
         def compute(tensors: Tensors) -> Tensors:
             own = check_call(*tensors)  # type: ignore[arg-type]
             plan = route.plan(Request(own, _CONFIG))
             if isinstance(plan, list):
-                raise RouteUnavailable("; ".join(plan))
+                raise RouteUnavailable(*plan)
             return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
 
         def there_and_back(work: Callable[[Tensors], Tensors]) -> None:
             helper.follow_caller()
             helper.run(inputs, [out], work)
 
-        attempts = [lambda: compute(inputs), lambda: there_and_back(compute), lambda: there_and_back(lambda own: own)]
-        home, away, copies = self.clock(attempts, self.device)
-        scores, crossing = heads * _TOKENS**2 / MIB, 4 * out.numel() * out.element_size() / MIB
-        found = Speed(home / scores, max(0.0, away - copies) / scores, copies / crossing)
-        log.info("timed once on %s and %s: %s", self.device, helper.device, found)
-        return found
+        try:
+            with torch.no_grad():
+                inputs = [torch.randn(shape, device=self.device).to(call.query.dtype) for _ in range(3)]
+                out = torch.empty_like(inputs[0])
+                attempts = {
+                    "home": lambda: compute(inputs),
+                    "away": lambda: there_and_back(compute),
+                    "copies": lambda: there_and_back(lambda own: own),
+                }
+                return self.timed(kind, attempts)
+        except Exception as error:
+            raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
 
     def conditions(self) -> dict[str, str]:
         threads = str(torch.get_num_threads()) if self.device.type == "cpu" else ""
         return {"card": self.info.name, "device": str(self.device), "torch": torch.__version__, "threads": threads}
-
-    def kind_of(self, fields: Mapping[str, Any]) -> SpeedKind:
-        return SpeedKind(**fields)
-
-    def row(self, found: Speed) -> dict[str, Any]:
-        return found._asdict()
-
-    def found_in(self, row: Mapping[str, Any]) -> Speed:
-        return Speed(*(float(row[name]) for name in Speed._fields))
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -566,10 +516,6 @@ def _fill(targets: Tensors, results: Tensors) -> None:
     for target, result in zip(targets, results):
         if target is not None and result is not None:
             target.copy_(result, non_blocking=True)
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
 def _first_line(error: BaseException) -> str:

@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_one_device(step: int) -> None:
                 assert torch.equal(out, sdpa(*inputs, **options, config=config)), (case.name, route)
                 ((_, stats),) = report.calls.items()
                 assert stats.remarks == {}
-                assert sum(share.units for share in stats.devices.values()) == stats.devices["cpu"].of
+                assert sum(stats.devices.values()) == call.num_kv_heads
             else:
                 assert choice.route == choose(call, config).route
                 assert choice.why.rpartition("; on one device: ")[2].startswith(REASONS), (case.name, route, choice.why)

@@ -113,9 +113,8 @@ def test_copies_keep_every_layout(other: str) -> None:
     for source in (whole, whole[:, 2:4], whole.transpose(1, 2), whole[:, :1].expand(-1, 6, -1, -1), whole[..., ::2]):
         target = torch.zeros_like(source)
         helper.follow_caller()
-        copies, _ = helper.run([source], [target], lambda tensors: tensors)
+        helper.run([source], [target], lambda tensors: tensors)
         assert torch.equal(target, source)
-        assert copies > 0
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -126,9 +125,9 @@ def test_shares_are_timed(other: str) -> None:
         inputs = _inputs("heads")
         out = sdpa(*inputs, config=config)
         torch.testing.assert_close(out, sdpa(*inputs, config=replace(config, devices=())), atol=1e-5, rtol=1e-4)
-        (speed,) = runtime_of(HOME).part(Speeds).known.values()
-        assert speed is not None
-        assert min(speed) > 0
+        (times,) = runtime_of(HOME).part(Speeds).known.values()
+        assert times is not None
+        assert min(times.values()) > 0
 
 
 @needs_two

@@ -36,26 +36,8 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.done |= other.done
 
-    def record_event(self, event: FakeEvent) -> FakeEvent:
-        event.stream, event.done = self, set(self.done)
-        return event
-
     def synchronize(self) -> None:
         self.cuda.host |= self.done
-
-
-class FakeEvent:
-    def __init__(self, cuda: FakeCuda, enable_timing: bool = False):
-        self.cuda, self.timed = cuda, enable_timing
-        self.stream: FakeStream | None = None
-        self.done: set[Copied] = set()
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.timed
-        assert end.timed
-        assert self.stream is end.stream is not None, "the two events are of different streams"
-        assert end.done <= self.cuda.host, "the host has not waited for them"
-        return 1.0
 
 
 @dataclass
@@ -78,9 +60,6 @@ class FakeCuda:
 
     def Stream(self, device: torch.device) -> FakeStream:
         return FakeStream(self, device)
-
-    def Event(self, enable_timing: bool = False) -> FakeEvent:
-        return FakeEvent(self, enable_timing)
 
     def current_stream(self, device: torch.device) -> FakeStream:
         return self._current[device]

@@ -44,12 +44,12 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     run = engine.end()
     assert torch.equal(out, alone)
     assert run.routes() == {"several": 1, "torch": 1}
-    assert {name: share.units for name, share in run.shares.items()} == {"cpu": 2, "cpu #2": 2}
+    assert run.shares == {"cpu": 2, "cpu #2": 2}
     assert "shared by cpu and cpu from 128 tokens" in run.settings
-    assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50% (")
+    assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50%")
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
     twice = ROWS.together([run, run])
-    assert twice.shares["cpu"].units == 4
+    assert twice.shares["cpu"] == 4
     assert "cpu 50%" in TEXT.report_text(findings(run))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,10 @@ def _run(inputs: list[Tensor], config: AttentionConfig = SHARED) -> tuple[Tensor
 
 
 class Faulty(Helper):
-    """Raises at one of the points of a part: before it begins, behind the copies there, behind the computation, behind
-    the copies back, and while the host waits."""
+    """Raises at one of the points of a part: before it begins, behind the copies there, behind the computation, and
+    when all is done."""
 
-    POINTS = 6
+    POINTS = 4
 
     def __init__(self, at: int, error: Callable[[], BaseException]):
         super().__init__(CPU, CPU)
@@ -72,14 +71,14 @@ class Faulty(Helper):
     def follow_caller(self) -> None:
         self._point()
 
-    def _moment(self) -> Any:
-        self._point()
-        return super()._moment()
+    def run(self, sources: Any, targets: Any, compute: Any, *modes: bool) -> None:
+        def computed(tensors: Any) -> Any:
+            self._point()
+            results = compute(tensors)
+            self._point()
+            return results
 
-    @contextmanager
-    def _in_its_streams(self) -> Iterator[None]:
-        with super()._in_its_streams():
-            yield
+        super().run(sources, targets, computed, *modes)
         self._point()
 
     def install(self) -> None:
@@ -115,7 +114,7 @@ def test_whatever_fails_there_is_computed_at_home(
             ((remark, _),) = stats.remarks.items()
             assert remark.startswith(f"cpu {words}")
             assert remark.endswith(": the call was computed on cpu")
-            assert stats.devices["cpu"].units == stats.devices["cpu"].of == 8
+            assert stats.devices == {"cpu": 8, "cpu #2": 0}
     choice = choose(check_call(*inputs), SHARED)
     assert choice.route == "tiled"
     assert choice.why.partition("on one device: ")[2].startswith(f"cpu {words}")
@@ -124,7 +123,7 @@ def test_whatever_fails_there_is_computed_at_home(
     helper._until = 0.0
     out, stats = _run(inputs)
     assert torch.equal(out, expected)
-    assert stats.devices["cpu #2"].units == 4
+    assert stats.devices == {"cpu": 4, "cpu #2": 4}
 
 
 def test_a_fault_is_logged_again_only_where_it_is_another(
@@ -141,7 +140,7 @@ def test_a_fault_is_logged_again_only_where_it_is_another(
 def test_a_device_that_has_failed_leaves_the_others_working(inputs: list[Tensor]) -> None:
     _helper().leave_alone("cpu failed a moment ago")
     out, stats = _run(inputs, replace(SHARED, devices=("cpu", "cpu", "cpu")))
-    assert {name: share.units for name, share in stats.devices.items()} == {"cpu": 4, "cpu #2": 0, "cpu #3": 4}
+    assert stats.devices == {"cpu": 4, "cpu #2": 0, "cpu #3": 4}
     assert stats.remarks == {}
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
 
@@ -217,10 +216,9 @@ def test_an_interrupt_waits_for_the_other_device(inputs: list[Tensor]) -> None:
     over = threading.Event()
 
     class Slow(Helper):
-        def run(self, *args: Any, **options: Any) -> tuple[float, float]:
-            spent = super().run(*args, **options)
+        def run(self, *args: Any, **options: Any) -> None:
+            super().run(*args, **options)
             over.set()
-            return spent
 
     def stop(done: int, total: int) -> None:
         raise Cancelled
@@ -247,7 +245,7 @@ def test_calls_of_several_threads_do_not_mix(inputs: list[Tensor]) -> None:
     assert all(torch.equal(out, expected) for out in outs)
     (stats,) = report.calls.values()
     assert stats.remarks == {}
-    assert stats.devices["cpu #2"].units == 20 * 4
+    assert stats.devices == {"cpu": 20 * 4, "cpu #2": 20 * 4}
 
 
 def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> None:
@@ -350,7 +348,7 @@ def test_shares_follow_the_timing_which_is_taken_once(
     with timed(clock):
         for _ in range(2):
             out, stats = _run(inputs)
-            assert stats.devices["cpu #2"].units == there
+            assert stats.devices["cpu #2"] == there
             assert torch.equal(out, sdpa(*inputs, config=ALONE))
         why = choose(check_call(*inputs), SHARED).why
     assert f"of 8 key/value heads {8 - there} on cpu, {there} on cpu #2 (timed: 0." in why
@@ -408,13 +406,19 @@ def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_shows_shares_copies_and_what_went_wrong(inputs: list[Tensor]) -> None:
+def test_the_report_shows_shares_and_what_went_wrong(inputs: list[Tensor]) -> None:
     with record() as report:
         sdpa(*inputs, config=SHARED)
-        Faulty(4, ERRORS["memory"][0]).install()
+        Faulty(3, ERRORS["memory"][0]).install()
         sdpa(*inputs, config=SHARED)
     text = report.text()
     assert "2 attention calls: 2 several" in text
-    assert "shared: cpu 75%, cpu #2 25% (" in text
-    assert "ms of copies" in text
+    assert "shared: cpu 75%, cpu #2 25%\n" in text
     assert "1 x cpu ran out of memory: the call was computed on cpu" in text
+
+
+def test_the_blocks_of_all_parts_are_counted(inputs: list[Tensor]) -> None:
+    _, alone = _run(inputs, ALONE)
+    _, shared = _run(inputs)
+    assert shared.blocks == alone.blocks > 0
+    assert shared.bounded_blocks == alone.bounded_blocks > 0
