@@ -19,7 +19,7 @@ class PascalFFNChunking:
     DESCRIPTION = (
         "Runs the model's feed-forward layers on a chunk of the tokens at a time, so that their wide intermediate "
         "tensors (at least four times as wide as the tokens) never exist for all tokens at once. The result is the "
-        "same: a layer is chunked only after it has been proven to treat every token independently, and otherwise runs "
+        "same: a layer is chunked only after a trial in which it treated every token independently, and otherwise runs "
         "unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; the "
         "model's weights and their names stay as they are. When bypassed, the model is exactly the original."
     )

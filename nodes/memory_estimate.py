@@ -141,8 +141,8 @@ class Followed(NamedTuple):
 
 
 def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed | str:
-    """One call of the model with ``copies`` prompts in a batch, or one where the model takes no more; or why it cannot
-    be traced."""
+    """Trace one call of the model with ``copies`` prompts in a batch, or one if it takes no more; returns a
+    reason where that fails."""
     reason = "nothing is known about the prompts that it takes"
     for number in dict.fromkeys((copies, 1)):
         for prompt in [conditioning] if conditioning else guessed_conditioning(model, tokens):

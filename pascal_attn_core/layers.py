@@ -1,5 +1,4 @@
-"""Attention layers with their projections, computed by this package's routes; the names and ``state_dict`` keys are
-FlashTile's.
+"""Attention layers with their projections, under FlashTile's names and with its ``state_dict`` keys.
 
     from pascal_attn_core.layers import get_attention
 
@@ -14,7 +13,7 @@ in how many key/value heads there are. Bool masks mean what they mean in FlashTi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +57,7 @@ class SelfAttention(nn.Module):
         dropout: share of the output's elements that is dropped in training.
         block_size: tokens per tile; None = the route and its tiles are chosen per call, which is faster.
         config: how to compute; None = the one from the environment.
+        linear: ``bias``, ``device`` and ``dtype`` of the projections.
     Raises:
         ValueError: inconsistent sizes.
     """
@@ -71,17 +71,14 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
-        bias: bool = True,
         block_size: int | None = None,
         config: AttentionConfig | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **linear: Any,
     ):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes: dict[str, int | None] = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
-        sizes |= {"window_size": window_size, "block_size": block_size}
-        for name, size in sizes.items():
+        for name, size in {**sizes, "window_size": window_size, "block_size": block_size}.items():
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if embed_dim % num_heads:
@@ -93,14 +90,13 @@ class SelfAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.causal, self.window_size = embed_dim // num_heads, causal, window_size
         self.dropout_p, self.block_size, self.config = dropout, block_size, config
-        kinds: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         if num_kv_heads is None:
-            self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, **kinds)
+            self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, **linear)
         else:
-            self.q_proj = nn.Linear(embed_dim, embed_dim, **kinds)
-            self.k_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **kinds)
-            self.v_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **kinds)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **kinds)
+            self.q_proj = nn.Linear(embed_dim, embed_dim, **linear)
+            self.k_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **linear)
+            self.v_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **linear)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **linear)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """
@@ -161,30 +157,31 @@ class SelfAttention(nn.Module):
         }
 
     def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
-        """The memory of a forward pass on the layer's device in its dtype, calculated, in units of 10^6 bytes: the
-        projections, at most ``attention_mb`` for attention itself (the tiles' plan), the output; and the same with
-        plain attention, which stores the probabilities and expands K and V."""
+        """The memory of a forward pass on the layer's device in its dtype, calculated, in units of 10^6 bytes.
+
+        That are the projections, at most ``attention_mb`` for attention itself (the tiles' plan), and the output;
+        ``naive_mb`` is the same with the probabilities stored, and K and V expanded.
+        """
         weight = self.out_proj.weight
         sizes = [(batch_size, heads, seq_len, self.head_dim) for heads in (self.num_heads, self.num_kv_heads)]
         q, kv = (torch.empty(size, dtype=weight.dtype, device="meta") for size in sizes)
         call = check_call(q, kv, kv, **self._options(), enable_gqa=True)
-        config = self._config() or default_config()
-        extra = plan_call(call, runtime_of(weight.device).info, config).extra_bytes
-        q_bytes, kv_bytes = q.numel() * q.element_size(), 2 * kv.numel() * kv.element_size()
-        ours = 2 * q_bytes + kv_bytes + extra
-        naive = 4 * q_bytes + call.num_scores * accumulate_dtype(weight.dtype).itemsize
+        extra = plan_call(call, runtime_of(weight.device).info, self._config() or default_config()).extra_bytes
+        projected = (q.nbytes + 2 * kv.nbytes) / _MB
+        ours = projected + (extra + q.nbytes) / _MB
+        naive = (4 * q.nbytes + call.num_scores * accumulate_dtype(weight.dtype).itemsize) / _MB
         return {
-            "qkv_mb": (q_bytes + kv_bytes) / _MB,
+            "qkv_mb": projected,
             "attention_mb": extra / _MB,
-            "output_mb": q_bytes / _MB,
-            "total_mb": ours / _MB,
-            "total_gb": ours / _MB / 1e3,
+            "output_mb": q.nbytes / _MB,
+            "total_mb": ours,
+            "total_gb": ours / 1e3,
             "kv_savings_ratio": self.num_heads / self.num_kv_heads,
             "complexity": "O(N)",
             "comparison_with_naive": {
-                "naive_mb": naive / _MB,
-                "ours_mb": ours / _MB,
-                "reduction_ratio": naive / ours if ours else 1.0,
+                "naive_mb": naive,
+                "ours_mb": ours,
+                "reduction_ratio": naive / max(ours, 1 / _MB),
             },
         }
 
@@ -196,45 +193,33 @@ class SelfAttention(nn.Module):
         )
 
 
-class FlashAttentionV2(SelfAttention):
-    """FlashTile's ``FlashAttentionV2(embed_dim, num_heads, block_size, dropout, bias, causal)``."""
+class _FlashTile(SelfAttention):
+    """A layer whose options may also be given by position, in FlashTile's order."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        block_size: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        causal: bool = False,
-        **kinds: Any,
-    ):
-        super().__init__(
-            embed_dim, num_heads, block_size=block_size, dropout=dropout, bias=bias, causal=causal, **kinds
-        )
+    order: ClassVar[tuple[str, ...]] = ("block_size", "dropout", "bias", "causal")
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, embed_dim: int, num_heads: int, *by_position: Any, **options: Any):
+        if len(by_position) > len(self.order):
+            raise TypeError(f"the options by position must be {list(self.order)}, got {len(by_position)} values")
+        options = self.defaults | dict(zip(self.order, by_position)) | options
+        options.pop("chunk_size", None)  # the tiles are chosen per call
+        super().__init__(embed_dim, num_heads, **options)
+
+
+class FlashAttentionV2(_FlashTile):
+    """FlashTile's ``FlashAttentionV2(embed_dim, num_heads, block_size, dropout, bias, causal)``."""
 
 
 class FlashAttentionV1(FlashAttentionV2):
     """FlashTile's name for the older algorithm; here the same as :class:`FlashAttentionV2`."""
 
 
-class MaskedAttention(SelfAttention):
-    """FlashTile's ``MaskedAttention(embed_dim, num_heads, dropout, bias, causal)``; the score matrix is never stored.
+class MaskedAttention(_FlashTile):
+    """FlashTile's ``MaskedAttention(embed_dim, num_heads, dropout, bias, causal, chunk_size)``; the score matrix is
+    never stored, and ``chunk_size`` is ignored."""
 
-    ``chunk_size`` is ignored, for compatibility: the tiles are chosen per call.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        causal: bool = False,
-        chunk_size: int = 1024,
-        **kinds: Any,
-    ):
-        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias, causal=causal, **kinds)
+    order = ("dropout", "bias", "causal", "chunk_size")
 
 
 class NaiveAttention(MaskedAttention):
@@ -252,47 +237,24 @@ class NaiveAttention(MaskedAttention):
         return out
 
 
-class SlidingWindowAttention(SelfAttention):
+class SlidingWindowAttention(_FlashTile):
     """FlashTile's ``SlidingWindowAttention(embed_dim, num_heads, window_size, block_size, ...)``: causal by default."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        window_size: int = 4096,
-        block_size: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        causal: bool = True,
-        **kinds: Any,
-    ):
-        options: dict[str, Any] = {"block_size": block_size, "dropout": dropout, "bias": bias, "causal": causal}
-        super().__init__(embed_dim, num_heads, window_size=window_size, **options, **kinds)
+    order = ("window_size", *_FlashTile.order)
+    defaults: ClassVar[dict[str, Any]] = {"window_size": 4096, "causal": True}
 
 
-class GroupedQueryAttention(SelfAttention):
+class GroupedQueryAttention(_FlashTile):
     """FlashTile's ``GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, block_size, ...)``."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int = 1,
-        block_size: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = True,
-        causal: bool = False,
-        **kinds: Any,
-    ):
-        options: dict[str, Any] = {"block_size": block_size, "dropout": dropout, "bias": bias, "causal": causal}
-        super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options, **kinds)
+    order = ("num_kv_heads", *_FlashTile.order)
+    defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 1}
 
 
 class MultiQueryAttention(GroupedQueryAttention):
     """:class:`GroupedQueryAttention` with one key/value head."""
 
-    def __init__(self, embed_dim: int, num_heads: int, *args: Any, **kinds: Any):
-        super().__init__(embed_dim, num_heads, 1, *args, **kinds)
+    order = _FlashTile.order
 
 
 _KINDS: dict[str, type[SelfAttention]] = {

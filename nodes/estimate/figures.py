@@ -56,7 +56,7 @@ class Figures:
 
 
 def figures(call: ModelCall, host: Host) -> Figures:
-    """What the calls of one model evaluation need."""
+    """Memory that the calls of one model evaluation need."""
     needs = {shape: need_of(shape, host) for shape in set(call.attention)}
     attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
     return Figures(
@@ -96,7 +96,7 @@ def peak_bytes(
 
 
 def chunked_bytes(shape: FfnShape, host: Host) -> int:
-    """What Pascal FFN Chunking would leave of a call's extra memory."""
+    """Bytes that Pascal FFN Chunking would leave of a call's extra memory."""
     if len(shape.shape) < 2 or shape.shape[-2] < host.ffn_tokens:
         return shape.extra_bytes
     return min(shape.extra_bytes, host.ffn_budget_mib * MIB)
@@ -126,7 +126,7 @@ class Need(NamedTuple):
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:
-    """What one attention call takes besides its inputs and result."""
+    """Memory that one attention call takes besides its inputs and result."""
     patched = patched_bytes(shape, host.info)
     if host.attention:
         return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")

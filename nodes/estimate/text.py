@@ -14,7 +14,7 @@ from .trace import AttentionShape, FfnShape, ModelCall
 
 @dataclass(frozen=True)
 class Subject:
-    """What is estimated.
+    """The subject of an estimate.
 
     Attributes:
         name: of the model.
@@ -67,7 +67,7 @@ def verdict(found: Figures, subject: Subject) -> str:
 
 
 def need_text(found: Figures) -> str:
-    """What is needed besides the weights."""
+    """Says what is needed besides the weights."""
     saved = f", {size_text(found.total_with)} with the patches" if found.total_with < found.total_without else ""
     return f"needs {size_text(found.total_without)} besides its weights{saved}"
 
@@ -82,7 +82,7 @@ def _fit(need: int, subject: Subject) -> str:
 
 
 def largest_text(found: Sequence[tuple[Axis, Sequence[Fit]]], room: int, streamed: bool, decode: Fit | None) -> str:
-    """What fits, a line for each axis.
+    """Says what fits, a line for each axis.
 
     Args:
         room: bytes that are available, without the weights unless they are ``streamed``.

@@ -1,5 +1,5 @@
-"""One call of a diffusion model without data: which attention and feed-forward calls it makes, and how much memory its
-own tensors take."""
+"""Traces one call of a diffusion model without data: which attention and feed-forward calls it makes, and how
+much memory its own tensors take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .shadow import Shadow
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask,
+    """An attention call: ``[B, H, L, D]``, ``[B, Hkv, S, D]``, ``[B, Hkv, S, Dv]``, dtype, whether there is a mask,
     and the bytes of the model's own tensors at that moment, the result among them."""
 
     query: tuple[int, ...]
@@ -41,7 +41,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class FfnShape:
-    """One feed-forward call: name and class of the module, shape and dtype of its input, the most bytes that it took
+    """A feed-forward call: name and class of the module, shape and dtype of its input, the most bytes that it took
     besides input and output, and the bytes of all tensors of the model after it."""
 
     name: str
@@ -54,7 +54,7 @@ class FfnShape:
 
 @dataclass
 class ModelCall:
-    """What one call of the model does.
+    """The calls that one evaluation of the model makes.
 
     Attributes:
         attention, ffn: its calls in order.
@@ -153,7 +153,7 @@ def _four_dimensions(tensor: Tensor) -> Tensor:
 
 
 def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: int) -> ModelCall:
-    """One call of the patcher's model as the sampler would make it, with ``copies`` prompts in one batch.
+    """Trace one call of the patcher's model as the sampler would make it, with ``copies`` prompts in one batch.
 
     Raises:
         Exception: whatever the model raises where it cannot be followed.

@@ -5,8 +5,8 @@
     print(patch.report().text())
 
 Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
-a module runs in slices it is proven to treat every token independently (see :mod:`.proof`); until then, and if the
-proof fails, it runs whole, as if it had not been patched.
+a module runs in slices it is tried whether it treats every token independently (see :mod:`.trial`); until then, and if
+it does not, it runs whole, as if it had not been patched.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def patch_ffn(
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
         exclude: modules that stay whole, given in the same way.
-        verify: prove each module token by token before its first call in slices. False = trust all of them.
+        verify: try each module on a few of its tokens before its first call in slices. False = trust all of them.
         checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
             of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
         verbose: print which modules were found; ``report()`` lists the same, and later how each of them runs.
@@ -89,7 +89,7 @@ def patch_ffn(
 
 
 class FfnPatch(Patch):
-    """What :func:`patch_ffn` returns."""
+    """The patch that :func:`patch_ffn` returns."""
 
     def __init__(self, group: PatchGroup, settings: Settings, found: list[Found], sites: dict[str, Site]):
         self._found, self._sites_by_name = found, sites
@@ -102,7 +102,7 @@ class FfnPatch(Patch):
 
     @property
     def num_wrapped(self) -> int:
-        """How many modules run in slices once they are proven and slicing saves memory; 0 after removal."""
+        """Number of modules that run in slices if they pass their trial and it saves memory; 0 after removal."""
         return self.sites if self.active else 0
 
     def report(self) -> FfnReport:

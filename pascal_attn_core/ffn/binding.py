@@ -16,7 +16,7 @@ from .report import FfnReport, FfnReportLine, report_line
 
 
 class FfnBinding:
-    """:func:`patch_ffn` for repeated attaching and detaching; proofs are kept in between.
+    """:func:`patch_ffn` for repeated attaching and detaching; what trials found is kept in between.
 
     It serves several copies of a model (one per device) and keeps none of them alive. One binding is attached to a
     module at a time: attaching a second one detaches the first.
@@ -68,7 +68,7 @@ class FfnBinding:
         return FfnReport([self._line(found) for found in self._found(model)])
 
     def preview(self, model: nn.Module) -> FfnReport:
-        """The same before any call: modules that are chosen are ``"waiting"``, since they are tried in the first."""
+        """The report before any call: modules that are chosen are ``"waiting"``, since the first call tries them."""
         return self.report(model)
 
     def _found(self, model: nn.Module) -> list[Found]:

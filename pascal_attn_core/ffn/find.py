@@ -31,7 +31,7 @@ _EXPANSION = 1.5
 
 
 class Found(NamedTuple):
-    """One module: its qualified name ("" for the model itself), and if it cannot be run in slices, why."""
+    """A module that was found: its qualified name ("" for the model itself), and why it cannot run in slices, if so."""
 
     name: str
     module: nn.Module
@@ -46,7 +46,7 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         include: exactly these instead of what is recognised: a shell pattern for the qualified name (``"*.ff"``), a
             class, a predicate ``(name, module) -> bool``, or several of them. A mixture that keeps its experts in a
             list stands for its experts: each is called with its own tokens.
-        exclude: never these; likewise.
+        exclude: these are left out, given in the same way.
     """
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
     taken: list[str] = []

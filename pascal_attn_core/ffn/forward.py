@@ -21,7 +21,7 @@ from .state import State
 from .trial import hooked_children
 
 _MAX_PLANS = 256
-_proof_lock = threading.RLock()
+_trial_lock = threading.RLock()
 
 
 class SlicedForward:
@@ -82,7 +82,7 @@ class SlicedForward:
             if hooked:  # until it is taken off
                 plan = site.used[key] = Plan((), f"a hook on {hooked[0]} would see slices of its tokens", refused=True)
                 return plan
-            with _proof_lock:
+            with _trial_lock:
                 plan = make_plan(self.whole, self.module, site, args, kwargs, is_own=self.inner is None)
                 is_tried = site.settings.verify and plan is not WHOLE and not plan.refused
                 if is_tried and (self.state is None or self.state.has_changed()):
@@ -135,7 +135,7 @@ def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:
 
 
 def place(module: nn.Module, site: Site) -> SlicedForward:
-    """Likewise; returns the replacement forward."""
+    """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
     if sliced is None:

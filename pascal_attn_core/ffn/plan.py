@@ -1,4 +1,4 @@
-"""Decides how a feed-forward call runs: whole, or, once proven, in the fewest slices that keep the budget."""
+"""Decides how a feed-forward call runs: whole, or, once tried, in the fewest slices that keep the budget."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Plan(NamedTuple):
         sizes: tokens of each slice; empty = whole.
         why: one sentence for the report.
         recompute: each slice is checkpointed.
-        refused: the module does not work token by token, or was not proven to.
-        relative: how far results may be apart in a re-check, relative to the largest; None = not proven, not checked.
+        refused: the module does not work token by token, or that could not be tried.
+        relative: how far results may be apart in a re-check, relative to the largest; None = not tried, not checked.
     """
 
     sizes: tuple[int, ...]
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 @dataclass(eq=False)
 class Site:
-    """One module under one patch.
+    """A module under one patch.
 
     Attributes:
         plans: the plan of each kind of call seen so far.
@@ -170,7 +170,7 @@ def make_plan(
 def _trial(
     fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, mode: tuple
 ) -> Trial | None:
-    """What a trial finds, or found with an identical module; None = the number of slices is given, not verified."""
+    """The result of a trial of this module or of one like it; None = the number of slices is given, not verified."""
     if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
         return None
     if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
@@ -190,7 +190,7 @@ def _trial(
 
 
 def mode_of(inputs: Inputs, module: nn.Module) -> tuple:
-    """What a refusal holds for."""
+    """The kind of call for which a refusal holds."""
     x = inputs.x
     return x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens)
 
@@ -245,7 +245,7 @@ def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:
 
 
 def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:
-    """Nothing can be proven without values, or while a CUDA graph is being captured."""
+    """Nothing can be tried without values, or while a CUDA graph is being captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     if x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):

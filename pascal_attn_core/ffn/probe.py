@@ -1,4 +1,4 @@
-"""Runs a module on a few real tokens, to catch what the rules of operators cannot see."""
+"""Runs a module on a few real tokens and on parts of them, to see whether they affect each other."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import gap, tolerance
 from .run import Inputs, NotTokenwise
-
-# Sums over the same numbers in another order differ by this fraction of the largest value. The operators are proven
-# by then: these limits catch what the rules cannot see, not rounding.
-_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
-_TF32_TOLERANCE = 5e-3
 
 
 def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.dtype]) -> float:
@@ -28,24 +19,24 @@ def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.
     Args:
         dtypes: of all tensors that hold tokens.
     Returns:
-        How far results may be apart, relative to the largest.
+        The largest difference between equal results, relative to the largest value.
     Raises:
         NotTokenwise: they do.
     """
     samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
     whole = inputs.call(fn, [sample.clone() for sample in samples])
-    relative = relative_limit(dtypes)
-    limit = relative * _largest(whole)
+    relative = tolerance(*dtypes)
+    limit = relative * gap(whole, whole).largest
     positions = torch.arange(count, device=whole.device)
     for poisoned in (positions < count // 2, positions >= count // 2, positions % 2 == 0, positions % 2 == 1):
         others = [_poison(sample, poisoned) for sample in samples]
         out = inputs.call(fn, others)
-        if _differ(out[..., ~poisoned, :], whole[..., ~poisoned, :], limit):
+        if gap(out[..., ~poisoned, :], whole[..., ~poisoned, :]).error > limit:
             raise NotTokenwise("mixes tokens: one changes with its neighbours' values")
     for length in {2, max(2, count // 3), max(2, count // 2)}:
         for start in {0, count - length}:
             out = inputs.call(fn, [sample[..., start : start + length, :].clone() for sample in samples])
-            if _differ(out, whole[..., start : start + length, :], limit):
+            if gap(out, whole[..., start : start + length, :]).error > limit:
                 raise NotTokenwise("a token's result depends on its position or on how many tokens there are")
     return relative
 
@@ -77,7 +68,7 @@ def probe_gradients(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, c
     tokens = sum(wanted)
     for place, (all_of, first, second) in enumerate(zip(whole, one, two)):
         parts = torch.cat([first, second], dim=-2) if place < tokens else first + second
-        if _differ(parts, all_of, relative * _largest(all_of)):
+        if gap(parts, all_of).relative > relative:
             raise NotTokenwise("has a backward pass whose gradients over slices do not add up to those of the whole")
 
 
@@ -98,29 +89,3 @@ def _poison(sample: Tensor, where: Tensor) -> Tensor:
     if not sample.is_floating_point():
         return sample.clone()
     return sample.masked_fill(where[:, None].to(sample.device), float("nan"))
-
-
-def relative_limit(dtypes: set[torch.dtype]) -> float:
-    """How far results may be apart that were computed with tensors of ``dtypes``, relative to the largest."""
-    relative = max(_TOLERANCE.get(dtype, 0.25) for dtype in dtypes if dtype.is_floating_point)
-    if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
-        relative = max(relative, _TF32_TOLERANCE)
-    return relative
-
-
-def is_alike(out: Tensor, expected: Tensor, relative: float) -> bool:
-    """Whether ``out`` equals the finite values of ``expected`` up to rounding."""
-    return not _differ(out, expected, relative * _largest(expected))
-
-
-def _largest(values: Tensor) -> float:
-    finite = values[torch.isfinite(values)]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def _differ(out: Tensor, expected: Tensor, limit: float) -> bool:
-    if out.shape != expected.shape:
-        return True
-    finite = torch.isfinite(expected)
-    error = (out - expected).abs()[finite]
-    return bool(error.numel()) and not error.max().item() <= limit

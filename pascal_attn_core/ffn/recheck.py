@@ -1,7 +1,7 @@
 """From time to time a few tokens of a sliced call are run by themselves and compared with the result.
 
-A proof holds as long as nothing that decides how the module's code runs has changed. Whatever the code names is
-compared in every call (:mod:`.watch`); this check finds, within some calls, changes of what no name leads to.
+What a module's code refers to by name is compared in every call (:mod:`.state`); this check finds, within some calls,
+changes of what no name leads to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import gap
 from ..machine.own_thread import made_up_inputs
-from .probe import is_alike
 from .run import Inputs, slice_of
 from .trial import uncompiled
 
@@ -23,7 +23,7 @@ _SPREAD = 0.6180339887498949  # the fractional parts of its multiples are spread
 
 
 class Recheck:
-    """When to check again: in the 3rd call after a proof, the 4th, 6th, 9th ... and every 16th from then on."""
+    """When to check again: in the 3rd call after a trial, the 4th, 6th, 9th ... and every 16th from then on."""
 
     def __init__(self) -> None:
         self.calls, self._next, self._done = 0, 3, 0
@@ -59,4 +59,5 @@ class Recheck:
         with torch.no_grad(), uncompiled(module), made_up_inputs():
             tokens = [slice_of(tensor.detach(), start, count).clone() for tensor in inputs.tokens.values()]
             again = inputs.call(fn, tokens)
-            return isinstance(again, Tensor) and is_alike(again, out.detach().narrow(-2, start, count), relative)
+        within = out.detach().narrow(-2, start, count)
+        return isinstance(again, Tensor) and gap(again, within).relative <= relative

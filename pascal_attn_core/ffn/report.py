@@ -11,8 +11,8 @@ from .plan import WHOLE, Site
 
 
 class FfnReportLine(NamedTuple):
-    """One module: its qualified name, its class, ``"chunked"``, ``"whole"``, ``"refused"``, ``"waiting"`` (not called
-    yet with enough tokens) or ``"cannot be"``, and why."""
+    """The state of a module: its qualified name, its class, ``"chunked"``, ``"whole"``, ``"refused"``, ``"waiting"``
+    (not called yet with enough tokens) or ``"cannot be"``, and why."""
 
     name: str
     kind: str
@@ -61,5 +61,5 @@ def report_line(found: Found, site: Site | None) -> FfnReportLine:
     chosen = (sliced or refused or plans or [WHOLE])[-1]
     state = "chunked" if sliced else "refused" if refused else "whole" if plans else "waiting"
     if state == "waiting" and getattr(module, "_compiled_call_impl", None) is not None:
-        return FfnReportLine(name, kind, state, "is compiled (module.compile()); proven when it is called uncompiled")
+        return FfnReportLine(name, kind, state, "is compiled (module.compile()); tried when it is called uncompiled")
     return FfnReportLine(name, kind, state, chosen.why)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ..config import Unsupported
 
-class NotTokenwise(Exception):
+
+class NotTokenwise(Unsupported):
     """The module cannot be run over slices of its tokens; the message says why."""
 
 
@@ -48,7 +50,7 @@ class Inputs(NamedTuple):
 def inputs_of(args: tuple, kwargs: dict[str, Any]) -> Inputs:
     """Which arguments carry tokens: the first, and each further tensor with as many entries in dimension -2.
 
-    Others are the same for every slice. If one of them carries tokens elsewhere, the proof finds that out.
+    Others are the same for every slice. If one of them carries tokens elsewhere, the trial finds that out.
 
     Raises:
         NotTokenwise: an argument that may hide tensors.
@@ -105,7 +107,7 @@ def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> 
 
 
 def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
-    """Likewise with gradients: each slice saves only its input and is recomputed in the backward pass."""
+    """Run ``fn`` over slices with gradients: each slice saves only its input and is recomputed in the backward pass."""
 
     def of_slice(*parts: Tensor) -> Any:
         return inputs.call(fn, [_as_whole(part) for part in parts])

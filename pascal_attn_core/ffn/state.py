@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hosts import casts_weights, hook_names, is_hooked
+from .hosts import casts_weights, hook_names, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
 _DEPTH = 6  # of containers and objects inside each other
@@ -32,13 +32,14 @@ _HOLD_STATE = ("types", "_thread", "_threading_local")  # modules of Python whos
 _OF_NO_EFFECT = re.compile(
     "_(state_dict|load_state_dict|non_persistent)_|.*_(with_kwargs|always_called)$"
 )  # of a module
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # for all modules
 _OF_CASTING_LAYERS = {"forward", "_forward_hooks", "_forward_pre_hooks"}  # the rest is their host's business
 
 Values = dict[Any, Any]
 
 
 class _Holder(NamedTuple):
-    """A dict, list, object, class or closure: how it is read, what it held at first, and how that is put back."""
+    """A dict, list, object, class or closure: how it is read, its values at first, and how they are put back."""
 
     name: str
     read: Callable[[], Values]
@@ -54,8 +55,20 @@ class _Holder(NamedTuple):
         return list(now) != list(kept) or not all(map(_is_equal, now.values(), kept.values()))
 
 
+class _Namespace(NamedTuple):
+    """A class, or a dict of globals, in which code looks up names."""
+
+    label: str
+    owner: Any
+    values: Mapping[str, Any]
+    names: set[str]
+
+    def used(self) -> set[str]:
+        return self.names & self.values.keys()
+
+
 class State:
-    """What the code of ``module`` refers to by name, as it is now.
+    """The values that the code of ``module`` refers to by name, as they are now.
 
     Args:
         forward: what is called instead of the module's own forward.
@@ -67,11 +80,13 @@ class State:
         self._holders: list[_Holder] = []
         self._data: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
-        self._names = {"forward"}
-        self._namespaces: dict[int, tuple[str, Mapping[str, Any], Callable[[Values], Any]]] = {}  # by their owner's id
+        self._names = {"forward"}  # in all code that is followed
+        self._namespaces: dict[int, _Namespace] = {}  # by the owner's id
         for name, child in module.named_modules():
             self._add_module(name, child)
         self._visit("forward", forward)
+        for name in _GLOBAL_HOOKS:
+            self._visit(name, getattr(nn.modules.module, name))
         self._look_up_names()
         del self._seen, self._names, self._namespaces
 
@@ -130,18 +145,14 @@ class State:
     def _inside(self, name: str, value: Any) -> Iterable[tuple[Any, Any]]:
         """Hold what can change in ``value``; returns what is in it."""
         kind = type(value)
-        if isinstance(value, (*SCALARS, Tensor, nn.Module)):
+        if isinstance(value, (*SCALARS, Tensor, nn.Module, ModuleType)):
             return ()
         if isinstance(value, FunctionType):
             return self._in_function(name, value)
         if isinstance(value, type):
             for base in value.__mro__:
                 if not _is_foreign(base.__module__):
-                    space = base.__qualname__, vars(base), functools.partial(_set, base)
-                    self._namespaces.setdefault(id(base), space)
-            return ()
-        if isinstance(value, ModuleType):
-            self._namespaces.setdefault(id(value), (value.__name__, vars(value), vars(value).update))
+                    self._namespaces[id(base)] = _Namespace(base.__qualname__, base, vars(base), self._names)
             return ()
         if isinstance(value, _WRAPPERS):
             return ((key, getattr(value, key, None)) for key in _WRAPPED)
@@ -153,7 +164,8 @@ class State:
             return enumerate(value)
         if isinstance(value, ContextVar):
             return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
-        if hasattr(kind, "__next__") or isinstance(value, (random.Random, torch.Generator)) or _is_numpys(kind):
+        is_iterator = hasattr(kind, "__next__") and kind.__module__ != "_io"
+        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys(kind):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
@@ -163,9 +175,12 @@ class State:
     def _in_function(self, name: str, function: FunctionType) -> Iterable[tuple[Any, Any]]:
         if _is_foreign(function.__module__):
             return
-        self._names |= _names_in(function.__code__)
-        values = function.__globals__
-        self._namespaces.setdefault(id(values), (f"the globals of {function.__module__}", values, values.update))
+        names, values = _names_in(function.__code__), function.__globals__
+        self._names |= names
+        modules = [value for value in _some(values, names).values() if isinstance(value, ModuleType)]
+        for space in [values, *map(vars, modules)]:
+            new = _Namespace(space.get("__name__", name), space, space, set())
+            self._namespaces.setdefault(id(space), new).names.update(names)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             kept = self._hold(f"{name}.{key}", functools.partial(_content, cell), functools.partial(_set, cell))
             yield key, kept.get("cell_contents")
@@ -175,16 +190,12 @@ class State:
     def _look_up_names(self) -> None:
         """Visit what the names in code stand for until nothing new is found; then hold it."""
         done: set[tuple[int, str]] = set()
-        while found := {(key, name) for key in self._namespaces for name in self._used(key)} - done:
+        while found := {(key, name) for key, space in self._namespaces.items() for name in space.used()} - done:
             for key, name in sorted(found):
-                self._visit(name, self._namespaces[key][1][name])
+                self._visit(name, self._namespaces[key].values[name])
             done |= found
-        for key, (label, values, write) in self._namespaces.items():
-            if used := self._used(key):
-                self._hold(label, functools.partial(_some, values, used), write)
-
-    def _used(self, namespace: int) -> list[str]:
-        return sorted(self._names & self._namespaces[namespace][1].keys())
+        for label, owner, values, names in self._namespaces.values():
+            self._hold(label, functools.partial(_some, values, names), functools.partial(_set_names, owner, names))
 
     def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
         kept = dict(read())
@@ -197,7 +208,7 @@ _WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapp
 
 
 def _is_foreign(module: str | None) -> bool:
-    return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS))
+    return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS) or is_hosts(module))
 
 
 def _is_numpys(kind: type) -> bool:
@@ -226,12 +237,28 @@ def _content(cell: CellType) -> Values:
 
 
 def _set(owner: Any, kept: Values) -> None:
-    """Give an object or a class the attributes ``kept``; an object loses those that are not among them."""
+    """Give an object the attributes ``kept`` and no others; or a closure's cell its content."""
     for name, value in kept.items():
         setattr(owner, name, value)
-    if not isinstance(owner, (type, CellType)):
+    if not isinstance(owner, CellType):
         for name in _attributes(owner).keys() - kept.keys():
             delattr(owner, name)
+
+
+def _set_names(owner: Any, names: Iterable[str], kept: Values) -> None:
+    """Give a class, or a dict of globals, the values ``kept`` of these names, and none of the other names."""
+    is_class = isinstance(owner, type)
+    now = _some(vars(owner) if is_class else owner, names)
+    for name in now.keys() - kept.keys():
+        if is_class:
+            delattr(owner, name)
+        else:
+            del owner[name]
+    for name in [name for name in kept if name not in now or now[name] is not kept[name]]:
+        if is_class:
+            setattr(owner, name, kept[name])
+        else:
+            owner[name] = kept[name]
 
 
 def _set_class(module: nn.Module, kept: Values) -> None:

@@ -72,7 +72,7 @@ class Shared:
         """
         plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
         if isinstance(plan, list):
-            raise RouteUnavailable("; ".join(plan))
+            raise RouteUnavailable(*plan)
         return plan
 
 
@@ -132,7 +132,7 @@ class SeveralRoute(Route):
         del out, lse, log_sum  # memory may be short
         how = plan.route.plan(Request(call, plan.config, has_rows))
         if isinstance(how, list):
-            raise RouteUnavailable("; ".join(how))
+            raise RouteUnavailable(*how)
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
@@ -456,7 +456,7 @@ class Speeds(Contest[SpeedKind]):
             own = check_call(*tensors)  # type: ignore[arg-type]
             plan = route.plan(Request(own, _CONFIG))
             if isinstance(plan, list):
-                raise RouteUnavailable("; ".join(plan))
+                raise RouteUnavailable(*plan)
             return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
 
         def there_and_back(work: Callable[[Tensors], Tensors]) -> None:

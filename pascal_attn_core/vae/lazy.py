@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..config import Unsupported
 from .trees import mapped
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Versions = tuple[tuple[Tensor, int], ...]
 Memo = dict[tuple[int, int, int, int], Tensor]
 
 
-class NotInBands(Exception):
+class NotInBands(Unsupported):
     """This model does something that cannot be followed in bands; the message says what."""
 
 

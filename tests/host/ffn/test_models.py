@@ -243,4 +243,4 @@ def test_loha(grad: bool) -> None:
         adapted.train()  # it draws a number in each call, to drop the adapter or not
         with patch_ffn(adapted.base_model.model, include="0", chunk_tokens=100) as patch:
             adapted(x)
-            assert "random numbers" in patch.report().text()
+            assert patch.report().count("refused") == 1, patch.report().text()

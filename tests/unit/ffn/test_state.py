@@ -1,16 +1,16 @@
-"""A trial of a feed-forward module leaves nothing behind, and what changes after its proof is seen."""
+"""A trial of a feed-forward module leaves nothing behind, and what changes after it is seen."""
 
 from __future__ import annotations
 
 import array
 import functools
 import gc
-import sys
+import itertools
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from attn_support.ffn_zoo import GOOD, WIDTH, Case, Ffn, With
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pascal_attn_core.ffn import FfnPatch, patch_ffn
 from pascal_attn_core.ffn.recheck import Recheck
@@ -211,25 +210,76 @@ def by_a_function_of_torch() -> Switch:
     return Switch(Ffn(), lambda: setattr(F, "gelu", lambda x: mixed(gelu(x))), lambda: setattr(F, "gelu", gelu))
 
 
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed(x)
+
+
+class Act(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def _with_act() -> nn.Module:
+    return With(lambda m, h: m.act(h), wide=True, act=Act())
+
+
+def by_a_replaced_child() -> Switch:
+    module = _with_act()
+    return Switch(module, lambda: setattr(module, "act", Mixing()))
+
+
+def by_a_child_in_the_dict_of_modules() -> Switch:
+    module = _with_act()
+    return Switch(module, lambda: module._modules.__setitem__("act", Mixing()))
+
+
+def by_the_class_of_a_child() -> Switch:
+    module = _with_act()
+    return Switch(module, lambda: setattr(module.act, "__class__", Mixing))
+
+
+def by_a_child_around_another() -> Switch:
+    module = _with_act()
+    return Switch(module, lambda: setattr(module, "fc2", nn.Sequential(Mixing(), module.fc2)))
+
+
+def by_a_forward_of_a_child() -> Switch:
+    module = _with_act()
+    return Switch(module, lambda: setattr(module.act, "forward", mixed))
+
+
+def by_a_replaced_buffer() -> Switch:
+    module = With(lambda m, x: x + m.gate * x.mean(-2, keepdim=True) if m.gate.dim() else x, gate=torch.zeros(()))
+    return Switch(module, lambda: setattr(module, "gate", torch.ones(1)))
+
+
+def by_a_parameters_slot() -> Switch:
+    module = With(lambda m, x: x if m.gate is None else mixed(x))
+    module.register_parameter("gate", None)
+    return Switch(module, lambda: setattr(module, "gate", nn.Parameter(torch.zeros(1))))
+
+
 SWITCHES = [
     by_global, by_global_of_a_helper, by_context_variable, by_thread_local, by_closure, by_slots, by_nested_config,
     by_large_dict, by_class_attribute, by_method_of_the_class, by_forward_of_the_class, by_forward_of_a_child,
     by_a_global_hook, by_a_function_at_the_same_address, by_deque, by_partial, by_a_function_of_torch,
+    by_a_replaced_child, by_a_child_in_the_dict_of_modules, by_the_class_of_a_child, by_a_child_around_another,
+    by_a_forward_of_a_child, by_a_replaced_buffer, by_a_parameters_slot,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("calls_before", [1, 2, 7])
+@pytest.mark.parametrize("calls_before", [1, 10], ids=["after the first call", "between two checks"])
 @pytest.mark.parametrize("make", SWITCHES, ids=lambda make: make.__name__)
-def test_a_switch_turned_after_the_proof_counts_in_the_very_next_call(make: Callable[[], Switch], calls_before: int):
+def test_a_switch_counts_in_the_very_next_call(make: Callable[[], Switch], calls_before: int) -> None:
     module, turn, back = make()
     module.eval()
     x = torch.randn(1, TOKENS, WIDTH)
     try:
         with torch.no_grad(), _patch(module) as patch:
             for _ in range(calls_before):
-                module(x)
+                before = module(x)
             assert _state(patch) == "chunked", _why(patch)
-            before = module(x)
             turn()
             out = module(x)
             assert _state(patch) == "refused"
@@ -240,58 +290,134 @@ def test_a_switch_turned_after_the_proof_counts_in_the_very_next_call(make: Call
         back()
 
 
-def _counting_closure() -> nn.Module:
+# --- state that a call changes ---
+
+
+class Counting(NamedTuple):
+    """A module whose calls change something, and what that has become."""
+
+    module: nn.Module
+    found: Callable[[], Any]
+
+
+CACHE: dict[Any, Any] = {}
+
+
+def in_a_global() -> Counting:
+    CACHE.clear()
+
+    def change(module: Any, x: Tensor) -> Tensor:
+        CACHE["calls"] = CACHE.get("calls", 0) + 1
+        return mixed(x) if CACHE["calls"] > 14 else x
+
+    return Counting(With(change), lambda: CACHE["calls"])
+
+
+def in_a_cache_of_activations() -> Counting:
+    """As TeaCache does: every second call takes the first one's result."""
+    CACHE.clear()
+
+    def change(module: Any, hidden: Tensor) -> Tensor:
+        calls = CACHE["calls"] = CACHE.get("calls", 0) + 1
+        if calls % 2:
+            CACHE[hidden.shape] = hidden
+        return CACHE[hidden.shape]
+
+    return Counting(With(change, wide=True), lambda: [key if key == "calls" else tuple(key) for key in CACHE])
+
+
+def in_a_closure() -> Counting:
     calls = 0
 
     def change(module: Any, x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return mixed(x) if calls > 40 else x
+        return mixed(x) if calls > 14 else x
 
-    return With(change)
+    return Counting(With(change), lambda: calls)
 
 
-def _rotating_deque() -> nn.Module:
-    held = deque([False] * 40 + [True])
-
+def in_a_nested_attribute() -> Counting:
     def change(module: Any, x: Tensor) -> Tensor:
-        held.rotate(-1)
-        return mixed(x) if held[0] else x
+        module.state["seen"][0] += 1
+        return x
 
-    return With(change)
+    module = With(change, state={"seen": [0]})
+    return Counting(module, lambda: module.state["seen"])
 
 
-def _own_slot() -> nn.Module:
+def in_a_class() -> Counting:
+    class Own(Ffn):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Own.calls += 1
+            return self.mlp(mixed(x) if Own.calls > 14 else x)
+
+    return Counting(Own(), lambda: Own.calls)
+
+
+def in_a_slot() -> Counting:
     held = Slotted()
-    held.mix = 0  # type: ignore[assignment]
 
     def change(module: Any, x: Tensor) -> Tensor:
         held.mix += 1
-        return mixed(x) if held.mix > 40 else x
+        return x
 
-    return With(change)
-
-
-class CountsOnClass(Ffn):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        CountsOnClass.calls += 1
-        return self.mlp(mixed(x) if CountsOnClass.calls > 40 else x)
+    return Counting(With(change), lambda: held.mix)
 
 
-def _drawing(generator: np.random.Generator) -> Callable[[Any, Tensor], Tensor]:
-    def change(module: Any, x: Tensor, draws: np.random.Generator = generator) -> Tensor:
+def in_a_deque() -> Counting:
+    held = deque([1, 2, 3, 4, 5])
+
+    def change(module: Any, x: Tensor) -> Tensor:
+        held.rotate(-1)
+        return x
+
+    return Counting(With(change), lambda: list(held))
+
+
+def in_an_iterator_of_the_module() -> Counting:
+    module = With(lambda m, x: mixed(x) if next(m.numbers) > 13 else x, numbers=itertools.count())
+    return Counting(module, lambda: repr(module.numbers))
+
+
+def in_an_iterator_of_a_closure() -> Counting:
+    numbers = iter(range(100))
+    return Counting(With(lambda m, x: x if next(numbers) < 14 else mixed(x)), numbers.__length_hint__)
+
+
+def in_a_generator_of_random_numbers() -> Counting:
+    draws = np.random.default_rng(0)
+
+    def change(module: Any, x: Tensor, draws: Any = draws) -> Tensor:
         return mixed(x) if draws.random() < 0.02 else x
 
-    return change
+    return Counting(With(change), lambda: draws.bit_generator.state["state"]["state"])
 
 
-# --- how the input was made ---
+COUNTING = [
+    in_a_global, in_a_cache_of_activations, in_a_closure, in_a_nested_attribute, in_a_class, in_a_slot, in_a_deque,
+    in_an_iterator_of_the_module, in_an_iterator_of_a_closure, in_a_generator_of_random_numbers,
+]  # fmt: skip
 
 
-def _leaf() -> Tensor:
-    return torch.randn(1, TOKENS, WIDTH)
+@pytest.mark.parametrize("make", COUNTING, ids=lambda make: make.__name__)
+def test_state_that_calls_change_is_that_of_the_module_alone(make: Callable[[], Counting]) -> None:
+    x = torch.randn(5, 1, TOKENS, WIDTH)
+    outs, found = [], []
+    for is_patched in (False, True):
+        torch.manual_seed(0)
+        module, state = make()
+        module.eval()
+        with torch.no_grad(), _patch(module) as patch:
+            if not is_patched:
+                patch.remove()
+            outs.append([module(one) for one in x])
+            found.append(state())
+            assert not is_patched or _state(patch) == "refused"
+    assert found[0] == found[1]
+    assert all(map(torch.equal, *outs))
 
 
 # --- nothing of a trial is left behind ---
@@ -300,10 +426,6 @@ def _leaf() -> Tensor:
 @functools.lru_cache
 def signs(count: int) -> Tensor:
     return torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0)
-
-
-CACHE: dict[Any, Tensor] = {}
-KEPT: list[Tensor] = []
 
 
 class Cached(Ffn):
@@ -338,44 +460,6 @@ def test_constants_that_a_module_caches_are_real_and_it_is_chunked(make, budget:
             cached = [signs(64), *CACHE.values(), *Cached.cache.values()]
             assert all(type(tensor) is Tensor for tensor in [out, *cached])
         torch.testing.assert_close(module(x), out)
-
-
-def _keeps_in(place: str) -> Callable[[Any, Tensor], Tensor]:
-    def change(module: Any, hidden: Tensor) -> Tensor:
-        twice = hidden * 2
-        if place == "list":
-            KEPT.append(twice.transpose(1, 2))
-        elif place == "closure":
-            kept.append(twice)
-        elif place == "class":
-            type(module).last = twice
-        elif place == "lru_cache":
-            return _remembered(hidden)
-        else:
-            sys.modules[__name__].__dict__.setdefault("HID" + "DEN", twice)
-        return twice
-
-    kept: list[Tensor] = []
-    return change
-
-
-@functools.lru_cache
-def _remembered(hidden: Tensor) -> Tensor:
-    return hidden * 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_what_is_new_is_searched() -> Iterator[None]:
-    """What other modules and libraries keep, in its hundreds of thousands, is no garbage of ours."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def _fakes() -> list[Any]:
-    gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) is FakeTensor]
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
@@ -418,7 +502,7 @@ def test_a_check_leaves_random_numbers_and_gradients_alone(grad: bool) -> None:
     with torch.set_grad_enabled(grad), _patch(module) as patch:
         for _ in range(20):
             out = module(x)
-        assert patch._found[0].module.__dict__["forward"].recheck.calls == 20
+        assert _state(patch) == "chunked"
     assert torch.equal(torch.get_rng_state(), draws)
     torch.testing.assert_close(out, plain if grad else plain.detach())
 
@@ -428,6 +512,30 @@ def test_checks_are_as_rare_as_promised() -> None:
     due = [call for call in range(1, 200) if recheck.is_due()]
     assert due[:6] == [3, 4, 6, 9, 13, 19]
     assert max(later - earlier for earlier, later in pairwise(due)) == 16
+
+
+# --- formulas that change for long inputs ---
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, x: x * (2.0 if x.shape[1] > 48 else 1.0),
+        lambda m, x: mixed(x) if x.shape[1] > 48 else x,
+        lambda m, x: x if x.shape[1] < 49 else setattr(m, "last", x) or x,
+    ],
+    ids=["another number", "other operators", "keeps what it is given"],
+)
+def test_what_a_module_does_to_long_inputs_only_is_seen_before_they_run(
+    change: Callable[[Any, Tensor], Tensor],
+) -> None:
+    module, x = With(change).eval(), torch.randn(1, TOKENS, WIDTH)
+    with torch.no_grad(), _patch(module) as patch:
+        out = module(x)
+        assert _state(patch) == "refused"
+        patch.remove()
+        assert torch.equal(out, module(x))
+    assert type(vars(module).get("last", x)) is Tensor
 
 
 # --- modules that come and go ---
@@ -448,11 +556,6 @@ def test_a_module_that_was_patched_is_not_kept_alive() -> None:
     del module
     gc.collect()
     assert gone() is None
-
-
-class Act(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -506,7 +609,7 @@ def test_dropout_around_a_module_that_is_trained_does_not_matter() -> None:
     inside = nn.Sequential(Ffn(), nn.Dropout(0.5)).train()
     with _patch(inside) as patch:
         inside(x)
-        assert "" in _why(patch)
+        assert _state(patch) == "refused"
 
 
 # --- backward passes written in Python ---
@@ -545,12 +648,3 @@ def test_a_weights_own_backward_pass_is_tried(function: type[Product], state: st
         assert _state(patch) == state, _why(patch)
     for grad, wanted in zip(grads, expected):
         torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-3)
-
-
-_HOST: Any = None  # a module that the code below names
-_LISTS = "loaded = []\ndef is_loaded(): return len(loaded) > 99"
-
-
-class _Asks(Ffn):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if _HOST.is_loaded() else super().forward(x)
