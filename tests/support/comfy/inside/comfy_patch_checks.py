@@ -159,7 +159,7 @@ def an_earlier_patch_that_only_computes_is_replaced():
     close(ours, sample(model, "sd15"))
     (run,) = found
     assert run.count("taken") == run.count() > 0
-    assert any("attention_override_sage is replaced" in line for line in lines), lines
+    assert any("attention_override_sage (ComfyUI-KJNodes) is replaced" in line for line in lines), lines
     assert any("attention_override_sage" in note and "this patch took" in note for note in run.notes), run.notes
 
 
