@@ -444,6 +444,22 @@ def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
     assert seen[20:] == sorted(seen[20:])
 
 
+def test_a_trial_that_finds_no_memory_is_made_again() -> None:
+    vae, calls = kl(), []
+    own = vae.decoder.forward
+
+    def forward(z: Tensor, *args: Any) -> Tensor:
+        calls.append(z)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return own(z, *args)
+
+    vae.decoder.forward = forward
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        assert_close(vae.decode(latent()).sample, vae.decode(latent()).sample)
+    assert [call.state for call in patch.report().calls] == ["refused", "in bands"]
+
+
 def test_only_when_needed() -> None:
     vae, z = kl(), latent()
     wanted = vae.decode(z).sample
