@@ -182,8 +182,8 @@ def _in_place(vae: Any) -> None:
     def scale(by: float) -> None:
         vae.decoder.conv_in.weight.data.mul_(by)
 
-    vae.decoder.register_forward_pre_hook(lambda *args: scale(2.0))
-    vae.decoder.register_forward_hook(lambda *args: scale(0.5))
+    vae.decoder.conv_in.register_forward_pre_hook(lambda *args: scale(2.0))
+    vae.decoder.conv_in.register_forward_hook(lambda *args: scale(0.5))
 
 
 def _swapped_by_the_forward(vae: Any) -> None:
