@@ -609,7 +609,7 @@ def test_other_operators_see_the_float_matrix(model: Model, x: Tensor) -> None:
     assert type(weight + 1) is Tensor
 
 
-def test_a_weight_that_somebody_replaced_is_theirs(model: Model, x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_that_the_user_has_replaced_stays(model: Model, x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     patch = patch_linear_int8(model)
     model(x)
     theirs = nn.Parameter(torch.zeros(WIDTH, WIDTH))
