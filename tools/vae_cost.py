@@ -57,7 +57,7 @@ def plan(vae: nn.Module, z: Tensor, budget: float) -> None:
     """Print what a call would take."""
     run = Run(z.device, int(budget * MIB), keep="host", is_rehearsal=True)
     out = vae.decode(Banded(run.known(z), run, z.device)).sample  # type: ignore[operator]
-    run.evaluate(out.node, at_home=True)
+    run.evaluate(out.node, on_device=True)
     result = out.numel() * out.element_size()
     shapes_only, latent = vae.to("meta"), z.to("meta")
     with PeakMemory("meta") as whole:

@@ -182,7 +182,12 @@ class Site:
                 counts = {leaf for leaf in tree_leaves(given) if type(leaf) is int and leaf > 1}
                 batch = tensor.shape[0] if any(tensor.shape[0] % count == 0 for count in counts) else 1
                 is_picture = self.name.startswith("encode")
-                self._proofs[key] = differs(whole, banded, tensor, is_picture=is_picture, batch=batch)
+                try:
+                    self._proofs[key] = differs(whole, banded, tensor, is_picture=is_picture, batch=batch)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    return "a trial on a small input ran out of memory; it is tried again in the next call"
             return self._proofs[key]
 
     @contextmanager

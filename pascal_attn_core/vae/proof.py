@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..checks import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from .lazy import NotInBands
 
@@ -50,7 +51,8 @@ def small(given: Tensor, *, is_picture: bool, batch: int = 1, first: int = 2) ->
 def differs(
     whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool, batch: int = 1
 ) -> str:
-    """Why the two ways are not the same, "" = they agree to rounding."""
+    """Why the two ways are not the same, "" = they agree to rounding. An error that says that memory was short, which
+    tells nothing about the VAE, is raised."""
 
     def alike(function: Callable[[Tensor], Any], tensor: Tensor) -> list[Tensor]:
         with torch.no_grad(), made_up_inputs():
@@ -64,6 +66,8 @@ def differs(
         try:
             wanted = alike(whole, sample.clone())
         except _FAULTS as error:
+            if is_out_of_memory(error):
+                raise
             why = why or f"the VAE itself failed on a small input: {type(error).__name__}: {error}"
             continue
         try:
@@ -71,7 +75,9 @@ def differs(
             moved = alike(whole, sample * (1 + torch.finfo(sample.dtype).eps / 2 * signs))
         except NotInBands as error:
             return str(error)
-        except _FAULTS as error:  # whatever this model does that bands cannot follow: it runs as it is
+        except _FAULTS as error:  # this model does something that bands cannot follow: it runs as it is
+            if is_out_of_memory(error):
+                raise
             return f"bands failed on a small input: {type(error).__name__}: {error}"
         return _apart(got, wanted, moved, sample.dtype)
     return why

@@ -182,8 +182,8 @@ def _in_place(vae: Any) -> None:
     def scale(by: float) -> None:
         vae.decoder.conv_in.weight.data.mul_(by)
 
-    vae.decoder.register_forward_pre_hook(lambda *args: scale(2.0))
-    vae.decoder.register_forward_hook(lambda *args: scale(0.5))
+    vae.decoder.conv_in.register_forward_pre_hook(lambda *args: scale(2.0))
+    vae.decoder.conv_in.register_forward_hook(lambda *args: scale(0.5))
 
 
 def _swapped_by_the_forward(vae: Any) -> None:
@@ -442,6 +442,22 @@ def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
     assert seen[19] < 0.5
     assert seen[-1] == 1.0
     assert seen[20:] == sorted(seen[20:])
+
+
+def test_a_trial_that_finds_no_memory_is_made_again() -> None:
+    vae, calls = kl(), []
+    own = vae.decoder.forward
+
+    def forward(z: Tensor, *args: Any) -> Tensor:
+        calls.append(z)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return own(z, *args)
+
+    vae.decoder.forward = forward
+    with patch_vae(vae, budget_mib=0.1) as patch:
+        assert_close(vae.decode(latent()).sample, vae.decode(latent()).sample)
+    assert [call.state for call in patch.report().calls] == ["refused", "in bands"]
 
 
 def test_only_when_needed() -> None:
