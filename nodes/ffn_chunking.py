@@ -29,7 +29,7 @@ class PascalFFNChunking:
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = (
         "The model with its feed-forward layers chunked. Connect it to the sampler.",
-        "Which layers will be chunked, which are refused and why, and which cannot be. What a run did is shown on the "
+        "Which layers will be tried, and which cannot be chunked and why. What a run did is shown on the "
         "node, in the log and in Pascal Attention Report.",
     )
     FUNCTION = "patch"
@@ -92,8 +92,7 @@ def status(report: FfnReport, subject: str, settings: str) -> str:
     """``"38 feed-forward modules of Flux, budget 344 MiB, from 1024 tokens; 38 cannot be chunked (...)"``."""
     able = len(report.lines) - report.count("cannot be")
     text = f"{able} feed-forward modules of {subject}, {settings}"
-    for state, words in (("refused", "refused"), ("cannot be", "cannot be chunked")):
-        kinds = {line.kind for line in report.lines if line.state == state}
-        if kinds:
-            text += f"; {report.count(state)} {words} ({', '.join(sorted(kinds))})"
+    kinds = {line.kind for line in report.lines if line.state == "cannot be"}
+    if kinds:
+        text += f"; {report.count('cannot be')} cannot be chunked ({', '.join(sorted(kinds))})"
     return text if able else f"0 feed-forward modules of {subject} can be chunked{text.partition(settings)[2]}"

@@ -314,8 +314,8 @@ def _without(model: nn.Module) -> nn.Module:
 
 
 def _count_slices(ff: nn.Module, call: Callable[[], object]) -> int:
-    """How often the last linear layer is called; counted where only C code sees it: a list would be the module's state."""
-    lengths = array.array("q")
+    """How often the last linear layer is called."""
+    lengths = array.array("q")  # a list would be state of the module
     last = ff.net[2]
     own = last.__dict__.get("forward")
     inner = last.forward

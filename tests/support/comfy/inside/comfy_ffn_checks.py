@@ -347,8 +347,6 @@ def stable_cascades_layers_that_mix_tokens_are_refused_with_the_reason():
         return network(*given, transformer_options=options)
 
     stock = applied(model, run)
-    ours = patched(model)
-    close(applied(ours, run), stock)
-    text = NODE().patch(ours, SMALL, 2, "1")[1]
-    assert text.startswith("4 feed-forward modules: 4 refused"), text
-    assert "takes a statistic over the tokens" in text, text
+    with log_lines() as lines:
+        close(applied(patched(model), run), stock)
+    assert any("channelwise" in line and "runs whole: mixes tokens" in line for line in lines), lines
