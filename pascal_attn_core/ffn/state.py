@@ -73,7 +73,8 @@ class State:
     Args:
         forward: what is called instead of the module's own forward.
     Raises:
-        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back.
+        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back, or to
+            something that cannot be read.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None = None):
@@ -82,12 +83,10 @@ class State:
         self._seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
         self._names = {"forward"}  # in all code that is followed
         self._namespaces: dict[int, _Namespace] = {}  # by the owner's id
-        for name, child in module.named_modules():
-            self._add_module(name, child)
-        self._visit("forward", forward)
-        for name in _GLOBAL_HOOKS:
-            self._visit(name, getattr(nn.modules.module, name))
-        self._look_up_names()
+        try:
+            self._find(module, forward)
+        except (AttributeError, TypeError, ValueError) as error:  # of a foreign class
+            raise NotTokenwise(f"refers to something that cannot be read: {type(error).__name__}: {error}") from error
         del self._seen, self._names, self._namespaces
 
     def has_changed(self) -> bool:
@@ -113,6 +112,14 @@ class State:
         return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, kept, _ in self._holders)
 
     # --- finding ---
+
+    def _find(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
+        for name, child in module.named_modules():
+            self._add_module(name, child)
+        self._visit("forward", forward)
+        for name in _GLOBAL_HOOKS:
+            self._visit(name, getattr(nn.modules.module, name))
+        self._look_up_names()
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -165,7 +172,7 @@ class State:
         if isinstance(value, ContextVar):
             return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
         is_iterator = hasattr(kind, "__next__") and kind.__module__ != "_io"
-        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys(kind):
+        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
@@ -194,12 +201,13 @@ class State:
             for key, name in sorted(found):
                 self._visit(name, self._namespaces[key].values[name])
             done |= found
-        for label, owner, values, names in self._namespaces.values():
+        for label, owner, values, all_names in self._namespaces.values():
+            names = sorted(all_names)
             self._hold(label, functools.partial(_some, values, names), functools.partial(_set_names, owner, names))
 
     def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
         kept = dict(read())
-        self._holders.append(_Holder(name, read, kept, write))
+        self._holders.append(_Holder(name or "the module itself", read, kept, write))
         return kept
 
 
@@ -211,7 +219,7 @@ def _is_foreign(module: str | None) -> bool:
     return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS) or is_hosts(module))
 
 
-def _is_numpys(kind: type) -> bool:
+def _is_numpys_generator(kind: type) -> bool:
     return kind.__module__.startswith("numpy.random")
 
 
