@@ -286,6 +286,7 @@ class Int8Layer:
         self.times = options.times[inputs]
         self._unhook(module)
         self._put(module, found, matrix)
+        self.watch.saw(error)
         self.state, self.why = INT8, ""
 
     # ---- checking ----

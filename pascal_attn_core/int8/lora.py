@@ -30,9 +30,9 @@ class LowRank:
         """The matrix that it adds to the weight, float32 ``[N, K]``."""
         return self.up.float() @ self.down.float()
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> LowRank:
-        """This adapter on a device, in a dtype."""
-        return LowRank(self.down.to(device, dtype), self.up.to(device, dtype))
+    def to(self, device: torch.device) -> LowRank:
+        """This adapter on a device."""
+        return LowRank(self.down.to(device), self.up.to(device))
 
 
 def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
