@@ -73,7 +73,7 @@ class PascalSecondCard:
 
     @classmethod
     def VALIDATE_INPUTS(cls, device: str) -> bool:
-        """Any: a workflow made on a machine with more cards runs here too, without them."""
+        """Every name is valid: a workflow made on a machine with more cards runs here too, without them."""
         return True
 
     def patch(

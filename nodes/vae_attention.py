@@ -130,7 +130,7 @@ def _network_of(vae: Any) -> nn.Module:
 
 
 class _Sites:
-    """Where a VAE's network computes attention, and what replaces it.
+    """The places where a VAE's network computes attention, and their replacements.
 
     Attributes:
         blocks: modules whose attention is replaced by name.

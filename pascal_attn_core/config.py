@@ -163,17 +163,27 @@ def number_of(name: str) -> int:
     return int(text[:9])
 
 
-class RouteUnavailable(RuntimeError):
+class Unsupported(Exception):
+    """Something cannot be done in the way that was asked for; nothing has been changed. Every refusal of this package
+    is one of these. ``.reasons`` lists why, one sentence each."""
+
+    def __init__(self, *reasons: str):
+        self.reasons = list(reasons)
+        super().__init__("; ".join(reasons))
+
+
+class RouteUnavailable(Unsupported, RuntimeError):
     """A route has found while running that it cannot take a call. Nothing has been computed, and from now on the route
     gives this as its reason."""
 
 
-class UnsupportedAttention(NotImplementedError):
+class UnsupportedAttention(Unsupported, NotImplementedError):
     """The named route cannot take the call. ``.reasons`` lists why, one string per reason."""
 
     def __init__(self, route: str, reasons: list[str]):
-        self.route, self.reasons = route, list(reasons)
-        super().__init__(f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'")
+        super().__init__(*reasons)
+        self.route = route
+        self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'",)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.route, self.reasons), self.__dict__

@@ -74,7 +74,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, out
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="sd", choices=("sd", "wan"))
     parser.add_argument("sizes", nargs="*", type=int)
@@ -82,7 +82,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--plan", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, sizes = (

@@ -348,20 +348,25 @@ def measured(function: Callable[[], Any]) -> tuple[Any, float]:
     return out, peak.peak_bytes / 2**20
 
 
+def _given(found: Family, method: str, generator: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and numbers of a method's input."""
+    import torch
+
+    shape = found.latent if method == "decode" else found.picture
+    assert shape is not None
+    if method == "decode":
+        return shape, torch.randn(shape, generator=generator)
+    return shape, torch.rand(shape, generator=generator) * 2 - 1
+
+
 def compare(found: Family, method: str, dtype: Any, *, casts: bool, budget_mib: float) -> Row:
     """One method of one family as it is and in bands."""
     import torch
 
     from pascal_attn_core.vae import patch_vae
 
-    shape = found.latent if method == "decode" else found.picture
-    assert shape is not None
     generator = torch.Generator().manual_seed(1)
-    given = (
-        torch.randn(shape, generator=generator)
-        if method == "decode"
-        else torch.rand(shape, generator=generator) * 2 - 1
-    )
+    shape, given = _given(found, method, generator)
     network = with_random_weights(found.build())
     exact = _exact(network, method, given, dtype)
     network = network.to(dtype)
@@ -386,7 +391,7 @@ def compare(found: Family, method: str, dtype: Any, *, casts: bool, budget_mib: 
         return row
     scale = max(float(stock.float().abs().max()), 1e-30)
     row.difference = float((out.double() - stock.double()).abs().max()) / scale
-    others = [moved, *([] if exact is None else [exact])]
+    others = (moved,) if exact is None else (moved, exact)
     row.rounding = max(float((stock.double() - other.double()).abs().max()) for other in others) / scale
     row.peak_in_bands = peak_in_bands
     assert call.figures is not None

@@ -17,6 +17,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ...pascal_attn_core.config import Unsupported
+
 # Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is:
 # - attn_precision asks for scores in float32, which they always are;
 # - low_precision_attention and preferred_attention are hints at other kernels.
@@ -25,7 +27,7 @@ _HINTS |= {"preferred_attention"}
 NAMES = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 
 
-class NotOurs(ValueError):
+class NotOurs(Unsupported, ValueError):
     """The call cannot be expressed as ``sdpa``; the message says why. It is passed to ComfyUI as it came."""
 
 

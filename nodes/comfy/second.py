@@ -23,6 +23,6 @@ def share_over(patcher: Any, devices: tuple[str, ...], least_tokens: int) -> Non
 
 
 def shared_over(patcher: Any) -> tuple[tuple[str, ...], int]:
-    """(devices, least tokens) of a model; no devices where nobody has set them."""
+    """(devices, least tokens) of a model; no devices where none were set."""
     found = patcher.model_options.get("transformer_options", {}).get(KEY)
     return ((), _LEAST_TOKENS) if found is None else found

@@ -113,7 +113,7 @@ class _Method:
 
 
 def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """0 where ComfyUI has no figure for such a call."""
+    """ComfyUI's estimate in bytes, 0 where it has none for such a call."""
     if estimate is None:
         return 0
     try:

@@ -16,7 +16,11 @@ MIB = 1 << 20
 SHARE = 32  # of the card's memory, for one feed-forward call
 LEAST_MIB, MOST_MIB = 64, 1024
 log = logging.getLogger("pascal_attn")
-register(CastingLayers("comfy_cast_weights"))
+_CASTING_CODE = (
+    "comfy.ops", "comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy.quant_ops",
+    "comfy_kitchen", "comfy_aimdo",
+)  # fmt: skip
+register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
 
 
 class Chunking(Injection):

@@ -52,7 +52,7 @@ def _selector(text: str) -> str | Callable[[str, nn.Module], bool]:
 
 
 def unmatched(model: nn.Module, texts: tuple[str, ...]) -> str:
-    """One sentence about the patterns that no linear layer of ``model`` matches; "" = there are none."""
+    """A sentence about the patterns that no linear layer of ``model`` matches; "" = there are none."""
     layers = list(find_linear(model, include="*"))
     none = [text for text in texts if not any(matches([_selector(text)], name, module) for name, module, *_ in layers)]
     if not none or not layers:
@@ -76,7 +76,7 @@ class Files:
         self.served = None if self.why_not else comfy_kitchen.Served()
 
     def text(self) -> str:
-        """One sentence; "" without such layers."""
+        """A sentence about these layers; "" where there are none."""
         if not self.layers:
             return ""
         text = f"{self.layers} linear layers are in int8 in the model's file"
@@ -154,7 +154,7 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
 
 
 def remedy(report: Int8Report) -> str:
-    """What to do about layers that cannot run in int8 because their weights are quantised already; "" = nothing."""
+    """The advice for layers that cannot run in int8 because their weights are quantised already; "" = none."""
     return _NEEDS_FLOAT if any(re.search("float8|uint8|Tensor$", each.why) for each in report.of("cannot be")) else ""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, sdpa
+from ...pascal_attn_core.config import Unsupported
 from ...pascal_attn_core.machine.device import MIB
 from ...pascal_attn_core.machine.runtime import Runtime
 from ...pascal_attn_core.observe.progress import between_blocks
@@ -113,7 +114,7 @@ class TileSizes(TimingTable[Workload, TileSize]):
         return TileSize(keys, dict(row["milliseconds"]), str(row["timed"]), str(row["measured"]))
 
 
-class CannotMeasure(RuntimeError):
+class CannotMeasure(Unsupported):
     """There is no room or no time for a measurement; the message says which."""
 
 

@@ -33,32 +33,33 @@ def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = N
         (the CPU where a device has no float64).
     """
     device = torch.device("cpu") if captured.query.device.type == "mps" else captured.query.device
-    tensors = tuple(t.detach().to(device) for t in (captured.query, captured.key, captured.value))
+    query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
     options = {name: getattr(captured, name) for name in ("is_causal", "scale", "enable_gqa")}
-    call = check_call(*tensors, **options)
+    call = check_call(query, key, value, **options)
     mask = captured.attn_mask
     if mask is not None:
         mask = mask.detach().to(device).expand(*mask.shape[:-2], call.seq_len_q, call.seq_len_kv)
     lead, rows = call.out_shape[:-2], rows.to(device)
+    results: tuple[Tensor, ...]
     if grad_rows is None:
         results = (torch.zeros(*lead, len(rows), call.head_dim_v, dtype=torch.float64, device=device),)
     else:
-        results = tuple(torch.zeros_like(t, dtype=torch.float64) for t in tensors)
+        results = tuple(torch.zeros_like(t, dtype=torch.float64) for t in (query, key, value))
         grad_rows = grad_rows.to(device, torch.float64)
     size = max(1, _BLOCK_BYTES // (8 * max(1, call.seq_len_kv)))
     for index in itertools.product(*map(range, lead)):
-        query, key, value = (_head(t, index, lead).double() for t in tensors)
+        of_head = [_head(t, index, lead).double() for t in (query, key, value)]
         for start in range(0, len(rows), size):
             block = rows[start : start + size]
-            of_head = None if mask is None else _head(mask, index, lead)[block]
-            rule = _rule(of_head, block, call.seq_len_kv, is_causal=call.is_causal)
+            masked = None if mask is None else _head(mask, index, lead)[block]
+            rule = _rule(masked, block, call.seq_len_kv, is_causal=call.is_causal)
             with torch.set_grad_enabled(grad_rows is not None):
-                leaves = [t.detach().requires_grad_(grad_rows is not None) for t in (query[block], key, value)]
-                out = reference_sdpa(*leaves, rule, scale=call.scale)[0]
+                q, k, v = (t.detach().requires_grad_(grad_rows is not None) for t in (of_head[0][block], *of_head[1:]))
+                out = reference_sdpa(q, k, v, rule, scale=call.scale)[0]
             if grad_rows is None:
                 results[0][index][start : start + size] = out
                 continue
-            found = torch.autograd.grad(out, leaves, grad_rows[index][start : start + size])
+            found = torch.autograd.grad(out, (q, k, v), grad_rows[index][start : start + size])
             of_query, of_key, of_value = (_head(grad, index, lead) for grad in results)
             of_query.index_add_(0, block, found[0])
             of_key += found[1]

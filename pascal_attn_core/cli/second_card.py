@@ -24,8 +24,8 @@ class Model(NamedTuple):
     head_dim: int
 
     def gain(self, home: DeviceInfo, away: DeviceInfo, link: float) -> float:
-        """How many times as fast the attention is on two cards as on the first, with a link of so many bytes per
-        second; 1.0 where it would not be shared."""
+        """Speed of the attention on two cards relative to the first alone, with a link of ``link`` bytes per second;
+        1.0 where it would not be shared."""
         flops = 4.0 * self.head_dim * MIB / PEAK_SHARE
         speed = Speed(1e3 * flops / home.fp32_flops, 1e3 * flops / away.fp32_flops, 1e3 * MIB / link)
         crossing = 4 * self.tokens * self.head_dim * 4
@@ -112,7 +112,7 @@ def table(pairs: Any = PAIRS) -> str:
 
 
 def assumptions() -> str:
-    """What the figures rest on, as a sentence."""
+    """The assumptions behind the figures, as a sentence."""
     return (
         f"Calculated, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
         f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s for PCIe 3.0 x8)."

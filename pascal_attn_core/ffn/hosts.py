@@ -30,10 +30,16 @@ class WeightHooks:
 
 @dataclass(frozen=True)
 class CastingLayers:
-    """Layers that fetch, cast and patch their weights inside ``forward``, recognised by an attribute of this name. What
-    they keep between calls is their own business."""
+    """Layers that fetch, cast and patch their weights inside ``forward``. What they keep between calls is their own
+    business.
+
+    Attributes:
+        name: the attribute by which they are recognised.
+        modules: the Python modules whose code does that, also when it is called from elsewhere.
+    """
 
     name: str
+    modules: tuple[str, ...] = ()
 
 
 _hooks: tuple[WeightHooks, ...] = ()
@@ -69,6 +75,11 @@ def is_hooked(module: nn.Module) -> bool:
 def casts_weights(module: nn.Module) -> bool:
     """Whether the layer brings its weights to the input's device and dtype in each call."""
     return any(hasattr(module, layers.name) for layers in _casting)
+
+
+def is_hosts(module: str) -> bool:
+    """Whether the code of a Python module of this name brings weights."""
+    return any(f"{module}.".startswith(f"{name}.") for layers in _casting for name in layers.modules)
 
 
 def forward_slots(module: nn.Module) -> Iterator[Slot]:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ..config import Unsupported
 
-class NotTokenwise(Exception):
+
+class NotTokenwise(Unsupported):
     """The module cannot be run over slices of its tokens; the message says why."""
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hosts import casts_weights, hook_names, is_hooked
+from .hosts import casts_weights, hook_names, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
 _DEPTH = 6  # of containers and objects inside each other
@@ -55,29 +55,38 @@ class _Holder(NamedTuple):
         return list(now) != list(kept) or not all(map(_is_equal, now.values(), kept.values()))
 
 
+class _Namespace(NamedTuple):
+    """A class, or a dict of globals, in which code looks up names."""
+
+    label: str
+    owner: Any
+    values: Mapping[str, Any]
+    names: set[str]
+
+    def used(self) -> set[str]:
+        return self.names & self.values.keys()
+
+
 class State:
     """The values that the code of ``module`` refers to by name, as they are now.
 
     Args:
         forward: what is called instead of the module's own forward.
     Raises:
-        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back.
+        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back, or to
+            something that cannot be read.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None = None):
         self._holders: list[_Holder] = []
         self._data: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, Any] = {}  # with the objects: an id is only good while its object lives
-        self._names = {"forward"}
-        self._namespaces: dict[
-            int, tuple[str, Any, Mapping[str, Any]]
-        ] = {}  # name, owner and values, by the owner's id
-        for name, child in module.named_modules():
-            self._add_module(name, child)
-        self._visit("forward", forward)
-        for name in _GLOBAL_HOOKS:
-            self._visit(name, getattr(nn.modules.module, name))
-        self._look_up_names()
+        self._names = {"forward"}  # in all code that is followed
+        self._namespaces: dict[int, _Namespace] = {}  # by the owner's id
+        try:
+            self._find(module, forward)
+        except (AttributeError, TypeError, ValueError) as error:  # of a foreign class
+            raise NotTokenwise(f"refers to something that cannot be read: {type(error).__name__}: {error}") from error
         del self._seen, self._names, self._namespaces
 
     def has_changed(self) -> bool:
@@ -103,6 +112,14 @@ class State:
         return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, kept, _ in self._holders)
 
     # --- finding ---
+
+    def _find(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
+        for name, child in module.named_modules():
+            self._add_module(name, child)
+        self._visit("forward", forward)
+        for name in _GLOBAL_HOOKS:
+            self._visit(name, getattr(nn.modules.module, name))
+        self._look_up_names()
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -135,17 +152,14 @@ class State:
     def _inside(self, name: str, value: Any) -> Iterable[tuple[Any, Any]]:
         """Hold what can change in ``value``; returns what is in it."""
         kind = type(value)
-        if isinstance(value, (*SCALARS, Tensor, nn.Module)):
+        if isinstance(value, (*SCALARS, Tensor, nn.Module, ModuleType)):
             return ()
         if isinstance(value, FunctionType):
             return self._in_function(name, value)
         if isinstance(value, type):
             for base in value.__mro__:
                 if not _is_foreign(base.__module__):
-                    self._namespaces.setdefault(id(base), (base.__qualname__, base, vars(base)))
-            return ()
-        if isinstance(value, ModuleType):
-            self._namespaces.setdefault(id(value), (value.__name__, vars(value), vars(value)))
+                    self._namespaces[id(base)] = _Namespace(base.__qualname__, base, vars(base), self._names)
             return ()
         if isinstance(value, _WRAPPERS):
             return ((key, getattr(value, key, None)) for key in _WRAPPED)
@@ -157,7 +171,8 @@ class State:
             return enumerate(value)
         if isinstance(value, ContextVar):
             return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
-        if hasattr(kind, "__next__") or isinstance(value, (random.Random, torch.Generator)) or _is_numpys(kind):
+        is_iterator = hasattr(kind, "__next__") and kind.__module__ != "_io"
+        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
@@ -167,9 +182,12 @@ class State:
     def _in_function(self, name: str, function: FunctionType) -> Iterable[tuple[Any, Any]]:
         if _is_foreign(function.__module__):
             return
-        self._names |= _names_in(function.__code__)
-        values = function.__globals__
-        self._namespaces.setdefault(id(values), (f"the globals of {function.__module__}", values, values))
+        names, values = _names_in(function.__code__), function.__globals__
+        self._names |= names
+        modules = [value for value in _some(values, names).values() if isinstance(value, ModuleType)]
+        for space in [values, *map(vars, modules)]:
+            new = _Namespace(space.get("__name__", name), space, space, set())
+            self._namespaces.setdefault(id(space), new).names.update(names)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             kept = self._hold(f"{name}.{key}", functools.partial(_content, cell), functools.partial(_set, cell))
             yield key, kept.get("cell_contents")
@@ -179,20 +197,17 @@ class State:
     def _look_up_names(self) -> None:
         """Visit what the names in code stand for until nothing new is found; then hold it."""
         done: set[tuple[int, str]] = set()
-        while found := {(key, name) for key in self._namespaces for name in self._used(key)} - done:
+        while found := {(key, name) for key, space in self._namespaces.items() for name in space.used()} - done:
             for key, name in sorted(found):
-                self._visit(name, self._namespaces[key][2][name])
+                self._visit(name, self._namespaces[key].values[name])
             done |= found
-        for label, owner, values in self._namespaces.values():
-            names = sorted(self._names)
+        for label, owner, values, all_names in self._namespaces.values():
+            names = sorted(all_names)
             self._hold(label, functools.partial(_some, values, names), functools.partial(_set_names, owner, names))
-
-    def _used(self, namespace: int) -> list[str]:
-        return sorted(self._names & self._namespaces[namespace][2].keys())
 
     def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
         kept = dict(read())
-        self._holders.append(_Holder(name, read, kept, write))
+        self._holders.append(_Holder(name or "the module itself", read, kept, write))
         return kept
 
 
@@ -201,10 +216,10 @@ _WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapp
 
 
 def _is_foreign(module: str | None) -> bool:
-    return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS))
+    return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS) or is_hosts(module))
 
 
-def _is_numpys(kind: type) -> bool:
+def _is_numpys_generator(kind: type) -> bool:
     return kind.__module__.startswith("numpy.random")
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..machine.own_thread import made_up_inputs
 from ..observe.without_data import WithoutData
-from .hosts import casts_weights
+from .hosts import casts_weights, is_hosts
 from .probe import probe, probe_gradients
 from .run import Inputs, NotTokenwise, slice_of
 from .state import State
@@ -128,9 +128,9 @@ class _Followed(WithoutData):
         self._made: dict[int, weakref.ref] = {}  # storages, by address
 
     def run_operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not _in_casting_layer():
+        if func is torch.ops.aten._local_scalar_dense.default and not _is_hosts_business():
             raise NotTokenwise("reads values of a tensor, on which its path may depend")
-        if any(self._is_from_before(tensor) for tensor in _written(func, args, kwargs)) and not _in_casting_layer():
+        if any(self._is_from_before(tensor) for tensor in _written(func, args, kwargs)) and not _is_hosts_business():
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
         out = func(*args, **kwargs) if self.with_data else super().run_operator(func, args, kwargs)
         self.operators.append((str(func), *(arg for arg in args if isinstance(arg, (bool, int, float)))))
@@ -168,12 +168,12 @@ def _storages(tree: Any) -> Iterator[Any]:
                 yield leaf.untyped_storage()
 
 
-def _in_casting_layer() -> bool:
-    """Whether this is called below the forward of a layer that brings its weights: where to is its host's business."""
+def _is_hosts_business() -> bool:
+    """Whether this is called below code of a host that brings weights to a layer."""
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and casts_weights(owner):
+        if is_hosts(frame.f_globals.get("__name__", "")) or (isinstance(owner, nn.Module) and casts_weights(owner)):
             return True
         frame = frame.f_back
     return False

@@ -222,9 +222,8 @@ def flash_attn_with_kvcache(
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
     _refuse_gradients(q, k_cache, v_cache, k, v)
     batch, _, heads, _ = q.shape
-    options = FlashOptions.of(
-        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, batch=batch, heads=heads
-    )
+    given = 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False
+    options = FlashOptions.of(*given, batch=batch, heads=heads)
     if k is not None and cache_seqlens is None:
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:

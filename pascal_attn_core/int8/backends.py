@@ -197,7 +197,7 @@ def by_kernel(call: LinearCall) -> None:
 
 
 def by_int_mm(call: LinearCall) -> None:
-    """Some rows of x at a time."""
+    """Compute a call some rows of x at a time."""
     x, weight, bias, activation, out = call
     codes = weight.codes.t()
     wide = None if bias is None else bias.float()
@@ -217,7 +217,7 @@ def by_int_mm(call: LinearCall) -> None:
 
 
 def by_float(call: LinearCall) -> None:
-    """Some rows of the weight at a time."""
+    """Compute a call some rows of the weight at a time."""
     x, weight, bias, activation, out = call
     gates = out.shape[1]  # where the gates begin
     for rows in row_slices(weight, out.shape[1]):

@@ -24,7 +24,7 @@ def forward(
 
 
 def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
-    """Of ``[..., K]`` and codes ``[N, K]``."""
+    """The shape of the result for ``[..., K]`` and codes ``[N, K]``."""
     return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
 
 
@@ -44,7 +44,7 @@ def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """With the gradients of x and bias, without an activation."""
+    """The layer without an activation, with the gradients of x and bias."""
 
     @staticmethod
     def forward(

@@ -16,7 +16,7 @@ from .weight import Int8Weight
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """What a host computes a linear layer with.
+    """The tensors that a host computes a linear layer with.
 
     Attributes:
         matrix: ``[N, K]``, on the device of the inputs: the part that is rounded.
@@ -72,7 +72,7 @@ class Room:
 
 @dataclass(eq=False)
 class Exchange:
-    """What a module had before :meth:`put`, for :meth:`undo`. It is copied along with the module.
+    """The module's own weight, from :meth:`put` until :meth:`undo`. It is copied along with the module.
 
     Attributes:
         weights: "host" = the float weight moves to host memory; "keep" = it stays; "free" = it is discarded.

@@ -26,7 +26,7 @@ _LEAST_NUMBERS = 64 * 64
 
 
 class Found(NamedTuple):
-    """One linear layer.
+    """A linear layer that was found.
 
     Attributes:
         name: its qualified name; "" for the model itself.

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +42,6 @@ log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
 _MOST_FAILURES = 3  # for lack of memory
 WAITING, INT8, FLOAT = "waiting", "int8", "float"
-
-
-class _Inputs(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(eq=False)
@@ -101,7 +97,7 @@ class Int8Layer:
         self.source, self.room = Source(), Room()
         self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
-        self._seen: _Inputs | None = None  # the last inputs that were collected
+        self._seen: Callable[[], Tensor] | None = None  # makes an input like the last that was collected
         self._failures = 0
 
     @property
@@ -256,7 +252,7 @@ class Int8Layer:
         found = self.source.read(module, x.device)
         self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), found.matrix))
         if self.options.gathers:
-            self._seen = _Inputs(tuple(x.shape), x.dtype, x.device)
+            self._seen = functools.partial(torch.ones, x.shape, dtype=x.dtype, device=x.device)
         else:
             self._decide(module, x, found)
 
@@ -269,7 +265,7 @@ class Int8Layer:
         module, seen, self._seen = self.module, self._seen, None
         if module is not None and seen is not None and self.state == WAITING:
             with self.options.lock, ordinary_tensors():
-                x = torch.ones(seen.shape, device=seen.device, dtype=seen.dtype)
+                x = seen()
                 self._decide(module, x, self.source.read(module, x.device))
 
     def _decide(self, module: nn.Module, x: Tensor, found: FloatWeight) -> None:
@@ -284,7 +280,7 @@ class Int8Layer:
         matrix = quantize_rows(found.matrix, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.backend = backend_for(x, matrix)
-        inputs = _Inputs(tuple(x.shape), x.dtype, x.device), self.shape, found.matrix.dtype, self.rotation
+        inputs = x.shape, x.dtype, x.device, self.shape, found.matrix.dtype, self.rotation
         if inputs not in options.times:
             options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
         self.times = options.times[inputs]

@@ -1,4 +1,4 @@
-"""What 8 bits cost a layer: its error on real inputs, with each rotation, and its time."""
+"""The cost of 8 bits for a layer: its error on real inputs, with each rotation, and its time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some rows of an input.
+    """Rows that stand for a whole input.
 
     Attributes:
         rows: ``[M, K]``.

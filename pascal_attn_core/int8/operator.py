@@ -29,7 +29,7 @@ def linear(
     out_dtype: torch.dtype,
     way: str,
 ) -> Tensor:
-    """See :func:`.product.int8_linear`; gradients only without an activation."""
+    """The operator behind :func:`.product.int8_linear`; it has gradients only without an activation."""
     return forward(x, Int8Matrix(codes, scales, rotation), bias, activation, out_dtype, way)
 
 

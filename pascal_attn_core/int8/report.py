@@ -14,7 +14,7 @@ from .layer import FLOAT, INT8, WAITING, Int8Layer
 
 
 class Int8ReportLine(NamedTuple):
-    """One layer.
+    """The state of one layer.
 
     Attributes:
         name: qualified; kind: its class; shape: of its weight.
@@ -90,7 +90,7 @@ class Int8Report:
         return statistics.median(errors) if errors else None
 
     def sentence(self) -> str:
-        """One sentence for all layers: their number, errors, times and memory."""
+        """A summary of all layers: their number, errors, times and memory."""
         on = self.of(INT8)
         text = f"{len(on)} of {self.able} linear layers in int8"
         worst, median = self.worst, self.median_error

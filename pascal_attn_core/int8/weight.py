@@ -131,7 +131,7 @@ class Int8Weight(Tensor):
         return Int8Matrix(codes, scales, self.matrix.rotation)
 
     def rows(self, some: Tensor | slice, device: torch.device) -> tuple[Tensor, Int8Matrix]:
-        """Some rows of the float matrix without its adapters, and of the one in 8 bits, on a device."""
+        """The rows ``some`` of the float matrix without its adapters and of the one in 8 bits, on a device."""
         codes, scales, rotation = self.matrix
         matrix = Int8Matrix(codes[some].to(device), scales[some].to(device), rotation)
         return (matrix.float() if self.original is None else self.original.detach()[some].to(device)), matrix

@@ -72,7 +72,7 @@ class Shared:
         """
         plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
         if isinstance(plan, list):
-            raise RouteUnavailable("; ".join(plan))
+            raise RouteUnavailable(*plan)
         return plan
 
 
@@ -132,7 +132,7 @@ class SeveralRoute(Route):
         del out, lse, log_sum  # memory may be short
         how = plan.route.plan(Request(call, plan.config, has_rows))
         if isinstance(how, list):
-            raise RouteUnavailable("; ".join(how))
+            raise RouteUnavailable(*how)
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
@@ -167,8 +167,8 @@ def _is_shared(
     compute: Callable[[range, Tensors], Tensors],
     stats: TiledStats,
 ) -> bool:
-    """Whether all devices have computed their parts of a call, the results of which are then in ``targets``. If not,
-    the reason is in ``stats``, and the whole call is to be computed on the first device.
+    """Compute the parts of a call on all devices, with the results in ``targets``. False where that failed: the reason
+    is in ``stats``, and the whole call is to be computed on the first device.
 
     Args:
         rows: tensors that are needed besides the inputs.
@@ -436,7 +436,8 @@ class Speeds(Contest[SpeedKind]):
     kind_type, file_kind = SpeedKind, "shares"
 
     def of(self, call: AttentionCall, route: Route, helper: Helper, *, may_time: bool) -> Speed | None:
-        """None where it was not timed, nor can be now; where nothing is ever timed, all devices are equally fast."""
+        """The speed for a call, None where it was not timed and cannot be now. Where timing is off, all devices count
+        as equally fast."""
         if not self.is_on:
             return Speed(1.0, 1.0, 0.0)
         name, dtype = device_info(helper.device).name, str(call.query.dtype).removeprefix("torch.")
@@ -456,7 +457,7 @@ class Speeds(Contest[SpeedKind]):
             own = check_call(*tensors)  # type: ignore[arg-type]
             plan = route.plan(Request(own, _CONFIG))
             if isinstance(plan, list):
-                raise RouteUnavailable("; ".join(plan))
+                raise RouteUnavailable(*plan)
             return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
 
         def there_and_back(work: Callable[[Tensors], Tensors]) -> None:

@@ -82,12 +82,12 @@ def patch_vae(
 
 
 class VaePatch(Patch):
-    """What :func:`patch_vae` returns."""
+    """The patch that :func:`patch_vae` returns."""
 
     def __init__(self, group: PatchGroup, sites: dict[str, Site]):
         self._sites = sites
         super().__init__(group.name, group._undo_all, sites=len(sites))
 
     def report(self) -> VaeReport:
-        """What the calls so far have done."""
+        """A report of the calls so far."""
         return VaeReport([call for site in self._sites.values() for call in site.calls], tuple(self._sites))

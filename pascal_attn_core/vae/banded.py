@@ -1,5 +1,5 @@
-"""The tensor that a model is given in the place of its latent or its picture: operators on it are noted, and computed
-in bands when their result is needed."""
+"""The tensor that a model is given instead of its latent or picture: operators on it are recorded, and computed in
+bands when their result is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lazy import Filled, Known, Lazy, NotInBands, aten
 from .run import Run
 from .trees import leaves, mapped
 
-_SMALLER = 16  # a result of an operator that ran whole, so many times smaller than its input, is an ordinary tensor
+_SMALLER = 16  # a result of an operator that ran whole is an ordinary tensor if it is this many times smaller
 _SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}
 _Packet = torch._ops.OpOverloadPacket
 
@@ -171,7 +171,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _converted(tensor: Banded, func: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Another dtype, or an ordinary tensor on another device."""
+    """Convert to another dtype, or to an ordinary tensor on another device."""
     device = kwargs.get("device")
     if device is not None and torch.device(device) != tensor.device:
         return func(ordinary(tensor), **kwargs)
@@ -247,7 +247,7 @@ def _whole(first: Banded, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any
 
 
 def ordinary(tensor: Banded) -> Tensor:
-    """All of it as an ordinary tensor on its device."""
+    """The whole tensor as an ordinary one on its device."""
     if tensor.run.is_rehearsal:
         raise NotInBands("a shape-only run has no numbers")
     return tensor.run.whole(tensor.node)
@@ -268,6 +268,6 @@ def finish(run: Run) -> None:
 
 
 def _let_go_of_origins(run: Run) -> None:
-    """Slices hold what they are slices of, which nobody else may need any more."""
+    """Slices hold the tensors they were cut from, which may not be in use any more."""
     for tensor in list(run.tensors.values()):
         tensor.origin = None

@@ -65,7 +65,7 @@ class Settings:
 
 
 class Site:
-    """One method of one VAE; an attribute of the VAE in the place of the method.
+    """One method of one VAE: an attribute of the VAE that replaces the method.
 
     Attributes:
         own: the method as it was.
@@ -178,7 +178,7 @@ class Site:
                     with self._trial(given):
                         return self._call(run, given.replaced(sample))
 
-                # frames in the place of the batch: their number is another argument
+                # frames instead of a batch: their number is another argument
                 counts = {leaf for leaf in tree_leaves(given) if type(leaf) is int and leaf > 1}
                 batch = tensor.shape[0] if any(tensor.shape[0] % count == 0 for count in counts) else 1
                 is_picture = self.name.startswith("encode")
@@ -229,7 +229,7 @@ class Site:
         return is_on_host or self.settings.progress is not None
 
     def _rehearsal(self, given: _Given, budget: int) -> Figures | None:
-        """What the call will take, from shapes alone; None where that cannot be told."""
+        """The figures of the coming call, from shapes alone; None where they cannot be told."""
         run = Run(given.tensor.device, budget, keep=self.settings.keep, is_rehearsal=True)
         try:
             with self._trial(given):
@@ -257,7 +257,7 @@ class _Given(NamedTuple):
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
 
     def replaced(self, tensor: Any) -> _Given:
-        """The same with another latent or picture."""
+        """These arguments with another latent or picture."""
         if self.args:
             return _Given((tensor, *self.args[1:]), self.kwargs)
         return _Given((), {**self.kwargs, next(iter(self.kwargs)): tensor})
@@ -268,7 +268,7 @@ class _Given(NamedTuple):
 
 
 def bound(site: Site) -> Callable[[], list[str] | None]:
-    """Put a site in the place of its method; returns how to undo that."""
+    """Replace a method by its site; returns what undoes that."""
     vae, name = site.vae, site.name
     object.__setattr__(vae, name, site)
 
@@ -312,7 +312,7 @@ def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
 
 
 def is_trial() -> bool:
-    """Whether what this thread calls now is part of a proof or of a run of shapes: no call of the user's."""
+    """Whether this thread is in a proof or a run of shapes, and not in a call of the user's."""
     return getattr(_running, "trial", False)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..config import Unsupported
 from .trees import mapped
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ Versions = tuple[tuple[Tensor, int], ...]
 Memo = dict[tuple[int, int, int, int], Tensor]
 
 
-class NotInBands(Exception):
+class NotInBands(Unsupported):
     """This model does something that cannot be followed in bands; the message says what."""
 
 
 class Want(NamedTuple):
-    """A range of an input."""
+    """A range of an input that a node reads."""
 
     node: Lazy
     dim: int
@@ -140,12 +141,12 @@ class Lazy:
         return [leaf for want in self.wants(dim, low, high) for leaf in want.node.leaves(*want[1:])]
 
     def owns_pieces(self, place: int) -> bool:
-        """Whether the piece of an input may be overwritten: it is new memory that nobody else reads."""
+        """Whether the piece of an input may be overwritten: it is new memory with no other reader."""
         node = self.inputs[place]
         return node.value is None and node.readers == 1 and node.is_fresh and not node.may_alias
 
     def keep(self, value: Value) -> None:
-        """It has been computed: from now on it is read from there."""
+        """Read the node from ``value`` from now on: it has been computed."""
         self.value = value
         self.inputs = self.given = ()
         for name in self.arguments:
@@ -183,7 +184,7 @@ class Known(Lazy):
 
 
 class Filled(Lazy):
-    """The same number everywhere."""
+    """A tensor filled with one number."""
 
     def __init__(self, like: Tensor, number: float, device: torch.device):
         super().__init__(like)
@@ -203,7 +204,7 @@ class Filled(Lazy):
 
 
 def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
-    """The arguments with pieces in the place of nodes."""
+    """The arguments with each node replaced by its piece."""
     by_node = {id(node): piece for node, piece in zip(nodes, pieces)}
     return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
 
@@ -251,7 +252,7 @@ class Pointwise(Lazy):
         self.in_place = _in_place(func)
 
     def _dim_of(self, tensor: Any, dim: int) -> int | None:
-        """Which dimension of an operand a dimension of the result is; None where it is broadcast."""
+        """The dimension of an operand that belongs to one of the result; None where the operand is broadcast."""
         own = dim - (self.like.dim() - len(tensor.shape))
         return own if own >= 0 and tensor.shape[own] == self.size(dim) else None
 
@@ -350,7 +351,7 @@ class Permuted(Lazy):
 
 
 class Viewed(Lazy):
-    """The same elements in the same order under another shape."""
+    """A view of all elements, in their order, under another shape."""
 
     is_fresh = False
 

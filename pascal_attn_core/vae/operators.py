@@ -1,4 +1,4 @@
-"""What each operator is on lazy tensors. One that is not here and does not work element by element runs whole."""
+"""The operators on lazy tensors. One that is not here and does not work element by element runs whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def handler_of(func: Any) -> Handler | None:
 
 
 def likes(args: Any) -> Any:
-    """The arguments with tensors on ``meta`` in the place of nodes and tensors."""
+    """The arguments with nodes and tensors replaced by tensors on ``meta``."""
     return mapped(
         lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
         args,
@@ -191,13 +191,13 @@ def _joined(run: Run, parts: Sequence[Any], dim: int) -> Lazy:
 
 
 def written(run: Run, node: Lazy, part: Lazy, dim: int, start: int, stop: int) -> Lazy:
-    """A node with another one in the place of a range."""
+    """A node of which a range is replaced by another node."""
     parts = [_narrowed(run, node, dim, 0, start), part, _narrowed(run, node, dim, stop, node.size(dim))]
     return _joined(run, [each for each in parts if each.size(dim)], dim)
 
 
 def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
-    """What ``copy_`` leaves in a tensor of the shape and dtype of ``node``."""
+    """The content of a tensor with the shape and dtype of ``node`` after ``copy_``."""
     found = source if isinstance(source, Lazy) else run.known(source)
     if found.shape != node.shape:
         found = Expanded(run.settled(found), list(node.shape))

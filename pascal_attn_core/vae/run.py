@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from ..checks import is_out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
-from .store import ActivationStore, Queues, Value
+from .store import ActivationStore, Value
 from .trees import leaves
 from .windows import Moments
 
 
 @dataclass
 class Figures:
-    """What a run did.
+    """The figures of a run.
 
     Attributes:
         layers: values that were computed in bands or in one piece.
@@ -49,8 +49,8 @@ class Run:
         device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
         keep: where values lie, see :class:`.store.ActivationStore`.
-        least_bands: cut everything that can be cut into so many, for proofs.
-        rows: at most so many elements per band, for tests; None = as many as the budget allows.
+        least_bands: cut everything that can be cut into this many bands, for proofs.
+        rows: most elements per band, for tests; None = as many as the budget allows.
         on_band: called after each band.
         queues: see :class:`.store.ActivationStore`.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
@@ -70,7 +70,7 @@ class Run:
         rows: int | None = None,
         on_band: Callable[[], None] | None = None,
         is_rehearsal: bool = False,
-        queues: Queues | None = None,
+        queues: Any = None,
     ):
         self.device = torch.device("meta") if is_rehearsal else device
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
@@ -95,7 +95,7 @@ class Run:
         return Known(tensor.to("meta"), Value(tensor.to("meta") if self.is_rehearsal else tensor, self.store))
 
     def copied(self, node: Lazy) -> Lazy:
-        """What a model copies in order to let go of the rest (frames for the next call): memory of its own."""
+        """A copy by which a model lets go of the rest (frames for the next call): memory of its own."""
         held = node.value.held_bytes() if node.value is not None else node.leaf_bytes()
         if 2 * held < 3 * node.nbytes or not node.nbytes:
             return node
@@ -142,7 +142,7 @@ class Run:
         return target
 
     def as_recorded(self) -> AbstractContextManager:
-        """What autocast does to an operator it has done before the operator is recorded: off for the computation."""
+        """Switch autocast off for the computation: an operator has been through autocast before it is recorded."""
         kind = self.device.type
         is_on = kind != "meta" and torch.is_autocast_enabled(kind)
         return torch.autocast(kind, enabled=False) if is_on else nullcontext()
@@ -221,7 +221,7 @@ class Run:
         return max(self.budget - self.store.held - kept, self.budget // 4)
 
     def _cost(self, node: Lazy, dim: int, count: int, moments: Moments | None) -> int:
-        """Bytes on the device while so many elements are read, in the middle of the tensor."""
+        """Bytes on the device while ``count`` elements are read, in the middle of the tensor."""
         unit = max(node.granule(dim), 1)
         low = (node.size(dim) - count) // 2 // unit * unit
         most, held = node.cost(dim, low, min(low + count, node.size(dim)))
@@ -258,7 +258,7 @@ class Run:
         return max(count, 1)
 
     def whole(self, node: Lazy) -> Tensor:
-        """All of a node on the device, contiguous."""
+        """The whole of a node on the device, contiguous."""
         if node.value is None:
             self.evaluate(node, on_device=True)
         value = node.value
@@ -266,7 +266,7 @@ class Run:
         return self.patiently(lambda: self.store.bring(value).contiguous())
 
     def patiently(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns; where it runs out of memory, it is done once more after room has been made."""
+        """Return ``work()``; where it runs out of memory, it is done once more after values have moved to the host."""
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -286,7 +286,7 @@ class Run:
 
 @contextmanager
 def same_random_numbers(arguments: Any, device: torch.device) -> Iterator[None]:
-    """What the block draws from torch's generators and from those among ``arguments`` leaves no trace."""
+    """The block leaves torch's generators and those among ``arguments`` as they were."""
     generators = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     devices = [device] if device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""What the modules of a VAE hold besides their weights, and which weights change while the VAE runs."""
+"""The state that a VAE's modules hold besides their weights, and the weights that change while the VAE runs."""
 
 from __future__ import annotations
 

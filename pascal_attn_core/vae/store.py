@@ -1,11 +1,11 @@
-"""Where activations lie between two layers: on the device of the run, or in host memory."""
+"""The store of activations between two layers: on the device of the run, or in host memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Value:
         return self.tensor.narrow(dim, low, high - low) if self.tensor.dim() else self.tensor
 
     def read(self, dim: int, low: int, high: int) -> Tensor:
-        """A range of it on the device; a view where it lies there."""
+        """A range of the value on the device; a view where it lies there."""
         if not self.on_host:
             return self._range(dim, low, high)
         ahead = self._ahead.pop((dim, low, high), None)
@@ -49,7 +49,7 @@ class Value:
         return self.tensor.numel() * self.tensor.element_size() // max(size, 1) * (high - low)
 
     def held_bytes(self) -> int:
-        """Of the memory that it lies in, of which it may be a part."""
+        """Bytes of the memory that the value lies in, of which it may be a part."""
         return self.tensor.untyped_storage().nbytes()
 
     def read_ahead(self, dim: int, low: int, high: int) -> None:
@@ -58,7 +58,7 @@ class Value:
             self._ahead[dim, low, high] = self.owner.queues.send(self._range(dim, low, high), dim)
 
     def forget_ahead(self) -> None:
-        """Drop what was brought in vain."""
+        """Drop ranges that were brought and not read."""
         self._ahead.clear()
 
     def write(self, dim: int, low: int, piece: Tensor) -> None:
@@ -84,27 +84,8 @@ class Value:
             self.tensor, self.on_host = kept, True
 
 
-class Queues(Protocol):
-    """Copies between host memory and the device, beside what the device computes."""
-
-    def fetch(self, piece: Tensor, dim: int) -> Tensor:
-        """A range of a value in host memory, on the device, in the order of what it computes."""
-
-    def send(self, piece: Tensor, dim: int) -> Any:
-        """Begin the same beside what it computes."""
-
-    def arrived(self, sent: Any) -> Tensor:
-        """What :meth:`send` began; what is computed from now on waits for it."""
-
-    def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
-        """Begin to copy a range to its place in host memory, after what has been computed so far."""
-
-    def settle(self) -> None:
-        """What is fetched and sent from now on waits for all that is being stored."""
-
-
-class CudaQueues:
-    """Two streams beside the current one."""
+class Queues:
+    """Copies between host memory and a CUDA device beside its computation, in two streams of their own."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -112,15 +93,18 @@ class CudaQueues:
         self._flying: deque[Any] = deque()
 
     def fetch(self, piece: Tensor, dim: int) -> Tensor:
+        """A range of a value in host memory, on the device, in the order of the current stream."""
         block = piece.movedim(dim, 0) if piece.dim() else piece
         block = block.contiguous().to(self.device, non_blocking=True)
         return block.movedim(0, dim) if piece.dim() else block
 
     def send(self, piece: Tensor, dim: int) -> tuple[Tensor, Any]:
+        """Begin to fetch a range beside the computation."""
         with torch.cuda.stream(self._coming):
             return self.fetch(piece, dim), self._coming.record_event()
 
     def arrived(self, sent: tuple[Tensor, Any]) -> Tensor:
+        """The range that :meth:`send` began to fetch; what is computed from now on waits for it."""
         block, event = sent
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
@@ -128,6 +112,7 @@ class CudaQueues:
         return block
 
     def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
+        """Begin to copy a range to its place in host memory, after what has been computed so far."""
         while len(self._flying) >= _IN_FLIGHT:
             self._flying.popleft().synchronize()
         block = piece.movedim(dim, 0).contiguous()
@@ -138,6 +123,7 @@ class CudaQueues:
             self._flying.append(self._going.record_event())
 
     def settle(self) -> None:
+        """Let what is fetched and sent from now on wait for all that is being stored."""
         torch.cuda.current_stream(self.device).wait_stream(self._going)
         self._coming.wait_stream(self._going)
 
@@ -150,17 +136,17 @@ class ActivationStore:
         keep: ``"device"``; ``"host"``; or ``"auto"``: on the device while values take at most half of the budget
             together.
         budget: bytes on the device.
-        queues: how copies go beside computation; None = CUDA's streams on CUDA, else none.
+        queues: a :class:`Queues` or a stand-in; None = one on CUDA, none elsewhere.
 
     Attributes:
         held: bytes of values on the device now.
         host_held, host_peak: bytes of values in host memory now, and at most so far.
     """
 
-    def __init__(self, device: torch.device, keep: str, budget: int, queues: Queues | None = None):
+    def __init__(self, device: torch.device, keep: str, budget: int, queues: Any = None):
         self.device, self.keep, self.budget = device, keep, budget
         self.held = self.host_held = self.host_peak = 0
-        self.queues = CudaQueues(device) if queues is None and device.type == "cuda" else queues
+        self.queues = Queues(device) if queues is None and device.type == "cuda" else queues
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def place_for(self, like: Tensor, dim: int, *, on_host: bool) -> Value:
@@ -213,7 +199,7 @@ class ActivationStore:
         return piece.contiguous() if not piece.is_contiguous() else piece.clone()
 
     def bring(self, value: Value) -> Tensor:
-        """All of a value, on the device."""
+        """The whole of a value, on the device."""
         return self.fetch(value.tensor, 0) if value.on_host else value.tensor
 
     def store(self, piece: Tensor, place: Tensor, dim: int) -> None:
@@ -224,7 +210,7 @@ class ActivationStore:
             self.queues.store(piece, place, dim)
 
     def settle(self) -> None:
-        """What is read from now on comes after what has been stored."""
+        """Let what is read from now on come after what has been stored."""
         if self.queues is not None:
             self.queues.settle()
 

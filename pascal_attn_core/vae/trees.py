@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same containers with ``function(leaf)`` in the place of each leaf, from the first to the last."""
+    """A copy of the containers with each leaf replaced by ``function(leaf)``, from the first to the last."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(function, item) for item in tree])

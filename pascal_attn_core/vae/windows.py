@@ -141,7 +141,7 @@ class Padded(Lazy):
         return unit if unit == 1 or self.pads[dim] == (0, 0) else 0
 
     def _sources(self, dim: int, low: int, high: int) -> list[int]:
-        """Which element of the input each of a range is; -1 for the constant."""
+        """Indices in the input of the elements of a range; -1 for the constant."""
         before, size = self.pads[dim][0], self.inputs[0].size(dim)
         found = []
         for place in range(low - before, high - before):
@@ -204,7 +204,7 @@ class Resized(Lazy):
     """Upsampling and pooling by whole factors.
 
     Args:
-        func: takes the input, whole or a range of it, and gives so many times its size.
+        func: takes the input, whole or a range of it, and returns it resized by ``factors``.
         factors: (outputs, inputs) per dimension: (2, 1) where two elements come from one, (1, 2) the other way round.
         halo: elements of the input beside a range that it depends on.
     """
@@ -260,7 +260,7 @@ class Moments:
 
     @staticmethod
     def scratch(elements: int, dtype: torch.dtype) -> int:
-        """Bytes that :meth:`add` takes for so many elements: a copy, and what torch's kernel makes of it."""
+        """Bytes that :meth:`add` takes for ``elements``: a copy, and the result of torch's kernel."""
         return 2 * elements * (8 if dtype == torch.float64 else 4)
 
     def add(self, piece: Tensor) -> None:

@@ -192,22 +192,6 @@ def test_causal_biases_of_torch_are_understood() -> None:
         assert explain(query, key, value, make(40, 70))
 
 
-def test_a_causal_bias_beside_is_causal_is_refused() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    query, key = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="causal"):
-        sdpa(query, key, key, causal_lower_right(2, 4), is_causal=True)
-
-
-def test_a_causal_bias_of_another_size_is_refused() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    query, key = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 5, 8)
-    with pytest.raises(ValueError, match="2"):
-        sdpa(query, key, key, causal_lower_right(2, 4))
-
-
 @pytest.mark.parametrize("route", ["auto", "tiled", "math"])
 @pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.float32])
 def test_autocast_gives_the_dtype_and_answer_of_torch(route: str, mask_dtype: torch.dtype | None) -> None:

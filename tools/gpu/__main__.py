@@ -24,7 +24,7 @@ _FACTS_SECONDS = 120.0
 
 
 class Run(NamedTuple):
-    """What all parts have in common.
+    """Facts and limits that all parts have in common.
 
     Attributes:
         facts: of :mod:`.machine`.
@@ -180,15 +180,7 @@ def _ends_like_an_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.executable,)) -> int:
-    """0: all is right, or was not run; 1: something is wrong; 2: invalid arguments or no such device; 130: interrupted.
-
-    Args:
-        argv: the arguments after the program's name; None = those of the process.
-        python: the command that runs Python for each part.
-    """
-    start = time.monotonic()
-    names = [part.name for part in PARTS]
+def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu",
         description="Runs everything that is worth running on a card and writes docs/gpu/<card>/<part>.json. A part "
@@ -201,7 +193,19 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
     parser.add_argument("--device", default="cuda", help="cuda (default), cuda:1, cpu")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="default: docs/gpu")
     parser.add_argument("--tiny", action="store_true", help="whether everything runs, at sizes that say nothing else")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.executable,)) -> int:
+    """0: all is right, or was not run; 1: something is wrong; 2: invalid arguments or no such device; 130: interrupted.
+
+    Args:
+        argv: the arguments after the program's name; None = those of the process.
+        python: the command that runs Python for each part.
+    """
+    start = time.monotonic()
+    names = [part.name for part in PARTS]
+    options = _parser(names).parse_args(argv)
     wanted = options.parts.split(",") if options.parts else names
     unknown = [name for name in wanted if name not in names]
     if unknown or not 0 < options.seconds < math.inf:

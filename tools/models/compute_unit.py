@@ -150,6 +150,7 @@ class ComputeUnit:
         return cycle
 
     def _issue(self, wave: _Wave, e: Event, simd: int, cycle: int, taken: set[str]) -> None:
+        """Issue an instruction if what it needs is free; long because each kind of instruction needs something else."""
         timing = self._timing
         for queue in wave.counters.values():
             while queue and queue[0] <= cycle:

@@ -201,6 +201,7 @@ def wan() -> Sheet:
 
 
 def ltx() -> Sheet:
+    """LTX-2 with sound; long because each node of the graph has a line."""
     sheet = Sheet("Pascal-LTX-2")
     model, _, vae = parts.checkpoint(sheet, parts.LTX)
     file, gemma = parts.LTX["name"], parts.GEMMA["name"]

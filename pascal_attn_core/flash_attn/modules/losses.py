@@ -7,7 +7,7 @@ vocabulary's size exists.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,16 +62,8 @@ def cross_entropy_loss(
             raise FlashArgumentError(f"{name} must be [{logits.shape[0]}], got {list(rows.shape)}")
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
-    losses, z_losses = _CrossEntropy.apply(
-        logits,
-        labels,
-        precomputed_lse,
-        label_smoothing,
-        logit_scale,
-        lse_square_scale,
-        ignore_index,
-        inplace_backward,
-    )
+    rule = _Rule(label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward)
+    losses, z_losses = _CrossEntropy.apply(logits, labels, precomputed_lse, rule)
     return losses, z_losses
 
 
@@ -111,12 +103,12 @@ class CrossEntropyLoss(torch.nn.Module):
             input,
             target,
             precomputed_lse,
-            self.label_smoothing,
-            self.logit_scale,
-            self.lse_square_scale,
-            self.ignore_index,
-            self.inplace_backward,
-            self.process_group,
+            label_smoothing=self.label_smoothing,
+            logit_scale=self.logit_scale,
+            lse_square_scale=self.lse_square_scale,
+            ignore_index=self.ignore_index,
+            inplace_backward=self.inplace_backward,
+            process_group=self.process_group,
         )
         if self.reduction == "none":
             return (loss, z_loss) if self.return_z_loss else loss
@@ -125,19 +117,22 @@ class CrossEntropyLoss(torch.nn.Module):
         return (loss, z_loss.sum() / count) if self.return_z_loss else loss
 
 
+class _Rule(NamedTuple):
+    """The options of a loss, see :func:`cross_entropy_loss`."""
+
+    smoothing: float
+    scale: float
+    z_scale: float
+    ignore_index: int
+    inplace_backward: bool
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        precomputed_lse: Tensor | None,
-        smoothing: float,
-        scale: float,
-        z_scale: float,
-        ignore_index: int,
-        inplace_backward: bool,
+        ctx: Any, logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, rule: _Rule
     ) -> tuple[Tensor, Tensor]:
+        smoothing, scale, z_scale, ignore_index, _ = rule
         dtype = torch.promote_types(logits.dtype, torch.float32)
         count, classes = logits.shape
         known = precomputed_lse is not None and scale == 1.0 and smoothing == 0.0
@@ -165,14 +160,14 @@ class _CrossEntropy(torch.autograd.Function):
         z_losses.masked_fill_(ignored, 0.0)
         ctx.save_for_backward(logits, lse, labels)
         ctx.mark_non_differentiable(z_losses)
-        ctx.options = smoothing, scale, z_scale, ignore_index, inplace_backward, classes
+        ctx.rule = rule
         return losses, z_losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, lse, labels = ctx.saved_tensors
-        smoothing, scale, z_scale, ignore_index, inplace, classes = ctx.options
+        smoothing, scale, z_scale, ignore_index, inplace = ctx.rule
         grad = logits if inplace else torch.empty_like(logits)
         ignored = labels == ignore_index
         factor = grads[0].to(lse.dtype) * scale
@@ -183,11 +178,11 @@ class _CrossEntropy(torch.autograd.Function):
             if z_scale:
                 part *= 1.0 + 2.0 * z_scale * lse[rows, None]
             if smoothing:
-                part -= smoothing / classes
+                part -= smoothing / logits.shape[1]
             part.scatter_add_(1, place[rows, None], at_label[rows, None])
             part *= factor[rows, None]
             grad[rows] = part.masked_fill_(ignored[rows, None], 0.0).to(grad.dtype)
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None
 
 
 def _places(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -78,18 +78,13 @@ class MHA(nn.Module):
         self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
         self.num_heads_kv = self.num_heads_kv_local = num_heads if num_heads_kv is None else num_heads_kv
         self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
+        self.cross_attn, self.return_residual = cross_attn, return_residual
+        self._check_sizes()
         if dwconv:
             raise NotImplementedError("dwconv must be False: the convolution after the projection is not provided")
-        if embed_dim % num_heads:
-            raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
-        if num_heads % self.num_heads_kv:
-            raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
         if not use_flash_attn and (use_alibi or tuple(window_size) != (-1, -1)):
             raise FlashArgumentError("use_alibi and window_size need use_flash_attn=True (as in flash-attn)")
         self.head_dim = embed_dim // num_heads
-        if cross_attn and rotary_emb_dim:
-            raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
-        self.cross_attn, self.return_residual = cross_attn, return_residual
         if rotary_emb_dim > 0:
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim,
@@ -112,6 +107,16 @@ class MHA(nn.Module):
         self.inner_attn: nn.Module = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
         self.inner_cross_attn: nn.Module = FlashCrossAttention(**inner) if use_flash_attn else CrossAttention(**inner)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, device=device, dtype=dtype)
+
+    def _check_sizes(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise FlashArgumentError(
+                f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}"
+            )
+        if self.num_heads % self.num_heads_kv:
+            raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
+        if self.cross_attn and self.rotary_emb_dim:
+            raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
 
     @property
     def _is_packed(self) -> bool:

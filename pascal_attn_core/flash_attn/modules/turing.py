@@ -42,7 +42,8 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
 def bwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, dout: Tensor, is_causal: bool) -> list[Tensor]:  # noqa: E741
     """[dq, dk, dv] from the results of :func:`fwd` and ``dout``, the gradient of out."""
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    raw.flash_attn_backward(dout, q, k, v, out, l, *grads, 0.0, None, is_causal)
+    named = dict(zip(("dq", "dk", "dv"), grads))
+    raw.flash_attn_backward(dout, q, k, v, out, l, **named, dropout_p=0.0, softmax_scale=None, causal=is_causal)
     return grads
 
 
@@ -74,6 +75,7 @@ def varlen_bwd(
     lse = torch.cat([row[:, : last - first] for row, first, last in zip(l, ends, ends[1:])], 1)
     lse = torch.nn.functional.pad(lse, (0, q.shape[0] - ends[-1]))
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, None
-    raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths, 0.0, None, is_causal)
+    lengths = dict(zip(_LENGTHS.split(), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, None)))
+    named = {**lengths, **dict(zip(("dq", "dk", "dv"), grads)), "dropout_p": 0.0, "softmax_scale": None}
+    raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, **named, causal=is_causal)
     return grads

@@ -69,7 +69,7 @@ def test_keys_in_parts_give_the_same_answer(place: int, arch: str) -> None:
     + [(arch, dim, 4) for arch in ARCHS for dim in RANGES_HEAD_DIMS if times(1) > 1],
 )
 def test_the_last_rows_are_computed_with_their_keys_in_ranges(arch: str, dim: int, ranges: int) -> None:
-    """And every element of the output and of lse is written."""
+    """Every element of the output and of lse is written."""
     generator = torch.Generator().manual_seed(dim)
     inputs: list[Tensor | None] = [
         torch.randn((2, n, heads, dim), generator=generator).half().transpose(1, 2)
@@ -135,7 +135,7 @@ def test_masks_and_columns_that_do_not_exist(arch: str, dtype: torch.dtype, dim:
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
 def test_the_last_of_an_odd_number_of_rows_has_zeros_as_the_other_of_its_pair(arch: str) -> None:
-    """And not what lies behind it in memory."""
+    """Nothing behind it in memory is read."""
     generator = torch.Generator().manual_seed(6)
     query, *longer = (torch.randn((1, 1, n, 64), generator=generator).half() for n in (70, 80, 80))
     for tensor in longer:
@@ -292,7 +292,7 @@ _MUTATED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "arch", "dtype"), _MUTATED)
 def test_a_kernel_without_any_one_barrier_is_wrong(kind: str, arch: str, dtype: torch.dtype) -> None:
-    """In waves of 64 lanes and of 32."""
+    """The emulation has waves of 64 lanes and of 32."""
     text = source(kind)
     assert wave_size(arch) == (64 if arch == "gfx906" else 32)
     assert _worst(kind, arch, dtype, None) < (1e-3 if dtype == FLOAT32 else 5e-3)

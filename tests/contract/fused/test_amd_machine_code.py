@@ -173,7 +173,7 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("arch", [*ARCHS, "gfx1031", "gfx1030-no-dot", "gfx906-no-dot"])
 def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str) -> None:
-    """Of all instructions that were executed. The code is read as that of the card that it names."""
+    """The names of all instructions that were executed. The code is read as that of the card that it names."""
     executed: Counter[str] = Counter()
     _check(_inputs(FLOAT16, 64, 69, 73), LOWER_RIGHT, arch, watch=lambda wave, i: executed.update([i.name]))
     assert arch_of(_shipped(Variant("forward", 64, "float16", arch=arch))) == target(arch)
@@ -279,7 +279,7 @@ def _changed(launch: Launch, change: Callable[[Instruction], Instruction | None]
 
 
 def _outcome(run: Callable[..., int], arch: str) -> str:
-    """Of a call: "right", "wrong", or the kind of error that an instruction met."""
+    """The result of a call: "right", "wrong", or the kind of error that an instruction met."""
     inputs = _inputs(FLOAT16, 64, 37, 75)
     try:
         out = forward(inputs, LOWER_RIGHT, arch=arch, run=run).out.double()

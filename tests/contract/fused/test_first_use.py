@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["NVIDIA", "AMD"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[CardKernels]:
-    """Of a card on which no kernel has ever run."""
+    """The kernels of a card on which none has ever run."""
     is_amd = request.param == "AMD"
     # On AMD's ours is timed against torch's math attention, which the emulation cannot win.
     driver, clock = (HipStandIn(execute=execute), always_faster) if is_amd else (StandIn(execute=execute), None)

@@ -46,7 +46,7 @@ def _inputs(
 
 
 def _forward(inputs: Numbers, options: dict[str, Any]) -> Emulated:
-    """With a plan of one kernel for all gradients."""
+    """The forward pass, with a plan of one kernel for all gradients."""
     result = forward(inputs, options)
     result.plan = result.plan._replace(gradients=(variants_of(result.call).grad_all,))
     return result

@@ -303,7 +303,7 @@ def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
 
 
 def test_the_child_as_it_is_started_knows_these_kernels(tmp_path: Path) -> None:
-    """On this machine the CPU is no card."""
+    """The CPU of this machine is no card."""
     answers = tmp_path / "answers"
     answers.touch()
     child = trial.start_child(Job("cpu", "CPU", [["int8_linear", "float16", ""]], []), answers)

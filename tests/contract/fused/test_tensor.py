@@ -119,7 +119,7 @@ def test_every_geometry_gives_the_answer_of_the_definition(
     card: DeviceInfo,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With two query heads for a key head; on a card of many multiprocessors tiles are small."""
+    """Two query heads share a key head; on a card of many multiprocessors tiles are small."""
     if is_wide:
         monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
     head_dim, head_dim_v, queries, keys, mask, rules = size

@@ -62,7 +62,7 @@ TAKEN = [taken for case in GRADIENT_TABLE if (taken := _halves(case)) is not Non
 
 
 def _saved(call: AttentionCall, inputs: Numbers, options: dict[str, Any], capability: Capability) -> Emulated:
-    """What a forward pass saves, rounded as it rounds."""
+    """The results that a forward pass saves, rounded as it rounds."""
     with torch.no_grad():
         out, lse = reference_sdpa(*(cast(t, torch.float64) for t in inputs), **options)
         log_sum = None

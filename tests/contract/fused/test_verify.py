@@ -35,7 +35,7 @@ WRONG = {
 
 
 def _drawn(count: int) -> list[Variant]:
-    """Of all variants that a call can ask for."""
+    """Some of all variants that a call can ask for."""
     return random.Random(seeds(1)[0]).sample(list(all_variants()), count)
 
 

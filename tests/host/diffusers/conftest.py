@@ -68,6 +68,20 @@ def stock_calls() -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture(params=["processor", "patch"])
+def put_on(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``put_on(pipe, model or module, config=None)``: ours by each of the two ways; returns the Patch, if it is one."""
+    from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
+
+    def put(target: Any, config: Any = None) -> Any:
+        if request.param == "patch":
+            return patch_attention(target, config)
+        set_processor = getattr(target, "set_attn_processor", None) or target.set_processor
+        return set_processor(PascalAttnProcessor(config))
+
+    return put
+
+
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """One dict per call that reaches our sdpa: the keywords it came with."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import patch_pipeline
 from pascal_attn_core.patching.interception import SdpaMode
 from tools.families import families
 from tools.families.proof import counted, outputs
@@ -35,7 +35,6 @@ def seen(monkeypatch):
     return functions
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -51,15 +50,12 @@ def seen(monkeypatch):
         "LTXVideoTransformer3DModel",
     ],
 )
-def test_no_function_of_the_model_is_seen(name, how, seen):
+def test_no_function_of_the_model_is_seen(name, put_on, seen):
     family = FAMILIES[name]
     if family.model_class() is None:
         pytest.skip(f"this diffusers has no {name}")
     model = family.build()
-    if how == "patch":
-        patch_pipeline(model)
-    else:
-        model.set_attn_processor(PascalAttnProcessor())
+    put_on(model)
     with counted() as calls:
         outputs(family, model)
     assert calls

@@ -81,17 +81,13 @@ def load(case, family):
         case.text["ip_adapter_image_embeds"] = [images[1:]]
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize("family", list(ADAPTERS))
-def test_load_ip_adapter_afterwards_keeps_ours_and_its_weights(family, how, tiny, stock_calls, routed, assert_same):
+def test_load_ip_adapter_afterwards_keeps_ours_and_its_weights(family, put_on, tiny, stock_calls, routed, assert_same):
     plain, stock_case, case = (tiny.BUILD[family]() for _ in range(3))
     load(stock_case, family)
     stock, calls = stock_calls(stock_case.run)
     assert not torch.allclose(stock, plain.run())
-    if how == "patch":
-        patch_pipeline(case.pipe, CONFIG)
-    else:
-        case.pipe.set_attn_processor(PascalAttnProcessor(CONFIG))
+    put_on(case.pipe, CONFIG)
     load(case, family)
     assert_same(case.run(), stock)
     assert len(routed) == calls.count
@@ -122,14 +118,10 @@ def test_fusing_and_unfusing_projections_keeps_ours(family, fused_first, tiny, s
     assert all(call["config"] is CONFIG for call in routed)
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_attention_slicing_switched_on_and_off_afterwards_changes_nothing(how, tiny, stock_calls, routed, assert_same):
+def test_attention_slicing_switched_on_and_off_changes_nothing(put_on, tiny, stock_calls, routed, assert_same):
     case = tiny.sd15()
     stock, calls = stock_calls(case.run)
-    if how == "patch":
-        patch_pipeline(case.pipe)
-    else:
-        case.pipe.set_attn_processor(PascalAttnProcessor())
+    put_on(case.pipe)
     case.pipe.enable_attention_slicing()
     assert_same(case.run(), stock)
     case.pipe.disable_attention_slicing()
@@ -194,15 +186,6 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     module.set_processor(host.AttnProcessor2_0())
     module(torch.randn(1, 5, 16))
     assert [call["config"] for call in routed] == [CONFIG]
-
-
-def test_another_of_ours_replaces_the_config_and_runs_the_same_processor():
-    module, theirs, config = host.Attention(16, heads=2, dim_head=8), host.AttnProcessor2_0(), AttentionConfig()
-    module.set_processor(theirs)
-    for processor in (PascalAttnProcessor(CONFIG), PascalAttnProcessor(config)):
-        module.set_processor(processor)
-    assert module.processor.config is config
-    assert module.processor._original is theirs
 
 
 # --- taking off -------------------------------------------------------------------------------------------------------

@@ -127,12 +127,8 @@ def test_a_backend_set_after_ours_is_answered_once(how, flux, routed, caplog, as
     assert backends == {"_native_math"}
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_flex_set_after_ours_takes_attention_and_is_named(how, flux, routed, caplog):
-    if how == "patch":
-        patch_pipeline(flux.denoiser)
-    else:
-        flux.denoiser.set_attn_processor(PascalAttnProcessor())
+def test_flex_set_after_ours_takes_attention_and_is_named(put_on, flux, routed, caplog):
+    put_on(flux.denoiser)
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         flux.denoiser.set_attention_backend("flex")
     (sentence,) = backend_warnings(caplog)

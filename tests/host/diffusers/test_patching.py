@@ -213,8 +213,7 @@ def test_a_model_compiles_to_one_graph_with_every_call_routed(tiny, stock_calls,
     assert len(routed) == calls.count > 0  # seen while tracing
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_a_guider_that_skips_scores_acts_first(how, tiny, assert_same):
+def test_a_guider_that_skips_scores_acts_first(put_on, tiny, assert_same):
     layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
 
     def skipping():
@@ -227,10 +226,7 @@ def test_a_guider_that_skips_scores_acts_first(how, tiny, assert_same):
         stock = module(x)
     assert not torch.allclose(stock, plain)
     tiled = AttentionConfig(route="tiled")  # a route that makes no call which the guider could still catch
-    if how == "patch":
-        patch_pipeline(module, tiled)
-    else:
-        module.set_processor(PascalAttnProcessor(tiled))
+    put_on(module, tiled)
     with layer_skip.AttentionScoreSkipFunctionMode():
         assert_same(module(x), stock)
     assert_same(module(x), plain)

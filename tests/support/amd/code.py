@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What is added to an address, in bytes."""
+        """The number of bytes that is added to an address."""
         return int(self.options.get("offset", "0"))
 
 
@@ -133,7 +133,7 @@ def _symbols(code: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _read(code: bytes, address: int, size: int) -> bytes:
-    """Of the segment that is loaded there."""
+    """The bytes of the segment that is loaded there."""
     (segments,) = struct.unpack_from("<Q", code, 32)
     step, count = struct.unpack_from("<HH", code, 54)
     for i in range(count):

@@ -1,6 +1,6 @@
-"""What gfx9 and gfx10 move between registers and memory, or between lanes by way of shared memory ("Vega" Instruction
-Set Architecture, chapters 7, 8, 10 and 11; "RDNA 2" Instruction Set Architecture, the same chapters), as far as the
-kernels have it."""
+"""Transfers of gfx9 and gfx10 between registers and memory, or between lanes by way of shared memory ("Vega"
+Instruction Set Architecture, chapters 7, 8, 10 and 11; "RDNA 2" Instruction Set Architecture, the same chapters), as
+far as the kernels have it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for _words, _suffix in ((1, ""), (2, "x2"), (4, "x4"), (8, "x8"), (16, "x16")):
 
 
 def _addresses(wave: Wave, i: Instruction, lanes: np.ndarray, vector: Operand, scalar: Operand | None) -> np.ndarray:
-    """Of flat and global instructions, in the active lanes."""
+    """Addresses of flat and global instructions, in the active lanes."""
     if scalar is None or scalar.kind == "off":
         base = wave.unsigned64(vector)
     else:
@@ -119,7 +119,7 @@ def _lds_write(count: int) -> Operation:
 
 
 def _offsets(i: Instruction, unit: int) -> list[int]:
-    """Of an instruction with two places, in bytes; it counts them in units."""
+    """The offsets of an instruction with two places, in bytes; it counts them in units."""
     return [unit * int(i.options.get(name, "0")) for name in ("offset0", "offset1")]
 
 

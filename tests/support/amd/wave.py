@@ -30,7 +30,7 @@ def number_of(lanes: np.ndarray) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def everywhere(number: int, lanes: int = 64) -> np.ndarray:
-    """The same 32 bits in every lane."""
+    """A register with these 32 bits in every lane."""
     found = np.full(lanes, number & 0xFFFFFFFF, U32)
     found.flags.writeable = False
     return found

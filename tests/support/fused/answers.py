@@ -1,4 +1,4 @@
-"""What the stand-ins for the drivers of two makers share: a library with the driver's functions, built with g++, each
+"""The common part of the stand-ins for two makers' drivers: a library with the driver's functions, built with g++, each
 of which hands its arguments to one callback; faults that are injected; what was asked, queued, and wrong."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Answers:
         return self.current_stream
 
     def _reraise(self) -> None:
-        """What an answer has raised: a callback cannot."""
+        """Raise what an answer has raised: a callback cannot."""
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
@@ -132,7 +132,7 @@ class Answers:
                 self._reraise()
 
     def left_behind(self) -> list[str]:
-        """What this thread should have put back."""
+        """The changes that this thread should have undone."""
         return ["another capture mode"] * (getattr(self._thread, "mode", 0) != 0)
 
     def _error_string(self, code: int, words: int) -> int:

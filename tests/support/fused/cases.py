@@ -46,7 +46,7 @@ MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
 
 @dataclass
 class Emulated:
-    """What the forward kernels wrote; every element was NaN before."""
+    """The results that the forward kernels wrote; every element was NaN before."""
 
     call: AttentionCall
     plan: Plan
@@ -90,7 +90,7 @@ def whole(call: AttentionCall, arch: str = "") -> Plan:
 
 
 def of_kernel(kind: str, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the gradients of query, key and value that a kind of kernel computes."""
+    """Those gradients of query, key and value that a kind of kernel computes."""
     return list(gradients[:1] if "grad_query" in kind else gradients[1:])
 
 

@@ -22,7 +22,7 @@ _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 class Kernel(NamedTuple):
-    """What the metadata say of one kernel."""
+    """One kernel by the metadata."""
 
     name: str
     kernarg_bytes: int
@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
 
 
 class CodeObject(NamedTuple):
-    """What a code object's header and metadata say."""
+    """A code object by its header and metadata."""
 
     abi_version: int
     target: str
@@ -43,7 +43,7 @@ class CodeObject(NamedTuple):
 
 
 def read(image: bytes) -> CodeObject | None:
-    """What an image is; None: no code object of version 4 or 5 for AMD's cards."""
+    """The code object of an image; None: no code object of version 4 or 5 for AMD's cards."""
     if len(image) < _HEAD.size or image[7] != OS_ABI or image[8] not in ABI_VERSIONS:
         return None
     try:
@@ -118,7 +118,7 @@ def pack(value: Any) -> bytes:
 
 
 def metadata(code: bytes) -> dict[str, Any]:
-    """What a code object says of itself and of its kernels: the MessagePack map of its note, version 1.1 or later as in
+    """The metadata of a code object and of its kernels: the MessagePack map of its note, version 1.1 or later as in
     LLVM's "User Guide for AMDGPU Backend", "Code Object V3 Metadata".
 
     Raises:

@@ -43,7 +43,8 @@ def execute(launch: Launch) -> None:
 
 @functools.cache
 def _emulated_error(variant: Compilation) -> float:
-    """What the check of a kernel's first answers finds: the same whenever the kernel is executed by the emulation."""
+    """The error that the check of a kernel's first answers finds: the same whenever the kernel is executed by the
+    emulation."""
     return verify.largest_error(variant, torch.device("cpu"), emulate)
 
 
@@ -90,7 +91,7 @@ class EmulatedKernels(CardKernels):
 
 
 class UncheckedKernels(CardKernels):
-    """Whose first answers nobody looks at: for launches that are not executed."""
+    """Kernels whose first answers are not checked: for launches that are not executed."""
 
     def largest_error(self, variant: Compilation) -> float:
         return 0.0
@@ -103,7 +104,7 @@ class Trusted(Trials):
 
 
 class TrustedLinear(LinearTrials):
-    """The same for the kernels of linear layers."""
+    """A card on which every kernel of linear layers has had its trial."""
 
     is_trusted = True
 

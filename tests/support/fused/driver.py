@@ -50,7 +50,7 @@ _PARAM_CBANK, _MAX_THREADS = 0x0A, 0x05  # attributes in .nv.info, see :func:`_a
 
 
 class Function(NamedTuple):
-    """What a cubin says of one of its kernels, and what the driver was told of it.
+    """One kernel, as its cubin describes it and as the driver was told.
 
     Attributes:
         max_threads: 0 = not said.
@@ -90,7 +90,7 @@ class StandIn(Answers, CudaDriver):
         CudaDriver.__init__(self, library("driver.cpp"))
 
     def left_behind(self) -> list[str]:
-        """What this thread should have put back."""
+        """The changes that this thread should have undone."""
         found = [f"{len(self._stack)} contexts on the stack"] * bool(self._stack)
         return found + super().left_behind()
 
@@ -256,7 +256,8 @@ def read_elf(address: int) -> Elf | None:
 
 
 def _attributes(content: bytes) -> dict[int, bytes]:
-    """Of a section .nv.info: format, number, and two bytes, which with format 4 are the length of what follows."""
+    """The attributes of a section .nv.info: format, number, and two bytes, which with format 4 are the length of what
+    follows."""
     found, at = {}, 0
     while at < len(content):
         kind, number, value = struct.unpack_from("<BBH", content, at)

@@ -98,7 +98,7 @@ def each_left_out(text: str, statements: Iterable[re.Match[str]]) -> Iterator[tu
 
 
 def _key(*texts: str) -> str:
-    """Of a file of ``BUILD``: made of these texts, the emulator and the machine's kind."""
+    """The name of a file of ``BUILD``: made of these texts, the emulator and the machine's kind."""
     return hashlib.sha256("\0".join([*texts, _emulator(), *_OF_PROCESSOR]).encode()).hexdigest()[:24]
 
 
@@ -122,7 +122,7 @@ def _gxx(arguments: list[str], built: Path, what: str) -> None:
 
 @functools.cache
 def _around(wave: str, flags: tuple[str, ...]) -> Path:
-    """What runs a kernel and is the same for all of them, as an object file: optimised, since it is compiled once."""
+    """The part that runs any kernel, as an object file: optimised, since it is compiled once."""
     built = BUILD / f"{_key('around', wave, *flags)}.o"
     if not built.exists():
         BUILD.mkdir(exist_ok=True)

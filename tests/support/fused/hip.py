@@ -89,7 +89,7 @@ class HipStandIn(Answers, HipDriver):
         HipDriver.__init__(self, [library("hip.cpp")])
 
     def left_behind(self) -> list[str]:
-        """What this thread should have put back."""
+        """The changes that this thread should have undone."""
         found = [f"device {self._device} as the current one"] * (self._device != 0)
         return found + super().left_behind()
 

@@ -175,17 +175,6 @@ def test_is_causal_must_be_a_bool_on_every_route() -> None:
             sdpa(*_qkv(), is_causal=1, config=config)
 
 
-@pytest.mark.parametrize("length", [20, 800])
-@pytest.mark.parametrize("config", ["tiled", {"route": "tiled"}, AttentionConfig], ids=str)
-def test_a_config_of_another_type_is_refused(config, length: int) -> None:
-    query, key, value = _qkv(length, length)
-    for attend in (sdpa, sdpa_with_lse, explain):
-        with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
-            attend(query, key, value, config=config)
-    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
-        sdpa_backward(value, query, key, value, *sdpa_with_lse(query, key, value), config=config)
-
-
 def _given_results() -> dict[str, Any]:
     query, key, value = _qkv(40, 50)
     out, lse = sdpa_with_lse(query, key, value)
@@ -336,3 +325,14 @@ def test_observers_see_a_call_once_even_when_its_route_turns_out_to_be_unavailab
         stop()
     assert len(plain_route.ran) == len(seen) == report.total == 1
     assert report.routes() == {"torch": 1}
+
+
+@pytest.mark.parametrize("length", [20, 800])
+@pytest.mark.parametrize("config", ["tiled", {"route": "tiled"}, AttentionConfig], ids=str)
+def test_a_config_of_another_type_is_refused(config, length: int) -> None:
+    query, key, value = _qkv(length, length)
+    for attend in (sdpa, sdpa_with_lse, explain):
+        with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
+            attend(query, key, value, config=config)
+    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
+        sdpa_backward(value, query, key, value, *sdpa_with_lse(query, key, value), config=config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
@@ -164,3 +165,13 @@ def test_no_tensor_of_a_checked_call_is_a_negated_view() -> None:
     assert isinstance(call.attn_mask, torch.Tensor)
     assert not call.attn_mask.is_neg()
     assert torch.equal(call.attn_mask, bias)
+
+
+@pytest.mark.parametrize(("sizes", "options", "words"), [
+    ((5, 8), {"is_causal": True}, "is_causal must be False with a CausalBias"),
+    ((2, 4), {}, r"a CausalBias must be made for \(L, S\) = \(5, 8\), got \(2, 4\)"),
+])  # fmt: skip
+def test_a_causal_bias_that_does_not_fit_is_refused(sizes: tuple[int, int], options: dict, words: str) -> None:
+    query, key = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 8, 8)
+    with pytest.raises(ValueError, match=words):
+        sdpa(query, key, key, causal_lower_right(*sizes), **options)

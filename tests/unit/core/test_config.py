@@ -12,16 +12,6 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention
 from pascal_attn_core import config as config_module
 
 
-def test_it_is_frozen_and_changed_by_replace() -> None:
-    config = AttentionConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.route = "tiled"  # type: ignore[misc]
-    changed = dataclasses.replace(config, route="tiled", q_block=64)
-    assert (changed.route, changed.q_block, config.route) == ("tiled", 64, "auto")
-    assert hash(changed) != hash(config)
-    assert changed == AttentionConfig(route="tiled", q_block=64)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

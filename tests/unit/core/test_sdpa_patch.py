@@ -16,7 +16,7 @@ from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
-from pascal_attn_core import AttentionConfig, record, sdpa_patch
+from pascal_attn_core import AttentionConfig, record
 from pascal_attn_core.attention import sdpa
 from pascal_attn_core.capture import capture
 from pascal_attn_core.sdpa_patch import disable, enable, is_enabled, patch_sdpa
@@ -305,10 +305,6 @@ assert s.is_enabled() == (F.scaled_dot_product_attention is not torch._C._nn.sca
 print(s.is_enabled())
 """
     assert run(code, env=environ) == expected
-
-
-def test_importing_the_switch_changes_nothing() -> None:
-    assert sdpa_patch.F.scaled_dot_product_attention is TORCH
 
 
 # ---- a threshold -----------------------------------------------------------------------------------------------------

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import random
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from attn_support.ffn_zoo import BAD as ALL_BAD
 from attn_support.ffn_zoo import GOOD, WIDTH, Case, Ffn, With
-from attn_support.fresh import run
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import patch_ffn
@@ -79,26 +76,11 @@ def test_a_module_that_mixes_tokens_or_keeps_state_is_refused_and_runs_as_ever(c
         torch.testing.assert_close(module.state_dict()[key], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
-def test_the_trial_itself_leaves_input_state_and_random_numbers_alone(case: Case) -> None:
-    from pascal_attn_core.ffn.plan import Settings, Site, make_plan
-
-    module, x = case.make().train(case.training), torch.randn(2, TOKENS, WIDTH)
-    before, kept, attributes = _state(module), x.clone(), dict(vars(module))
-    draws = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    with torch.no_grad():
-        assert make_plan(module.forward, module, Site(Settings(chunk_tokens=16)), (x,), {}).refused
-    assert torch.equal(x, kept)
-    assert torch.equal(torch.get_rng_state(), draws[0])
-    assert random.getstate() == draws[1]
-    assert (np.random.get_state()[1] == draws[2]).all()
-    assert all(torch.equal(module.state_dict()[key], value) for key, value in before.items())
-    assert {key: value for key, value in vars(module).items() if isinstance(value, int)} == {
-        key: value for key, value in attributes.items() if isinstance(value, int)
-    }
-
-
-@pytest.mark.parametrize("case", [case for case in BAD if case.reason != "writes to its input"], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in BAD if not case.name.startswith(("writes to its input", "in-place"))],
+    ids=lambda c: c.name,
+)
 def test_bad_modules_are_refused_in_training_too(case: Case) -> None:
     module = case.make().train(case.training)
     with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
@@ -126,19 +108,6 @@ def test_a_mixing_branch_that_is_trained_after_the_first_call_is_never_sliced() 
         assert torch.equal(module(x), plain(x))
 
 
-def test_a_switch_that_is_turned_after_the_proof_is_seen() -> None:
-    module = With(lambda m, x: x + x.mean(1, keepdim=True) if m.mix else x, mix=False).eval()
-    x = torch.randn(1, TOKENS, WIDTH)
-    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
-        module(x)
-        assert patch.report().lines[0].state == "chunked"
-        module.mix = True
-        out = module(x)
-        assert patch.report().lines[0].state == "refused"
-        patch.remove()
-        assert torch.equal(out, module(x))
-
-
 class _MixesBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -154,10 +123,6 @@ def test_a_backward_pass_that_mixes_tokens_is_refused_where_gradients_are_wanted
     with patch_ffn(module, include="", chunk_tokens=16, min_tokens=2) as patch:
         module(x).sum().backward()
         assert "backward pass" in patch.report().lines[0].why
-
-
-def _by_name(name: str) -> nn.Module:
-    return next(case for case in BAD if case.name == name).make().eval()
 
 
 def test_channels_that_are_as_many_as_tokens_confuse_nobody() -> None:
@@ -191,52 +156,3 @@ def test_refusals_and_proofs_make_no_warnings() -> None:
         warnings.simplefilter("error")
         for case in (GOOD[0], BAD[0]):
             _run(case.make().eval(), torch.randn(2, TOKENS, WIDTH))
-
-
-PEER = """
-import contextlib, io, sys, types
-import torch
-support = types.ModuleType("attn_support")
-support.__path__ = [{support!r}]
-sys.modules["attn_support"] = support
-with contextlib.redirect_stdout(io.StringIO()):
-    from noflash_attention.ffn import ChunkedFFNWrapper
-from attn_support.ffn_zoo import BAD
-torch.manual_seed(0)
-wrong = []
-for name, first in {cases!r}:
-    case = next(c for c in BAD if c.name == name)
-    module = case.make().train(case.training)
-    wrapper = ChunkedFFNWrapper(module, num_chunks=4)
-    with torch.no_grad():
-        x = torch.randn(1, 1024, 16)
-        if first == "short": wrapper(x[:, :2].clone())
-        if first == "zeros": wrapper(torch.zeros(1, 1024, 16))
-        if first == "sample": wrapper(x.clone())
-        if "starts at zero" in name: module.kernel.fill_(0.5)
-        calls, given = getattr(module, "count", torch.zeros(1)).clone(), x.clone()
-        out = wrapper(given)
-        if name == "counts in a buffer":
-            wrong.append((name, (module.count - calls).item() != 1)); continue
-        if name == "writes to its input":
-            # once, as the module alone would; the check must not have done it before
-            wrong.append((name, not torch.equal(given, x * 1.5))); continue
-        wrong.append((name, not torch.allclose(out, module(x.clone()), atol=1e-4)))
-print(wrong)
-"""
-
-
-def test_the_peer_accepts_what_is_wrong_and_we_do_not() -> None:
-    """Why this file is stricter: each of these passes noflash-attention 1.0.1's check, or is changed by it."""
-    if importlib.util.find_spec("noflash_attention") is None:
-        pytest.skip("needs noflash-attention")
-    cases = [
-        ("token shift", "short"),
-        ("token shift", "zeros"),
-        ("convolution that starts at zero", "sample"),
-        ("counts in a buffer", ""),
-        ("writes to its input", ""),
-    ]
-    tests = Path(__file__).resolve().parents[2]
-    code = PEER.format(support=str(tests / "support"), cases=cases)
-    assert run(code).splitlines()[-1] == repr([(name, True) for name, _ in cases])

@@ -151,18 +151,6 @@ def test_the_gradient_of_varlen_is_not_made_once_for_each_sequence() -> None:
     assert sum("Split" in name for name in names) == 3
 
 
-def test_packed_varlen_layouts_are_the_same_call() -> None:
-    q, k, v = (torch.randn(9, 2, 4, dtype=F64) for _ in range(3))
-    ends = ends_of([4, 5])
-    expected = fa.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
-    qkv = torch.stack([q, k, v], 1).requires_grad_()
-    out = fa.flash_attn_varlen_qkvpacked_func(qkv, ends, 5, causal=True)
-    assert_same(out, expected, F64)
-    assert torch.autograd.grad(out.sum(), qkv)[0].shape == qkv.shape
-    kv = torch.stack([k, v], 1)
-    assert_same(fa.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 5, 5, causal=True), expected, F64)
-
-
 def test_varlen_reads_keys_from_pages() -> None:
     lengths, page = [7, 0, 12], 4
     q, k, v = (torch.randn(sum(lengths), 2, 4, dtype=F64) for _ in range(3))

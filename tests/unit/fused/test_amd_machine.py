@@ -21,7 +21,7 @@ def wave() -> Wave:
 
 @pytest.fixture
 def half_wave() -> Wave:
-    """Of gfx10."""
+    """A wave of gfx10."""
     return Wave(1, Memory(()), np.full(64, POISON, np.uint32), [], size=32)
 
 
@@ -133,7 +133,7 @@ def test_what_is_not_known_is_refused() -> None:
 @pytest.mark.parametrize("exec_mask", [(1 << 64) - 1, 0x00FF00FF12345678])
 @pytest.mark.parametrize("name", ["v_fmac_f32 v{}, v{}, v{}", "v_dot2_f32_f16 v{0}, v{1}, v{2}, v{0}"])
 def test_products_at_once_are_those_one_by_one(wave: Wave, name: str, exec_mask: int) -> None:
-    """Also where the fourth reads what the second has written, and the last writes that again."""
+    """Products agree also where the fourth reads what the second has written, and the last writes that again."""
     numbers = [(10, 20, 21), (11, 20, 22), (12, 20, 23), (13, 11, 23), (14, 21, 22), (15, 24, 24), (11, 21, 22)]
     row = [instruction(*name.format(*three).split(" ", 1), 0) for three in numbers]
     operations = [OPERATIONS[i.name] for i in row]

@@ -33,7 +33,7 @@ FIVE = ["pa_delta", "pa_grad_all"]
 
 @pytest.fixture
 def kernels() -> Iterator[EmulatedKernels]:
-    """Of a card on which ours was timed as the faster one; nothing is executed."""
+    """The kernels of a card on which ours was timed as the faster one; nothing is executed."""
     with emulated_card(lambda launch: None, ratio=0.5) as found:
         yield found
 

@@ -1,4 +1,5 @@
-"""What a failing driver means for a call, and that the driver's stand-in notices what a real one would not forgive."""
+"""A failing driver leaves the call to another route or ends it; and the driver's stand-in notices what a real one would
+not forgive."""
 
 from __future__ import annotations
 

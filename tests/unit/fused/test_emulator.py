@@ -1,4 +1,4 @@
-"""What the emulation of a GPU on a CPU says of warps: fragments, votes, bank conflicts, and warps that run ahead.
+"""The emulation of a GPU on a CPU, as far as warps go: fragments, votes, bank conflicts, and warps that run ahead.
 
 Where the elements of a fragment lie is written here as in the PTX ISA, per lane and element; the emulation has it the
 other way round, and neither reads the other.
@@ -138,7 +138,7 @@ def test_m8n8k4_is_the_product_of_its_fragments(
 
 
 def _ldmatrix(blocks: int, transposed: bool, pitch: int) -> tuple[Tensor, Tensor, int]:
-    """What lies in shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took.
+    """The content of shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took.
 
     ``pitch``: bytes from row to row.
     """

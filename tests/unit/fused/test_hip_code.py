@@ -257,7 +257,7 @@ def test_the_real_compiler_says_what_is_wrong() -> None:
 
 @needs_hiprtc
 def test_the_real_runtime_has_every_function_that_is_called() -> None:
-    """Without a card it goes no further than hipInit."""
+    """The runtime goes no further than hipInit without a card."""
     runtime = ctypes.CDLL(hip_libraries.runtime_candidates()[0])
     for function in HipStandIn.arguments:
         assert getattr(runtime, function)

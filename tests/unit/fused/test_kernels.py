@@ -39,7 +39,7 @@ ELF = cubin(VARIANT, 61)
 
 
 class FakeNvrtc:
-    """As much of NVRTC as choosing needs; counts compilations."""
+    """A compiler with as much of NVRTC as choosing needs; it counts compilations."""
 
     version = (12, 6)
 
@@ -85,7 +85,7 @@ def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def driver() -> StandIn:
-    """Of two cards; torch's current stream is number 77."""
+    """A driver of two cards; torch's current stream is number 77."""
     made = StandIn(devices=2, current_stream=77)
     made.variants = {ELF: VARIANT}
     return made

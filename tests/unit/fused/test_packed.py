@@ -32,7 +32,7 @@ LENGTHS = [40, 7, 64]
 
 
 def _nothing(launch: Launch) -> None:
-    """In place of executing a launch."""
+    """A launch is not executed."""
 
 
 @pytest.fixture

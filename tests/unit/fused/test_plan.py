@@ -23,7 +23,7 @@ ONCE = ("find_plan", "plan_call", "num_splits", "variants_of", "call_reasons")
 
 @pytest.fixture
 def kernels() -> Iterator[EmulatedKernels]:
-    """Of a card on which ours was timed as the faster one; nothing is executed."""
+    """The kernels of a card on which ours was timed as the faster one; nothing is executed."""
     with emulated_card(lambda launch: None, ratio=0.5) as found:
         yield found
 

@@ -72,7 +72,8 @@ def test_each_tile_meets_each_of_its_keys_once(case: tuple[tuple[int, ...], int,
 @pytest.mark.parametrize(("heads", "tokens", "most"), [(8, 2048, 0.12), (8, 8192, 0.02), (32, 2048, 0.04)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal: bool) -> None:
-    """Of a T4, which a block for each tile leaves idle for a fifth of the time, or two fifths under a causal rule."""
+    """Calls of a T4, which a block for each tile leaves idle for a fifth of the time, or two fifths under a causal
+    rule."""
     rows = tokens // 256
     sizes = tuple(4 * (i + 1) for i in range(rows)) if causal else (tokens // 64,) * rows
     found = distribute(sizes, heads, 64, 40)

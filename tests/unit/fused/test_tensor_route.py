@@ -163,7 +163,8 @@ def test_other_types_go_back_on_plain_cores() -> None:
 
 
 def test_gradients_from_given_results_are_timed_once() -> None:
-    """With their forward pass; kernels that are wrong here are found before their first answer counts."""
+    """They are timed with their forward pass; kernels that are wrong here are found before their first answer
+    counts."""
     seen = []
 
     def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
@@ -342,7 +343,8 @@ def test_a_window_leaves_no_keys_to_cut() -> None:
 )
 @pytest.mark.parametrize(("tokens", "keys"), [(200, 200), (128, 300), (5, 300), (300, 90)])
 def test_the_keys_that_tiles_meet_are_counted(tokens: int, keys: int, rules: dict[str, Any], heads: int) -> None:
-    """From the first to the last key of any row of a tile; of several heads all that any of their rows sees."""
+    """The count goes from the first to the last key of any row of a tile; of several heads all that any of their rows
+    sees."""
     query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys))
     call = check_call(query, key[:, :1], key[:, :1], enable_gqa=True, **rules)
     small = Variant("tensor_small", 64, "float16").geometry

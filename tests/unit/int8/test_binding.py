@@ -89,20 +89,6 @@ def test_attached_again_it_only_rounds() -> None:
     assert torch.equal(codes_of(model)[0], -codes[0])
 
 
-def test_what_was_decided_for_float_stays_in_float() -> None:
-    model, x = network(), inputs()
-    exact = model(x)
-    binding = Int8Binding(max_error=1e-5)
-    for _ in range(2):
-        assert binding.attach(model) == 2
-        assert torch.equal(model(x), exact)
-        (line, _) = binding.report(model).lines
-        assert line.state == "float"
-        assert "above 0.00%" in line.why
-        assert not codes_of(model)
-        binding.detach(model)
-
-
 def test_what_any_binding_has_put_in_can_be_taken_off() -> None:
     model, x = network(), inputs()
     before, exact = state_of(model), model(x)
@@ -146,18 +132,6 @@ def test_a_deep_copy_made_meanwhile_can_be_taken_off_too() -> None:
     assert torch.equal(model(x), ours)
     binding.detach(model)
     assert torch.equal(model(x), exact)
-
-
-def test_state_dicts_hold_the_float_weights_under_their_names() -> None:
-    model = network()
-    before = {name: values.clone() for name, values in model.state_dict().items()}
-    binding = Int8Binding()
-    binding.attach(model)
-    model(inputs())
-    now = model.state_dict()
-    assert list(now) == list(before)
-    assert all(torch.equal(now[name], before[name]) for name in before)
-    assert type(now["0.weight"]) is not Int8Weight
 
 
 def test_in_inference_mode_as_hosts_run() -> None:

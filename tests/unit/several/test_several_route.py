@@ -126,17 +126,6 @@ def test_whatever_fails_there_is_computed_at_home(
     assert stats.devices == {"cpu": 4, "cpu #2": 4}
 
 
-def test_a_fault_is_logged_again_only_where_it_is_another(
-    inputs: list[Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, records in (("lost", 1), ("lost", 1), ("memory", 2)):
-        helper = Faulty(3, ERRORS[name][0])
-        helper._why = _helper()._why
-        helper.install()
-        _run(inputs)
-        assert len(caplog.records) == records, name
-
-
 def test_a_device_that_has_failed_leaves_the_others_working(inputs: list[Tensor]) -> None:
     _helper().leave_alone("cpu failed a moment ago")
     out, stats = _run(inputs, replace(SHARED, devices=("cpu", "cpu", "cpu")))

@@ -23,25 +23,20 @@ def _cycles(*waves: list[Event], timing: Timing = GCN) -> int:
     return ComputeUnit([waves], timing).run()
 
 
-def test_a_simd_issues_every_fourth_cycle() -> None:
-    assert _cycles([VECTOR] * 10) == 9 * 4 + 1
-    assert _cycles([SLOW] * 10) == 9 * 16 + 1
-
-
-def test_four_waves_have_a_simd_each_and_the_fifth_shares_one() -> None:
-    assert _cycles(*[[VECTOR] * 10] * 4) == 9 * 4 + 3 + 1
-    assert _cycles(*[[VECTOR] * 10] * 5) == 19 * 4 + 1
-
-
-def test_instructions_of_other_kinds_are_issued_beside_arithmetic() -> None:
-    """Another wave of the SIMD issues them."""
-    one, other = [VECTOR] * 20, [Event("scalar")] * 20
-    assert _cycles(one, [VECTOR], [VECTOR], [VECTOR], other) == 19 * 4 + 1
-
-
-def test_a_wait_lasts_until_the_answer() -> None:
-    assert _cycles([LDS, WAIT, VECTOR]) == 8 + 64 + 4 + 1
-    assert _cycles([LDS, VECTOR]) == 4 + 1
+@pytest.mark.parametrize(
+    ("waves", "cycles"),
+    [
+        ([[VECTOR] * 10], 9 * 4 + 1),  # a SIMD issues every fourth cycle
+        ([[SLOW] * 10], 9 * 16 + 1),
+        ([[VECTOR] * 10] * 4, 9 * 4 + 3 + 1),  # four waves have a SIMD each, the fifth shares one
+        ([[VECTOR] * 10] * 5, 19 * 4 + 1),
+        ([[VECTOR] * 20, *[[VECTOR]] * 3, [Event("scalar")] * 20], 19 * 4 + 1),  # another wave's other instructions
+        ([[LDS, WAIT, VECTOR]], 8 + 64 + 4 + 1),  # a wait lasts until the answer
+        ([[LDS, VECTOR]], 4 + 1),
+    ],
+)
+def test_instructions_take_their_cycles(waves: list[list[Event]], cycles: int) -> None:
+    assert _cycles(*waves) == cycles
 
 
 def test_shared_memory_is_shared() -> None:

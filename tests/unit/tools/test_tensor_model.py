@@ -91,24 +91,22 @@ def test_products_alone_keep_the_tensor_cores_busy() -> None:
     assert model.simulate(loop(*[code("HMMA.884", stall=2)] * 64), V100, 8, 1) == pytest.approx(1, abs=0.05)
 
 
-def test_shared_memory_is_the_limit_where_it_takes_longer() -> None:
-    """Two ldmatrix.x4 are 1024 bytes, of four schedulers 4096: 64 cycles. Four products are 32."""
-    path = loop(*[code("LDSM")] * 2, *[code("HMMA.1688", stall=8)] * 4)
-    assert model.counts(path, T4).shared == 64
-    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.02)
-    twice = model.Machine("twice", T4.product, 128, 40, 75)
-    assert model.simulate(path, twice, 8, 1, rounds=60) >= 0.9
-
-
-def test_conversions_are_the_limit_where_they_take_longer() -> None:
-    path = loop(*[code("MUFU")] * 8, *[code("HMMA.1688", stall=8)] * 4)
-    assert model.counts(path, T4).conversions == 64
-    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.03)
-
-
-def test_instructions_of_any_kind_take_a_place_in_the_issue() -> None:
-    path = loop(*[code("IADD3")] * 31, code("FFMA"), *[code("HMMA.1688", stall=8)] * 4)
+@pytest.mark.parametrize(
+    ("work", "counted"),
+    [
+        # Two ldmatrix.x4 are 1024 bytes, of four schedulers 4096: 64 cycles. Four products are 32.
+        ([code("LDSM")] * 2, ("shared", 64)),
+        ([code("MUFU")] * 8, ("conversions", 64)),
+        ([*[code("IADD3")] * 31, code("FFMA")], ("issued", 37)),  # with the branch
+    ],
+    ids=["shared memory", "conversions", "issue"],
+)
+def test_other_work_is_the_limit_where_it_takes_longer(work: list[bytes], counted: tuple[str, int]) -> None:
+    path = loop(*work, *[code("HMMA.1688", stall=8)] * 4)
+    assert getattr(model.counts(path, T4), counted[0]) == counted[1]
     assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.1)
+    twice = model.Machine("twice", T4.product, 128, 40, 75)
+    assert (model.simulate(path, twice, 8, 1, rounds=60) >= 0.9) == (counted[0] == "shared")
 
 
 def test_a_result_is_waited_for() -> None:
