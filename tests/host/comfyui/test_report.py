@@ -37,8 +37,8 @@ class Reported:
 
     @property
     def top(self) -> str:
-        """Down to the first run's section."""
-        return self.text.partition("===")[0]
+        """The text down to the first run's section, on one line."""
+        return " ".join(self.text.partition("===")[0].split())
 
     @property
     def is_alarmed(self) -> bool:

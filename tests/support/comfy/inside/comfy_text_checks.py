@@ -124,8 +124,8 @@ def a_wrong_attention_would_be_seen():
     engine = pack("engine.engine").Engine
     attend = engine.attend
 
-    def without_mask(self, query, key, value, mask=None, **options):
-        return attend(self, query, key, value, None, **options)
+    def without_mask(self, query, key, value, mask=None, *args, **options):
+        return attend(self, query, key, value, None, *args, **options)
 
     for load in (clip_l, load_t5, qwen):
         clip = once(load)
