@@ -99,7 +99,7 @@ class Replacement:
                 if args or kwargs or query.dim() < 3:
                     self.engine.leave(self.place, "its arguments are not known")
                 else:
-                    tokens = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
+                    q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
 
                     def as_given(ours: Tensor) -> Tensor:
                         return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
@@ -107,7 +107,7 @@ class Replacement:
                     def compare(ours: Tensor) -> Difference | None:
                         return whole(previous, (query, key, value), as_given(ours))
 
-                    out = self.engine.attend(*tokens, place=self.place, compare=compare)
+                    out = self.engine.attend(q, k, v, place=self.place, compare=compare)
                 return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
         return attention_by_pascal_attn
@@ -130,10 +130,8 @@ class Replacement:
         which that name means ours. A method that another pack has replaced is left as it is."""
         module: Any = getattr(previous, "__self__", None)
         method: Any = getattr(previous, "__func__", None)
-        plain = (
-            isinstance(module, nn.Module) and isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
-        )
-        if plain and method is getattr(type(module), method.__name__, None):
+        is_plain = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
+        if isinstance(module, nn.Module) and is_plain and method == getattr(type(module), method.__name__, None):
             previous = MethodType(self._copy(method), module)
 
         @functools.wraps(previous)
