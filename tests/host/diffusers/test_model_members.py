@@ -138,6 +138,16 @@ def test_flex_set_after_ours_takes_attention_and_is_named(put_on, flux, routed, 
     assert len(routed) == 4
 
 
+def test_flex_set_before_ours_stays_and_is_named_once(put_on, flux, routed, caplog):
+    flux.denoiser.set_attention_backend("flex")
+    with caplog.at_level(logging.WARNING, "pascal_attn"):
+        put_on(flux.denoiser)
+    assert len(backend_warnings(caplog)) == 1
+    flux.denoiser.set_attention_backend("native")
+    flux.run()
+    assert len(routed) == 4
+
+
 def test_without_ours_nothing_is_said(flux, caplog):
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         flux.denoiser.set_attention_backend("native")
