@@ -31,7 +31,7 @@ class MaskRule:
         return f"mask_rule({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rule_named, (self.name,)
+        return rule_named, (self.name, True)
 
 
 _rules: dict[str, MaskRule] = {}
@@ -64,16 +64,19 @@ def mask_rule(function: Callable[..., Tensor]) -> MaskRule:
     return rule
 
 
-def rule_named(name: str) -> MaskRule:
-    """The rule of that :attr:`MaskRule.name`; its module is imported where that has not happened.
+def rule_named(name: str, may_import: bool = False) -> MaskRule:
+    """The rule of that :attr:`MaskRule.name`.
 
+    Args:
+        may_import: import its module if that has not happened, as unpickling does. The name in a saved graph is data
+            from a file and imports nothing but modules of this package.
     Raises:
         LookupError: there is none.
     """
-    if name not in _rules:
+    if name not in _rules and (may_import or name.startswith(f"{__package__}.")):
         importlib.import_module(name.partition(":")[0])
     if name not in _rules:
-        raise LookupError(f"no mask_rule is registered as {name!r}")
+        raise LookupError(f"no mask_rule is registered as {name!r}: import the module that defines it first")
     return _rules[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pascal_attn_core import AttentionConfig, LazyMask, mask_rule, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.lazy_mask import rule_named
 from pascal_attn_core.observe.memory import PeakMemory
 
 TOKENS = 600
@@ -145,6 +147,12 @@ def test_a_registered_rule_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(sloped)) is sloped
     with pytest.raises(LookupError, match="no mask_rule is registered"):
         pickle.loads(pickle.dumps(sloped).replace(b"sloped", b"missed"))
+
+
+def test_the_name_of_a_rule_in_a_graph_imports_nothing() -> None:
+    with pytest.raises(LookupError, match="import the module that defines it first"):
+        rule_named("tabnanny:check")
+    assert "tabnanny" not in sys.modules
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------
