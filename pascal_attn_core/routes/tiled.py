@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..config import AttentionConfig
+from ..machine.device import MIB
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
@@ -123,6 +124,7 @@ class TiledRoute(Route):
         """
         if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
             runtime_of(call.query.device).part(Walks).of(call, config, backward=True)
+        call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
 
@@ -148,6 +150,8 @@ class TiledRoute(Route):
         saved: Results,
         wanted: Wanted,
     ) -> Gradients:
+        call, config = _with_mask_per_head(call, config, backward=True)
+
         def run(walk: Walk) -> Gradients:
             return tiled_backward(call, walk, saved, wanted, trim_masks=config.trim_masks)
 
@@ -159,6 +163,29 @@ def _is_padding_of_several(mask: Tensor) -> bool:
     """One row for all queries, and more than one of them for the heads and batch elements."""
     one_row = mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
     return one_row and math.prod(distinct(mask).shape[:-2]) > 1
+
+
+def _with_mask_per_head(
+    call: AttentionCall, config: AttentionConfig, *, backward: bool
+) -> tuple[AttentionCall, AttentionConfig]:
+    """A call of many short sequences whose mask has one row for each, with this row repeated for every head: then all
+    heads of all sequences are units of one dimension. Also the configuration with the rest of the budget. Both are
+    returned as they are where tiles or budget are given, or an eighth of the default budget does not hold the mask."""
+    mask, scores = call.attn_mask, call.num_heads * call.seq_len_q * call.seq_len_kv
+    if not isinstance(mask, Tensor) or mask.dim() < 4 or scores > _SHORT_SCORES or call.needs_mask_grad:
+        return call, config
+    row = distinct(mask)
+    is_shared = row.shape[-3:-1] == (1, 1) and call.num_heads > 1
+    if not (
+        is_shared and math.prod(row.shape[:-3]) > 1 and config.q_block is config.kv_block is config.budget_mib is None
+    ):
+        return call, config
+    shape = (*call.batch, call.num_heads, 1, row.shape[-1])
+    budget = runtime_of(call.query.device).info.default_budget_bytes(backward=backward)
+    left = budget - math.prod(shape) * row.itemsize
+    if left < budget * 7 // 8:
+        return call, config
+    return replace(call, attn_mask=row.expand(shape).contiguous()), replace(config, budget_mib=left / MIB)
 
 
 class FirstTiles(TiledRoute):

@@ -150,6 +150,23 @@ def test_a_remembered_shape_may_be_called_with_any_budget_and_tile(monkeypatch, 
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_many_short_sequences_take_no_more_steps_with_one_row_of_mask_each(dtype) -> None:
+    leaves = [torch.randn(200, 2, 16, 8, requires_grad=True) for _ in range(3)]
+    keep = torch.rand(200, 1, 1, 16) > 0.3
+    keep[..., 0] = True
+    mask = keep if dtype == torch.bool else torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+    found, blocks = [], []
+    for each in (mask, mask.expand(200, 2, 1, 16).contiguous()):
+        with record() as report:
+            out = sdpa(*leaves, each, config=TILED)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        blocks.append(next(iter(report.calls.values())).blocks)
+    assert blocks[0] == blocks[1]
+    torch.testing.assert_close(found[0][0], reference_sdpa(*leaves, mask)[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_a_device_without_any_memory_gives_its_own_error(monkeypatch, qkv) -> None:
     device = Device(monkeypatch, free=0)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
