@@ -79,8 +79,8 @@ def flash_attn_func(
 
         window_size: (left, right): query i sees keys i + S - L - left ... i + S - L + right; -1 = no bound.
         softcap: scores become softcap * tanh(scores / softcap); 0 = off.
-        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: -slope * |i + S - L - j| is added to the scores, tile by tile. It gets no
-            gradient, as in flash-attn.
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: -slope * |i + S - L - j| is added to the scores, tile by tile; in
+            tiles of PyTorch this takes a few MiB beside the memory budget. It gets no gradient, as in flash-attn.
         deterministic: bitwise reproducible gradients; on a GPU this uses our own backward pass.
         return_attn_probs: return (out, lse ``[B, Hq, L]`` float32, None).
     Returns:
