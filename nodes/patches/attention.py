@@ -1,4 +1,4 @@
-"""The changes of Pascal Attention Patch to a clone of a diffusion model: override, wrappers around it, and callbacks."""
+"""The changes of Pascal Attention Patch to a clone of a diffusion model: override, wrappers and callbacks."""
 
 from __future__ import annotations
 
