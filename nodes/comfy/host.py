@@ -92,7 +92,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def attention_name() -> str:
-    """Its name, ``"attention_pytorch"``."""
+    """The name of the host's own attention function, such as ``"attention_pytorch"``."""
     return str(getattr(attention_function(), "__name__", "unknown"))
 
 

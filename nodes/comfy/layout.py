@@ -121,7 +121,7 @@ def has_containers(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def empty_containers(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The same arguments with tensors in place of their containers, which are empty afterwards."""
+    """The arguments with each container replaced by its tensor; the containers are empty afterwards."""
     if not has_containers(args, kwargs):
         return args, kwargs
     return tuple(_take(value) for value in args), {name: _take(value) for name, value in kwargs.items()}

@@ -60,7 +60,7 @@ def is_ours(function: Any) -> bool:
 
 
 def replaced_by_others(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` where the loaded model has a function that is not ours."""
+    """The names among ``names`` where the loaded model has a function that is not ours."""
     found = []
     for name in names:
         owner, _, attribute = name.rpartition(".")

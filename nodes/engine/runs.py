@@ -247,7 +247,7 @@ class Run:
 
     @property
     def share(self) -> float | None:
-        """Those calls' share of the run's time, over all its devices; None while it runs."""
+        """The share of these calls in the run's time, over all its devices; None while it runs."""
         whole = self.elapsed_s * max(1, len(self.devices))
         return min(1.0, self.elapsed_ms / 1e3 / whole) if whole else None
 
@@ -259,7 +259,7 @@ class Run:
 
     @property
     def shares(self) -> dict[str, int]:
-        """What each device did of the calls that several shared; {} if none were."""
+        """The number of heads that each device computed of the calls that several shared; {} if none were."""
         sums: dict[str, int] = {}
         for tally in list(self.tallies.values()):
             add_shares(sums, tally.shares)

@@ -1,1 +1,1 @@
-"""What the nodes put into a model of ComfyUI."""
+"""The changes that the nodes make to a model of ComfyUI."""

@@ -1,4 +1,4 @@
-"""What Pascal Attention Patch puts on a clone of a diffusion model: an override, wrappers around it, and callbacks."""
+"""The changes of Pascal Attention Patch to a clone of a diffusion model: override, wrappers and callbacks."""
 
 from __future__ import annotations
 

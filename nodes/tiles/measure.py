@@ -146,7 +146,7 @@ def measure(card: Card, shape: Shape, planned: int, device: torch.device, clock:
 
 
 def within_limits(card: Card, shape: Shape) -> Shape:
-    """The same call with as few heads, and then tokens, as time and free memory ask for."""
+    """A call like the given one with as few heads, and then tokens, as time and free memory ask for."""
     budget = (shape.budget_mib * MIB) or card.info.default_budget_bytes()
     room = card.free_bytes // 2 - budget if card.total_bytes else 1 << 62
     most = _MOST_SCORES[card.info.is_gpu]

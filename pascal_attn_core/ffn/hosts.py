@@ -1,4 +1,4 @@
-"""What hosts add to modules: hooks that replace its ``forward`` and exchange weights around each call.
+"""The things that hosts add to modules: hooks that replace its ``forward`` and exchange weights around each call.
 
 Nothing here names a host: the package that knows one registers how its hooks are recognised, with :func:`register`.
 """

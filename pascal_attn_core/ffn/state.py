@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import io
 import random
 import re
 import sys
@@ -152,7 +153,7 @@ class State:
     def _inside(self, name: str, value: Any) -> Iterable[tuple[Any, Any]]:
         """Hold what can change in ``value``; returns what is in it."""
         kind = type(value)
-        if isinstance(value, (*SCALARS, Tensor, nn.Module, ModuleType)):
+        if isinstance(value, (*SCALARS, Tensor, nn.Module, ModuleType, io.IOBase)):  # what is logged changes no result
             return ()
         if isinstance(value, FunctionType):
             return self._in_function(name, value)
@@ -171,7 +172,7 @@ class State:
             return enumerate(value)
         if isinstance(value, ContextVar):
             return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
-        is_iterator = hasattr(kind, "__next__") and kind.__module__ != "_io"
+        is_iterator = hasattr(kind, "__next__")
         if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:

@@ -266,7 +266,7 @@ class Helper:
 
 
 class Helpers:
-    """The other devices of one device; a part of its :class:`~pascal_attn_core.machine.runtime.Runtime`."""
+    """The devices that share one device's calls; a part of its :class:`~pascal_attn_core.machine.runtime.Runtime`."""
 
     def __init__(self, runtime: Runtime):
         self.home = runtime.device

@@ -92,7 +92,7 @@ class TensorRoute(FusedRoute):
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """As on plain cores; the gradient of the sinks is made of what the forward pass saved."""
+        """Gradients as on plain cores; the gradient of the sinks is made of what the forward pass saved."""
         found = super().backward(call, config, plan, saved, wanted)
         return found._replace(sinks=sinks_gradient(call, saved, wanted)) if wanted.sinks else found
 

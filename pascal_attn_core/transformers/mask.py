@@ -125,7 +125,7 @@ class HostMask:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """On another device; with a dtype, the tensor it represents."""
+        """The mask on another device; with a dtype, the tensor that it represents."""
         target = kwargs.get("device", args[0] if args else None)
         if isinstance(target, (torch.dtype, Tensor)) or "dtype" in kwargs or "other" in kwargs or len(args) > 1:
             return self._stored("to").to(*args, **kwargs)

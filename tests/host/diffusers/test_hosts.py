@@ -149,7 +149,7 @@ def test_a_family_compiles_to_one_graph(name, how, assert_same):
     assert calls  # seen while tracing
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [name for name in SOME if name != "AutoencoderKL"])  # which has no feed-forward
 def test_feed_forward_slices_work_beside_ours(name, assert_same):
     family = family_or_skip(name)
     model = family.build()

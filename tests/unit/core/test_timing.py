@@ -184,7 +184,9 @@ def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], s
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-@pytest.mark.parametrize("other", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=str)
+@pytest.mark.parametrize(
+    "other", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=["pipe", "device", "folder"]
+)
 def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]) -> None:
     clock = Clock(3.0, 4.0)
     folder.mkdir()
