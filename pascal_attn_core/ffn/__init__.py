@@ -67,7 +67,7 @@ def patch_ffn(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no module that can run in slices.
     """
-    model = denoisers_of(model)
+    target, model = model, denoisers_of(model)
     require_matches(model, include=include, exclude=exclude)
     if chunk_tokens is not None and num_chunks:
         raise ValueError(f"chunk_tokens must be None where num_chunks is given, got {chunk_tokens} and {num_chunks}")
@@ -77,7 +77,7 @@ def patch_ffn(
     settings = Settings(budget_mib, chunk_tokens, num_chunks or None, least, verify, checkpoint)
     found = list(find_ffn(model, include, exclude))
     sites: dict[str, Site] = {}
-    with PatchGroup(f"feed-forward of {type(model).__name__}") as group:
+    with PatchGroup(f"feed-forward of {type(target).__name__}") as group:
         for name, module, why_not in found:
             if not why_not:
                 sites[name] = site = Site(settings)

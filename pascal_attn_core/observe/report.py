@@ -96,6 +96,9 @@ class Report:
             lines += [f"         {count} x {remark}" for remark, count in stats.remarks.items()]
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.text()
+
 
 _lock = threading.Lock()
 active: tuple[Report, ...] = ()  # those that are being recorded

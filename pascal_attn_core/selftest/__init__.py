@@ -198,13 +198,13 @@ def _speed_lines(found: Selftest) -> list[str]:
         return []
     names = list(dict.fromkeys(result["name"] for entry in found.speed for result in entry["results"]))
     shown = [name.removeprefix("ours-") for name in names]
-    lines = [f"{'ms, share of float32 peak':34s}" + "".join(f"{name:>12s}" for name in shown) + "  extra MiB of auto"]
+    lines = [f"{'ms, share of float32 peak':34s}" + "".join(f"{name:>13s}" for name in shown) + "  extra MiB of auto"]
     for entry in found.speed:
         by_name = {result["name"]: result for result in entry["results"]}
         cells = [_cell(by_name.get(name), entry["peak"]) for name in names]
         extra = by_name.get(f"ours-{AUTO}", {}).get("extra_bytes")
         memory = "" if extra is None else f"  {extra / MIB:.1f}"
-        lines.append(f"{entry['shape']:7s}{entry['text']:27s}" + "".join(f"{cell:>12s}" for cell in cells) + memory)
+        lines.append(f"{entry['shape']:7s}{entry['text']:27s}" + "".join(f"{cell:>13s}" for cell in cells) + memory)
     if found.costs:
         costs = ", ".join(f"{name.removeprefix('ours-')} {cost:.0f}" for name, cost in found.costs.items())
         lines.append(line("us a call", f"{costs} (CPU time to issue a call of 64 tokens)"))
