@@ -382,7 +382,7 @@ def _broadcast_heads(
     heads = max(q_heads, k_heads, v_heads) if 0 not in (q_heads, k_heads, v_heads) else 0
     if any(h not in (1, heads) for h in (q_heads, k_heads, v_heads)):
         hint = "" if k_heads == 0 or q_heads % k_heads else "; pass enable_gqa=True for grouped heads"
-        raise ValueError(f"the head dimensions must broadcast, {shapes}{hint}")
+        raise ValueError(f"the numbers of heads must broadcast, {shapes}{hint}")
     # One key/value head for every query head is the extreme of grouping: nothing has to be expanded for it.
     return batch, heads, 1 if k_heads == v_heads == 1 and heads else heads
 

@@ -86,13 +86,13 @@ def patch_linear_int8(
     except BaseException:
         binding.detach(model)
         raise
-    return require_sites(Int8Patch(model, binding, count))
+    return require_sites(Int8Patch(type(target).__name__, model, binding, count))
 
 
 class Int8Patch(Patch):
     """The change made by :func:`patch_linear_int8`."""
 
-    def __init__(self, model: nn.Module, binding: Int8Binding, sites: int):
+    def __init__(self, kind: str, model: nn.Module, binding: Int8Binding, sites: int):
         self._model, self._binding = model, binding
 
         def undo() -> list[str]:
@@ -100,7 +100,7 @@ class Int8Patch(Patch):
             left = binding.detach(model)
             return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
 
-        super().__init__(f"int8 linear layers of {type(model).__name__}", undo, sites=sites)
+        super().__init__(f"int8 linear layers of {kind}", undo, sites=sites)
 
     def report(self) -> Int8Report:
         """The state of each layer so far."""

@@ -38,7 +38,7 @@ def test_blocks_say_how_many_were_bounded() -> None:
         pass
     assert nothing.bounded_share() is None
     assert nothing.total == 0
-    assert nothing.text() == "0 attention calls"
+    assert str(nothing) == nothing.text() == "0 attention calls"
 
 
 def test_the_text_has_shapes_mask_route_and_reason() -> None:
