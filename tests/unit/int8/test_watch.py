@@ -85,3 +85,11 @@ def test_the_error_of_a_sample_is_that_of_all_rows(odd: str, dtype: torch.dtype)
     whole = relative_error((x, torch.ones(4096, dtype=torch.float64)), weight, matrix)
     found = relative_error(sample_of(x, SAMPLE_ROWS, seed=3), weight, matrix)
     assert found == pytest.approx(whole, rel=0.15)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_an_error_without_bound(value: float) -> None:
+    x, weight = torch.randn(64, 32), torch.randn(16, 32)
+    sample = sample_of(x, SAMPLE_ROWS, seed=0)
+    weight[3, 5] = value
+    assert relative_error(sample, weight, quantize_rows(weight)) == float("inf")
